@@ -1,0 +1,112 @@
+"""Conversions between types on one mesh axis, and the collectives that each one issues.
+
+The backward collective follows from the forward one: the gradient of S(d) is S(d), of P is R, of R is P, of I is I.
+Types and semantics are those of the ``spmd_types`` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, local_shape, shard_dim
+
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+
+#: (source, target) → (forward collective, backward collective); "S" stands for any S(d).
+CONVERSIONS: dict[tuple[str, str], tuple[str | None, str | None]] = {
+    ("S", R): (ALL_GATHER, REDUCE_SCATTER),
+    ("S", I): (ALL_GATHER, None),  # backward: each rank slices the whole gradient
+    ("S", "S"): (ALL_TO_ALL, ALL_TO_ALL),
+    (P, R): (ALL_REDUCE, ALL_REDUCE),
+    (P, I): (ALL_REDUCE, None),
+    (P, "S"): (REDUCE_SCATTER, ALL_GATHER),
+    (R, I): (None, None),  # backward: rank 0 keeps the gradient, the others zero
+    (R, "S"): (None, None),  # forward slices, backward pads with zeros
+    (R, P): (None, None),  # forward: rank 0 keeps the value
+    (I, R): (None, ALL_REDUCE),
+    (I, "S"): (None, ALL_GATHER),
+    (I, P): (None, None),
+}
+
+
+def _letter(spmd_type: SpmdType) -> str:
+    return spmd_type if shard_dim(spmd_type) is None else "S"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of type, on one mesh axis; a conversion of a placement is a sequence of them."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def source_type(self) -> SpmdType:
+        return self.source[self.axis]
+
+    @property
+    def target_type(self) -> SpmdType:
+        return self.target[self.axis]
+
+    @property
+    def collectives(self) -> tuple[str | None, str | None]:
+        """Forward and backward collective (None: no communication)."""
+        return CONVERSIONS[_letter(self.source_type), _letter(self.target_type)]
+
+    def num_bytes(self, shape: tuple[int, ...], item_size: int, mesh: MeshShape) -> int:
+        """Bytes of the tensor as it is on one rank once it is whole on this step's axis.
+
+        It is what an all-reduce reduces, what an all-gather gives, what a reduce-scatter takes; an all-to-all
+        holds 1/n of it on each rank. Forward and backward move the same.
+        """
+        whole = tuple(R if axis == self.axis else spmd_type for axis, spmd_type in enumerate(self.source))
+        elements = item_size
+        for size in local_shape(shape, whole, mesh):
+            elements *= size
+        return elements
+
+
+def is_legal(step: Step, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+    """Whether a step exists, divides, and touches only the innermost axis that shards a dim.
+
+    Where several axes shard one dim the outer axis comes first in the mesh, so an axis may begin or stop to shard a
+    dim only while no later axis shards it.
+    """
+    source, target = step.source_type, step.target_type
+    if source == target or (_letter(source), _letter(target)) not in CONVERSIONS:
+        return False
+    for spmd_type in (source, target):
+        dim = shard_dim(spmd_type)
+        if dim is not None and any(shard_dim(later) == dim for later in step.source[step.axis + 1 :]):
+            return False
+    return divides(step.target, shape, mesh)
+
+
+def divides(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+    """Whether every axis evenly divides the dim that it shards."""
+    pieces: dict[int, int] = {}
+    for size, spmd_type in zip(mesh.sizes, placement):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            pieces[dim] = pieces.get(dim, 1) * size
+    return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in pieces.items())
+
+
+def steps_from(
+    placement: Placement, shape: tuple[int, ...], mesh: MeshShape, types: tuple[SpmdType, ...]
+) -> Iterator[Step]:
+    """Every legal step out of ``placement`` to one of ``types`` on one axis (axes of size 1 excluded)."""
+    for axis, size in enumerate(mesh.sizes):
+        if size == 1:
+            continue
+        for spmd_type in types:
+            target = (*placement[:axis], spmd_type, *placement[axis + 1 :])
+            step = Step(axis, placement, target)
+            if is_legal(step, shape, mesh):
+                yield step

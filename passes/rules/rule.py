@@ -1,0 +1,155 @@
+"""What a sharding rule is, and the choices it gives one mesh axis.
+
+A rule names the *factors* of an operator's index space, as an einsum does. Each tensor dim is a product of factors,
+outermost first (``("h", "d")`` is a hidden dim that a view splits into heads and head dim). Cutting an operator on a
+mesh axis means cutting one factor; what that does to each input and output follows from where the factor stands:
+
+* in an input: that input is ``S(dim)``; it must be the outermost factor of that dim;
+* not in an input: the input is ``R`` (its gradient is a partial sum), or ``P`` if the operator adds a term that does
+  not contain the contracted factor (a bias beside a matmul whose contraction is cut);
+* in an output: ``S(dim)``; not in it: the factor was contracted, and the output is ``P``; or ``I`` if the operator
+  itself reduces over the factor (``reductions``), as cross-entropy does over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.ir.types import I, P, R, SpmdType, shard
+
+Factor = str
+#: Factors of each dim, outermost first; () is a dim of size 1 or one that no cut reaches.
+Dims = tuple[tuple[Factor, ...], ...]
+
+REPLICATE = "replicate"
+INVARIANT = "invariant"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A collective that an operator issues itself when ``factor`` is cut.
+
+    ``elements`` = ``multiple`` × the product of the local sizes of ``factors``, of ``item_size`` bytes each.
+    """
+
+    factor: Factor
+    collective: str
+    factors: tuple[Factor, ...]
+    multiple: int = 1
+    item_size: int = 4
+    phase: str = "forward"
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """How one operator call may be sharded.
+
+    Attributes:
+        inputs: factors of every tensor input, in the order of ``Node.inputs``.
+        outputs: factors of every output.
+        sizes: number of pieces each factor can be cut into at most (its extent).
+        whole: factors that must not be cut (softmax's dim).
+        terms: the operator as a sum of products, each term the indices of the inputs it multiplies; None if it is
+            not linear in that sense (then it takes no ``P``). Inputs in no term (indices, masks) are never ``P``.
+        reductions: collectives the operator issues itself, by factor.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[Factor, int]
+    whole: frozenset[Factor] = frozenset()
+    terms: tuple[tuple[int, ...], ...] | None = None
+    reductions: tuple[Reduction, ...] = ()
+
+
+@dataclass(frozen=True)
+class AxisChoice:
+    """What one mesh axis does to one operator.
+
+    ``label`` is ``"replicate"``, ``"invariant"``, ``"cut <factor>"`` or ``"partial <i,…>"`` (the inputs that are P).
+    ``factor`` is the factor cut, or None.
+    """
+
+    label: str
+    inputs: tuple[SpmdType, ...]
+    outputs: tuple[SpmdType, ...]
+    factor: Factor | None = None
+    reductions: tuple[Reduction, ...] = field(default=())
+
+
+def axis_choices(
+    rule: ShardingRule, *, input_grads: Sequence[bool], output_grads: Sequence[bool]
+) -> tuple[AxisChoice, ...]:
+    """Every way one mesh axis may treat an operator, whatever the size of the axis.
+
+    ``input_grads`` and ``output_grads`` say which inputs and outputs carry a gradient; those that do not are typed
+    ``R`` where others are ``I``. Divisibility is for the caller to check against ``rule.sizes``.
+    """
+    choices = [_replicated(REPLICATE, R, input_grads, output_grads)]
+    if any(input_grads):
+        choices.append(_replicated(INVARIANT, I, input_grads, output_grads))
+    for factor in rule.sizes:
+        choice = _cut(rule, factor, output_grads) if factor not in rule.whole else None
+        if choice is not None:
+            choices.append(choice)
+    if rule.terms is not None and len(rule.outputs) == 1:
+        choices.extend(_partial(rule))
+    return tuple(choices)
+
+
+def _replicated(
+    label: str, spmd_type: SpmdType, input_grads: Sequence[bool], output_grads: Sequence[bool]
+) -> AxisChoice:
+    return AxisChoice(
+        label,
+        tuple(spmd_type if grad else R for grad in input_grads),
+        tuple(spmd_type if grad else R for grad in output_grads),
+    )
+
+
+def _cut(rule: ShardingRule, factor: Factor, output_grads: Sequence[bool]) -> AxisChoice | None:
+    """The choice that cuts ``factor``, or None if it stands inside a dim or its contraction is not a sum."""
+    reductions = tuple(reduction for reduction in rule.reductions if reduction.factor == factor)
+    positions = [_position(dims, factor) for dims in (*rule.inputs, *rule.outputs)]
+    if -1 in positions or all(position is None for position in positions):
+        return None
+    in_positions, out_positions = positions[: len(rule.inputs)], positions[len(rule.inputs) :]
+    contracted = [position is None for position in out_positions]
+    if any(contracted) and not reductions and rule.terms is None:
+        return None
+    if any(contracted) and not all(contracted):
+        return None
+    inputs: list[SpmdType] = [R if position is None else shard(position) for position in in_positions]
+    if all(contracted) and rule.terms is not None:
+        for term in rule.terms:
+            if all(in_positions[index] is None for index in term):
+                inputs[term[0]] = P
+    outputs = tuple(
+        shard(position) if position is not None else (P if not reductions else (I if grad else R))
+        for position, grad in zip(out_positions, output_grads)
+    )
+    return AxisChoice(f"cut {factor}", tuple(inputs), outputs, factor, reductions)
+
+
+def _position(dims: Dims, factor: Factor) -> int | None:
+    """The dim that ``factor`` leads, None if it is absent, -1 if it stands inside a dim (or leads two)."""
+    leading = [dim for dim, factors in enumerate(dims) if factors and factors[0] == factor]
+    inside = any(factor in factors[1:] for factors in dims)
+    if inside or len(leading) > 1:
+        return -1
+    return leading[0] if leading else None
+
+
+def _partial(rule: ShardingRule) -> list[AxisChoice]:
+    """Choices that pass partial sums through: one factor of every term is ``P``, the others ``R``."""
+    assert rule.terms is not None
+    picks: list[tuple[int, ...]] = [()]
+    for term in rule.terms:
+        picks = [(*pick, index) for pick in picks for index in term]
+    choices = []
+    for pick in dict.fromkeys(tuple(sorted(set(pick))) for pick in picks):
+        if all(sum(index in pick for index in term) == 1 for term in rule.terms):
+            inputs = tuple(P if index in pick else R for index in range(len(rule.inputs)))
+            choices.append(AxisChoice("partial " + ",".join(map(str, pick)), inputs, (P,)))
+    return choices
