@@ -238,8 +238,8 @@ class _Comparison:
 
     def run(self) -> BlockRun | None:
         """The run found, or None if a copy's own state is used outside of its copy."""
-        for slots in self.states.values():
-            for name, nodes in zip(slots, self.copies):
+        for names in self.states.values():
+            for name, nodes in zip(names, self.copies):
                 if not self.finder.users[name] <= {node.name for node in nodes}:
                     return None
         slots = sorted(self.carried)
