@@ -1,0 +1,1 @@
+"""The compiler: the graph, the plan as data, sharding rules, graph passes, and the emitter."""
