@@ -136,5 +136,11 @@ class Plan:
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(target)
 
+    def summary(self, *, operators: bool = False) -> str:
+        """The plan as tables of text; ``operators`` adds one line per operator."""
+        from passes.plan_summary import summarise
+
+        return summarise(self, operators=operators)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
