@@ -1,0 +1,45 @@
+"""Meshwright: an auto-parallel planner for PyTorch.
+
+``compile(model, mesh)`` gives a sharded module to train; ``plan(...)`` only decides, offline; ``verify(...)`` proves a
+plan against one device. Everything is imported at first use, so that ``import planner`` stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cost_models import Cluster
+    from passes.capture import CaptureError
+    from passes.plan import Plan
+    from planner.compile import compile
+    from planner.planning import plan
+    from planner.verify import verify
+    from runtime.parallel_module import ParallelModule
+
+#: Public name → the module that has it.
+_HOMES = {
+    "CaptureError": "passes.capture",
+    "Cluster": "cost_models",
+    "ParallelModule": "runtime.parallel_module",
+    "Plan": "passes.plan",
+    "compile": "planner.compile",
+    "plan": "planner.planning",
+    "verify": "planner.verify",
+}
+
+__all__ = ["CaptureError", "Cluster", "ParallelModule", "Plan", "compile", "plan", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'planner' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = found  # also hides the submodule of the same name (planner.compile, planner.verify)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
