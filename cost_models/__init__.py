@@ -1,0 +1,23 @@
+"""Hardware and its prices: devices, links, operator and collective time, memory. Imports nothing of the layers above.
+
+Start at ``Cluster`` (what there is) and ``CostModel`` (what things cost there under a mesh).
+"""
+
+from cost_models.cluster import Cluster
+from cost_models.collectives import collective_seconds, send_recv
+from cost_models.cost_model import CostModel
+from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel
+from cost_models.memory import StateBytes, state_bytes
+
+__all__ = [
+    "Cluster",
+    "CostModel",
+    "Device",
+    "DeviceGroup",
+    "LinkException",
+    "LinkLevel",
+    "StateBytes",
+    "collective_seconds",
+    "send_recv",
+    "state_bytes",
+]

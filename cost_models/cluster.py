@@ -1,0 +1,163 @@
+"""``Cluster``: which devices there are and how they are linked, from a preset, a TOML file or a live mesh."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cost_models import live
+from cost_models.cluster_format import format_cluster, parse_cluster, suggest
+from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
+from cost_models.presets import load_preset, preset_names
+
+if TYPE_CHECKING:
+    import networkx
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in rank order, and the levels of links that join them, innermost first.
+
+    Made by ``parse``, ``from_toml``, ``from_dict``, ``from_device_mesh`` or ``uniform``. ``groups`` says which device
+    each rank has (one group unless the cluster is mixed).
+    """
+
+    name: str
+    groups: tuple[DeviceGroup, ...]
+    levels: tuple[LinkLevel, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return self.levels[-1].group_size
+
+    @property
+    def device(self) -> Device:
+        """The device; of a mixed cluster, the worst of each figure, since all ranks wait for the slowest."""
+        return slowest_device(self.groups)
+
+    @staticmethod
+    def parse(text: str) -> Cluster:
+        """Read ``"dgx-h100:32"`` or ``"path/to/cluster.toml"``.
+
+        A preset may be followed by sizes of its levels, outermost first: ``dgx-h100`` is one node of 8, ``dgx-h100:32``
+        32 such nodes, ``dgx-h100:2x4`` two nodes of which 4 GPUs are used; ``cpu-local:4`` is one host with 4 devices.
+
+        Raises:
+            ValueError: if the preset is not known, the sizes are malformed, or the file is.
+        """
+        if text.endswith(".toml"):
+            return Cluster.from_toml(text)
+        name, colon, sizes = text.partition(":")
+        if name not in preset_names():
+            hint = suggest(name, preset_names())
+            raise ValueError(
+                f"unknown cluster {name!r}{hint or ':'} known are {', '.join(preset_names())}; or give the path of a"
+                " .toml file"
+            )
+        data = load_preset(name)
+        return Cluster.from_dict(_resized(data, text, sizes) if colon else data)
+
+    @staticmethod
+    def from_toml(path: str | Path) -> Cluster:
+        """Read a file in the format that ``cost_models.cluster_format`` documents.
+
+        Raises:
+            ValueError: if it cannot be read, is not TOML, or a field is missing, unknown or malformed.
+        """
+        try:
+            return Cluster.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ValueError(f"cannot read cluster file {str(path)!r}: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ValueError(f"cluster file {str(path)!r}: {error}") from error
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Cluster:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            ValueError: if a field is missing, unknown or malformed.
+        """
+        return Cluster(*parse_cluster(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data (also valid TOML, see ``cost_models.cluster_format``)."""
+        return format_cluster(self.name, self.groups, self.levels)
+
+    @staticmethod
+    def from_device_mesh(mesh: DeviceMesh) -> Cluster:
+        """The cluster that a live mesh runs on: CPUs as ``cpu-local``, GPUs by their name and memory.
+
+        A GPU that no preset describes is estimated from its properties. Processes per host come from
+        ``LOCAL_WORLD_SIZE`` (set by torchrun), else from the number of visible GPUs.
+
+        Raises:
+            ValueError: for a device type that nothing is known of.
+        """
+        return Cluster.from_dict(live.describe(mesh))
+
+    @staticmethod
+    def uniform(
+        num_devices: int,
+        *,
+        latency: float = 1.0,
+        bandwidth: float = 1.0,
+        flops: float = math.inf,
+        memory_bytes: float = math.inf,
+        memory_bandwidth: float = math.inf,
+        launch_overhead: float = 0.0,
+    ) -> Cluster:
+        """Equal devices on equal links, for closed forms: as it stands computing is free, and α = β = 1."""
+        device = {
+            "name": "uniform", "flops": {"float32": flops}, "memory_bytes": memory_bytes,
+            "memory_bandwidth": memory_bandwidth, "launch_overhead": launch_overhead,
+        }  # fmt: skip
+        level = {"name": "link", "size": num_devices, "latency": latency, "bandwidth": bandwidth}
+        return Cluster.from_dict({"name": "uniform", "device": device, "levels": [level]})
+
+    def graph(self) -> networkx.Graph:
+        """The cluster as a ``networkx`` graph.
+
+        Nodes: every rank (an int, attribute ``device``), and every group of every level, as a switch named
+        ``"<level>[<index>]"`` (attribute ``level``). Edges join a rank or switch to the switch outside it, with
+        ``latency`` and ``bandwidth`` of that group's links. Two ranks talk at the pace of the slowest edge between.
+        """
+        import networkx  # imported here: it takes longer than everything else in this package
+
+        graph = networkx.Graph(name=self.name)
+        devices = [group.device for group in self.groups for _ in range(group.count)]
+        graph.add_nodes_from((rank, {"device": device}) for rank, device in enumerate(devices))
+        inner: list[int | str] = list(range(self.num_devices))
+        for level in self.levels:
+            switches: list[int | str] = []
+            fan_in = len(inner) * level.group_size // self.num_devices
+            for index in range(self.num_devices // level.group_size):
+                switch = f"{level.name}[{index}]"
+                latency, bandwidth = level.group_link(index)
+                graph.add_node(switch, level=level.name)
+                for member in inner[index * fan_in : (index + 1) * fan_in]:
+                    graph.add_edge(member, switch, latency=latency, bandwidth=bandwidth)
+                switches.append(switch)
+            inner = switches
+        return graph
+
+
+def _resized(data: dict[str, Any], text: str, sizes: str) -> dict[str, Any]:
+    """The preset ``data`` with the outermost levels' sizes replaced by ``sizes`` (``"32"``, ``"2x4"``)."""
+    counts = sizes.split("x")
+    num_levels = len(data["levels"])
+    if not all(count.isdecimal() and int(count) > 0 for count in counts) or len(counts) > num_levels:
+        names = "x".join(level["name"] for level in reversed(data["levels"]))
+        raise ValueError(
+            f"cannot read cluster {text!r}: after the colon expected sizes of at least 1, at most {num_levels} of them"
+            f" ({names}), such as '{data['name']}:4'"
+        )
+    levels = [dict(level) for level in data["levels"]]
+    for level, count in zip(reversed(levels), counts):
+        level["size"] = int(count)
+    return {**data, "name": text, "levels": levels}
