@@ -1,0 +1,62 @@
+"""The structure that the README promises: imports go down only, no circles, and a quick ``import planner``."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("planner", "runtime", "passes", "cost_models")
+FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, inside functions too; those for annotations alone are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] in LAYERS}
+
+
+def test_imports_go_down_only() -> None:
+    upward = [
+        f"{module_name(path)} imports {name}"
+        for path in FILES
+        for name in imports(path)
+        if LAYERS.index(name.split(".")[0]) < LAYERS.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert upward == []
+
+
+def test_files_import_in_no_circle() -> None:
+    names = {module_name(path) for path in FILES}
+    graph = networkx.DiGraph()
+    for path in FILES:
+        graph.add_edges_from((module_name(path), name) for name in imports(path) if name in names)
+    # A package's __init__ that gathers its own files, and files that import a sibling through it, are one unit.
+    circles = [circle for circle in networkx.simple_cycles(graph) if len(circle) > 1]
+    assert circles == []
+
+
+@pytest.mark.parametrize("module", ["planner", "planner.cli"])
+def test_import_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
