@@ -152,7 +152,7 @@ def _resized(data: dict[str, Any], text: str, sizes: str) -> dict[str, Any]:
     counts = sizes.split("x")
     num_levels = len(data["levels"])
     if not all(count.isdecimal() and int(count) > 0 for count in counts) or len(counts) > num_levels:
-        names = "x".join(level["name"] for level in reversed(data["levels"]))
+        names = " x ".join(level["name"] for level in reversed(data["levels"]))
         raise ValueError(
             f"cannot read cluster {text!r}: after the colon expected sizes of at least 1, at most {num_levels} of them"
             f" ({names}), such as '{data['name']}:4'"

@@ -103,9 +103,15 @@ def crossed_levels(levels: Sequence[LinkLevel], *, stride: int, size: int) -> tu
     On a mesh laid out row-major an axis cuts the ranks into blocks of ``stride × size`` consecutive ones, each with
     ``stride`` interleaved groups. They all lie inside single groups of a level exactly if ``stride × size`` divides
     that level's ``group_size``: the innermost such level is the outermost one that is used. Of the levels inside it
-    those are used that hold two members of a group, that is, those with ``group_size > stride``.
+    those are used that hold two members of a group, that is, those with ``group_size > stride``. A level that joins
+    nothing (one node in a network) is never used.
     """
     if size == 1:
         return ()
     inside = next(index for index, level in enumerate(levels) if level.group_size % (stride * size) == 0)
-    return tuple(level for level in levels[: inside + 1] if level.group_size > stride)
+    inner_sizes = (1, *(level.group_size for level in levels))
+    return tuple(
+        level
+        for level, inner in zip(levels[: inside + 1], inner_sizes)
+        if level.group_size > stride and level.group_size > inner
+    )
