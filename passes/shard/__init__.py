@@ -1,0 +1,24 @@
+"""Apply a plan to a graph: what one rank computes, with every change of type an explicit step.
+
+The result is a main section and one section for each run of identical blocks. In a section, a conversion stands just
+before the first use that needs it and is shared by all later uses. Values that all copies of a block share are
+converted once, outside the loop; what a copy takes from the one before it has one placement, the plan's.
+"""
+
+from passes.shard.build import shard
+from passes.shard.context import PlanMismatch, input_key
+from passes.shard.data import Block, Compute, Convert, Local, Repeat, Section, ShardedGraph, StateRef
+
+__all__ = [
+    "Block",
+    "Compute",
+    "Convert",
+    "Local",
+    "PlanMismatch",
+    "Repeat",
+    "Section",
+    "ShardedGraph",
+    "StateRef",
+    "input_key",
+    "shard",
+]

@@ -1,0 +1,201 @@
+"""What all sections of one graph share: placements, conversion trees and the choices of every operator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from passes.blocks import BlockRun, find_blocks
+from passes.ir.conversions import divides
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import Placement, R, local_shape, shard_dim
+from passes.plan import ConversionPlan, Plan
+from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
+from passes.shard.data import Local, StateRef
+
+RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
+
+
+class PlanMismatch(ValueError):
+    """The plan's model is this one, but it does not cover this graph (another mode or other arguments)."""
+
+
+def input_key(path: tuple[str | int, ...]) -> str:
+    """The name of an input in a plan: its path in the call, joined with dots."""
+    return ".".join(map(str, path))
+
+
+@dataclass
+class Tree:
+    """The conversions of one value: each placement that is reached, and the step that reaches it."""
+
+    root: Placement
+    steps: dict[Placement, ConversionPlan] = field(default_factory=dict)
+
+    def chain(self, target: Placement, what: str) -> list[ConversionPlan]:
+        """Steps from the root to ``target``, in order."""
+        found: list[ConversionPlan] = []
+        while target != self.root:
+            step = self.steps.get(target)
+            if step is None or len(found) > len(self.steps):
+                raise PlanMismatch(f"the plan has no conversion of {what} to {target}")
+            found.append(step)
+            target = step.source
+        return found[::-1]
+
+
+class Context:
+    """What all sections share: values, placements, conversion trees, operator choices."""
+
+    def __init__(self, graph: Graph, plan: Plan, rule_for: RuleFor) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.mesh = plan.mesh
+        self.rule_for = rule_for
+        self.values = graph.values
+        self.states = {state.value.name: state for state in graph.states}
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.whole: Placement = (R,) * len(plan.mesh.names)
+        _check_same_model(graph, plan)
+        self.runs = self._runs()
+        self._steps: dict[str, list[ConversionPlan]] = {}
+        for conversion in plan.conversions:
+            self._steps.setdefault(conversion.value, []).append(conversion)
+        self.plan_keys = self._plan_keys()
+        self.choices = {node.name: self._choices(node) for node in graph.nodes if not node.constant}
+        self.trees = dict(self._trees())
+
+    def _runs(self) -> tuple[tuple[BlockRun, tuple[Placement, ...]], ...]:
+        """The repeated blocks that the plan folds, with the placements of what they carry."""
+        planned = {block.first_node: block for block in self.plan.blocks}
+        if not planned:
+            return ()
+        runs = []
+        for run in find_blocks(self.graph):
+            block = planned.pop(self.nodes[run.copies[0][0]].key, None)
+            if block is None:
+                continue
+            if tuple(run.roots) != tuple(block.roots) or len(run.carried) != len(block.carried):
+                raise PlanMismatch(f"the plan folds other copies of {block.roots[0]} than this graph has")
+            runs.append((run, tuple(self.normal(placement) for placement in block.carried)))
+        if planned:
+            raise PlanMismatch(f"this graph does not repeat the block that begins with {next(iter(planned))!r}")
+        return tuple(runs)
+
+    def normal(self, placement: Placement) -> Placement:
+        """A placement with axes of size 1 blanked out: they need no conversion."""
+        return tuple(R if size == 1 else spmd_type for size, spmd_type in zip(self.mesh.sizes, placement))
+
+    def local(self, value: Value, placement: Placement, state: StateRef | None = None) -> Local:
+        self.check_divides(value, placement)
+        return Local(value, placement, local_shape(value.shape, placement, self.mesh), state)
+
+    def check_divides(self, value: Value, placement: Placement) -> None:
+        if divides(placement, value.shape, self.mesh):
+            return
+        paths = dict(zip((value.name for value in self.graph.inputs), self.graph.input_paths))
+        what = f"input {input_key(paths[value.name])!r}" if value.name in paths else f"tensor {value.name!r}"
+        for dim, size in enumerate(value.shape):
+            axes = [
+                f"{name}={count}"
+                for name, count, spmd_type in zip(self.mesh.names, self.mesh.sizes, placement)
+                if shard_dim(spmd_type) == dim
+            ]
+            if axes and not divides(tuple(t if shard_dim(t) == dim else R for t in placement), value.shape, self.mesh):
+                raise ValueError(
+                    f"{what} has size {size} in dim {dim}, which cannot be divided over mesh axis {', '.join(axes)} "
+                    "as the plan says: pad it to a multiple, or plan again for this shape"
+                )
+
+    def _plan_keys(self) -> dict[str, str]:
+        """Node name → the key under which the plan knows it (that of the first copy, in a repeated block)."""
+        keys = {node.name: node.key for node in self.graph.nodes}
+        for run, _ in self.runs:
+            for copy in run.copies[1:]:
+                keys.update((name, self.nodes[first].key) for name, first in zip(copy, run.copies[0]))
+        return keys
+
+    def _choices(self, node: Node) -> tuple[ShardingRule | None, tuple[AxisChoice, ...]]:
+        planned = self.plan.nodes.get(self.plan_keys[node.name])
+        if planned is None or planned.op != node.op:
+            raise PlanMismatch(f"the plan says nothing of {node.op} ({self.plan_keys[node.name]!r})")
+        rule = self.rule_for(node, self.values) if planned.has_rule else None
+        offered = {choice.label: choice for choice in offered_choices(node, rule, self.values)}
+        missing = [label for label in planned.strategy if label not in offered]
+        if missing:
+            raise PlanMismatch(f"{node.op} ({node.key!r}) cannot be sharded as the plan says: {missing[0]!r}")
+        return rule, tuple(offered[label] for label in planned.strategy)
+
+    def _trees(self) -> Iterator[tuple[str, Tree]]:
+        for path, value in zip(self.graph.input_paths, self.graph.inputs):
+            planned = self.plan.inputs.get(input_key(path))
+            if planned is None:
+                raise PlanMismatch(f"the plan has no input {input_key(path)!r}")
+            yield value.name, self._tree(f"input:{input_key(path)}", planned.placement)
+        first_paths = self._first_paths()
+        for state in self.graph.states:
+            placed = self.plan.states.get(state.path)
+            placement = self.whole if placed is None else placed.placement
+            yield state.value.name, self._tree(f"state:{first_paths.get(state.path, state.path)}", placement)
+        for node in self.graph.nodes:
+            for index, value in enumerate(node.outputs):
+                placement = self.whole if node.constant else output_placement(self.choices[node.name][1], index)
+                yield value.name, self._tree(f"node:{self.plan_keys[node.name]}#{index}", placement)
+
+    def _first_paths(self) -> dict[str, str]:
+        return {
+            self.states[name].path: self.states[names[0]].path
+            for run, _ in self.runs
+            for names in run.states
+            for name in names
+        }
+
+    def _tree(self, key: str, root: Placement) -> Tree:
+        tree = Tree(self.normal(root))
+        for step in self._steps.get(key, ()):
+            target = self.normal(step.target)
+            tree.steps[target] = dataclasses.replace(step, source=self.normal(step.source), target=target)
+        return tree
+
+    def carried_tree(self, block: int, slot: int, root: Placement) -> Tree:
+        first = self.nodes[self.runs[block][0].copies[0][0]].key
+        order = [plan.first_node for plan in self.plan.blocks].index(first)
+        return self._tree(f"carry:{order}#{slot}", root)
+
+
+def offered_choices(node: Node, rule: ShardingRule | None, values: Mapping[str, Value]) -> tuple[AxisChoice, ...]:
+    """What one mesh axis may do to ``node``; without a rule: nothing, everything whole."""
+    input_grads = [values[name].requires_grad for name in node.inputs]
+    output_grads = [value.requires_grad for value in node.outputs]
+    if rule is None:
+        anything = ShardingRule(((),) * len(input_grads), ((),) * len(output_grads), {})
+        return tuple(
+            choice
+            for choice in axis_choices(anything, input_grads=input_grads, output_grads=output_grads)
+            if choice.label in (REPLICATE, INVARIANT)
+        )
+    return axis_choices(rule, input_grads=input_grads, output_grads=output_grads)
+
+
+def input_placement(choices: tuple[AxisChoice, ...], index: int) -> Placement:
+    return tuple(choice.inputs[index] for choice in choices)
+
+
+def output_placement(choices: tuple[AxisChoice, ...], index: int) -> Placement:
+    return tuple(choice.outputs[index] for choice in choices)
+
+
+def _check_same_model(graph: Graph, plan: Plan) -> None:
+    for state in graph.states:
+        planned = plan.states.get(state.path)
+        if planned is None and state.value.kind == "parameter":
+            raise ValueError(
+                f"a plan made for another model: it was made for {plan.model}, which has no parameter {state.path!r} "
+                f"as this {graph.model_name} has"
+            )
+        if planned is not None and tuple(planned.shape) != state.value.shape:
+            raise ValueError(
+                f"a plan made for another model: {state.path!r} has shape {list(planned.shape)} in the plan for "
+                f"{plan.model} and {list(state.value.shape)} in this {graph.model_name}"
+            )

@@ -1,0 +1,66 @@
+"""Building one section: a value is converted just before the first use that needs it, then shared."""
+
+from __future__ import annotations
+
+from passes.ir.conversions import Step
+from passes.ir.graph import ITEM_SIZE, Node
+from passes.ir.types import Placement
+from passes.plan import ConversionPlan
+from passes.shard.context import Context, Tree, input_placement, output_placement
+from passes.shard.data import Compute, Convert, Local, Repeat
+
+
+class Body:
+    """Builds one section: keeps, for each value, the placements it is already there in."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.body: list[Compute | Convert | Repeat] = []
+        self.there: dict[str, dict[Placement, Local]] = {}
+
+    def tree(self, name: str) -> Tree:
+        return self.context.trees[name]
+
+    def origin(self, name: str, placement: Placement) -> Local | None:
+        """A value that the section does not compute (a state, an argument), or None."""
+        raise NotImplementedError
+
+    def get(self, name: str, placement: Placement) -> Local:
+        """``name`` in ``placement``, converted now if it is not there yet."""
+        placement = self.context.normal(placement)
+        have = self.there.setdefault(name, {})
+        if placement in have:
+            return have[placement]
+        given = self.origin(name, placement)
+        if given is not None:
+            have[given.placement] = given
+            if given.placement == placement:
+                return given
+        for conversion in self.tree(name).chain(placement, name):
+            if conversion.target in have:
+                continue
+            source = have.get(conversion.source) or self.get(name, conversion.source)
+            have[conversion.target] = self.convert(conversion, source, self.body)
+        return have[placement]
+
+    def convert(
+        self, conversion: ConversionPlan, source: Local, body: list[Compute | Convert | Repeat] | list[Convert]
+    ) -> Local:
+        context = self.context
+        step = Step(context.mesh.names.index(conversion.axis), conversion.source, conversion.target)
+        forward, backward = step.collectives
+        target = context.local(source.value, step.target)
+        num_bytes = step.num_bytes(source.value.shape, ITEM_SIZE[source.value.dtype], context.mesh)
+        grad = source.value.requires_grad
+        body.append(Convert(step, source, target, forward, backward if grad else None, num_bytes))
+        return target
+
+    def compute(self, node: Node) -> None:
+        rule, choices = self.context.choices[node.name]
+        inputs = tuple(self.get(name, input_placement(choices, index)) for index, name in enumerate(node.inputs))
+        outputs = []
+        for index, value in enumerate(node.outputs):
+            local = self.context.local(value, self.context.normal(output_placement(choices, index)))
+            self.there[value.name] = {local.placement: local}
+            outputs.append(local)
+        self.body.append(Compute(node, inputs, tuple(outputs), choices, rule))
