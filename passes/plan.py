@@ -43,8 +43,19 @@ class NodePlan:
 class ConversionPlan:
     """One single-axis change of type of a value, done ``copies`` times a step (once per copy of its block).
 
-    ``value`` is ``node:<key>#<output>``, ``state:<path>``, ``input:<path>`` or ``carry:<block>#<index>`` (the value
-    that a block takes from the copy before it). The conversions of one value form a tree rooted at its own type.
+    The conversions with the same ``value`` form a tree rooted at that value's own type; ``value`` is one of
+
+    * ``node:<key>#<output>``, ``state:<path>``, ``input:<path>``: every use, except that for a value of a block it
+      is only the uses inside its own copy (``copies`` = number of copies);
+    * ``carry:<block>#<slot>``: what a block takes from the copy before it, rooted at the slot's carried type; uses
+      inside the block (``copies`` = number of copies);
+    * ``next:<block>#<slot>``: from the type in which a copy gives the slot's value to the slot's carried type, once
+      between two copies (``copies`` = number of copies − 1), nothing shared with the uses inside the copy;
+    * ``last:<key>#<output>``: uses behind the block of a value of its last copy (``copies`` = 1), rooted at the type
+      that the value has inside; nothing shared with the uses inside the copy.
+
+    ``backward`` is None also where the gradient of no use that goes through the step is ever asked for (the value
+    needs none, or the loss does not depend on these uses).
     """
 
     value: str
@@ -144,3 +155,25 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save`` wrote.
+
+        Raises:
+            ValueError: if the file is missing, is not JSON, or is not a plan of this version.
+        """
+        from passes.plan_reader import read_plan
+
+        return read_plan(path)
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """The plan that ``json.loads(plan.to_json())`` describes.
+
+        Raises:
+            ValueError: if a field is missing, unknown or of the wrong kind; the message names it.
+        """
+        from passes.plan_reader import plan_from_dict
+
+        return plan_from_dict(data)
