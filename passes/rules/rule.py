@@ -53,6 +53,7 @@ class ShardingRule:
         terms: the operator as a sum of products, each term the indices of the inputs it multiplies; None if it is
             not linear in that sense (then it takes no ``P``). Inputs in no term (indices, masks) are never ``P``.
         reductions: collectives the operator issues itself, by factor.
+        passes_partial: whether partial sums may come in (they may leave a contraction either way).
     """
 
     inputs: tuple[Dims, ...]
@@ -61,6 +62,7 @@ class ShardingRule:
     whole: frozenset[Factor] = frozenset()
     terms: tuple[tuple[int, ...], ...] | None = None
     reductions: tuple[Reduction, ...] = ()
+    passes_partial: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def axis_choices(
         choice = _cut(rule, factor, output_grads) if factor not in rule.whole else None
         if choice is not None:
             choices.append(choice)
-    if rule.terms is not None and len(rule.outputs) == 1:
+    if rule.terms and rule.passes_partial:
         choices.extend(_partial(rule))
     return tuple(choices)
 
@@ -151,5 +153,6 @@ def _partial(rule: ShardingRule) -> list[AxisChoice]:
     for pick in dict.fromkeys(tuple(sorted(set(pick))) for pick in picks):
         if all(sum(index in pick for index in term) == 1 for term in rule.terms):
             inputs = tuple(P if index in pick else R for index in range(len(rule.inputs)))
-            choices.append(AxisChoice("partial " + ",".join(map(str, pick)), inputs, (P,)))
+            outputs = (P,) * len(rule.outputs)
+            choices.append(AxisChoice("partial " + ",".join(map(str, pick)), inputs, outputs))
     return choices

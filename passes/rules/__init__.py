@@ -1,0 +1,83 @@
+"""Sharding rules: how each operator may be cut on a mesh axis (``rule_for``), and what it computes (``forward_flops``).
+
+One line per operator in ``passes.rules.table``; rules that depend on arguments are in ``views``, ``reductions``,
+``structure`` and ``layers``. Importing this loads no torch; the first use does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from passes.ir.graph import Node, Ref, Value
+from passes.rules import layers, reductions, structure, views
+from passes.rules.call import Call, bind
+from passes.rules.flops import FLOPS
+from passes.rules.notation import instantiate
+from passes.rules.rule import ShardingRule
+from passes.rules.table import RULES
+
+COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+    **views.COMPUTED,
+    **reductions.COMPUTED,
+    **structure.COMPUTED,
+    **layers.COMPUTED,
+}
+_CACHE: dict[Any, ShardingRule | None] = {}
+_CACHE_LIMIT = 4096
+
+
+def known_operators() -> frozenset[str]:
+    """Operators that have a rule (for some of their calls at least)."""
+    return frozenset(RULES) | frozenset(COMPUTED)
+
+
+def rule_for(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
+    """How ``node`` may be sharded, or None if there is no rule: then every factor is whole."""
+    if node.op not in COMPUTED and node.op not in RULES:
+        return None
+    key = _key(node, values)
+    if key not in _CACHE:
+        if len(_CACHE) >= _CACHE_LIMIT:
+            _CACHE.clear()
+        _CACHE[key] = _derive(node, values)
+    return _CACHE[key]
+
+
+def forward_flops(node: Node, values: Mapping[str, Value]) -> float:
+    """Floating point operations of the whole call; 0 for operators bound by memory."""
+    count = FLOPS.get(node.op)
+    call = bind(node, values) if count is not None else None
+    return float(count(call)) if count is not None and call is not None else 0.0
+
+
+def _derive(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
+    call = bind(node, values)
+    if call is None or not call.outputs:
+        return None
+    computed = COMPUTED.get(node.op)
+    rule = computed(call) if computed is not None else instantiate(RULES[node.op], call)
+    if rule is None:
+        return None
+    if all(value.dtype == "bool" for value in call.outputs):
+        rule = dataclasses.replace(rule, passes_partial=False)  # truth values are no sums
+    sizes = {factor: size for factor, size in rule.sizes.items() if size > 1}
+    return dataclasses.replace(rule, sizes=sizes)
+
+
+def _key(node: Node, values: Mapping[str, Value]) -> Any:
+    """What a rule depends on: the operator, its arguments with tensors by shape, and the output shapes."""
+    outputs = tuple((value.shape, value.dtype) for value in node.outputs)
+    kwargs = tuple((name, _frozen(value, values)) for name, value in node.kwargs.items())
+    return node.op, _frozen(node.args, values), kwargs, outputs
+
+
+def _frozen(argument: Any, values: Mapping[str, Value]) -> Any:
+    if isinstance(argument, Ref):
+        value = values[argument.name]
+        return value.shape, value.dtype
+    if isinstance(argument, (list, tuple)):
+        return tuple(_frozen(item, values) for item in argument)
+    # 1, 1.0 and True are equal keys
+    return (type(argument).__name__, argument) if isinstance(argument, (bool, int, float)) else str(argument)

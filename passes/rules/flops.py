@@ -1,0 +1,68 @@
+"""Floating point operations of one forward call of the operators that are bound by them (2 per multiply-add)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from passes.rules.call import Call
+
+
+
+def contraction(call: Call) -> float:
+    """Sums of products: 2 × the product of all factors of the index space, read from the shapes."""
+    rows = call.inputs[_FIRST.get(call.node.op, 0)].shape
+    return 2.0 * math.prod(call.outputs[0].shape) * rows[-1]
+
+
+def vector_product(call: Call) -> float:
+    return 2.0 * math.prod(call.inputs[0].shape)
+
+
+def equation(call: Call) -> float:
+    """``einsum``: every letter is a loop; operands are assumed to be multiplied at once."""
+    left = str(call["equation"]).replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for letters, value in zip(left, call.inputs):
+        if "." in letters:
+            return 2.0 * math.prod(call.outputs[0].shape) * call.inputs[0].shape[-1]
+        for letter, size in zip(letters, value.shape):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return (2.0 if len(call.inputs) > 1 else 0.0) * math.prod(sizes.values())
+
+
+def attention(call: Call) -> float:
+    """Scores and their product with the values; half of it where causality leaves out half the scores."""
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    scores = math.prod(query[:-1]) * key[-2]
+    return 2.0 * scores * (query[-1] + value[-1]) * (0.5 if call["is_causal"] else 1.0)
+
+
+def convolution(call: Call) -> float:
+    weight = call.shape("weight")
+    positions = call.inputs[0].shape if "transpose" in call.node.op else call.outputs[0].shape
+    batch_and_space = math.prod(positions) // positions[-len(weight) + 1]
+    return 2.0 * batch_and_space * math.prod(weight)
+
+
+#: Which input's last dim is the contraction (the first unless a summand comes before it).
+_FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
+
+FLOPS: dict[str, Callable[[Call], float]] = {
+    **dict.fromkeys(
+        ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default",
+         "aten.baddbmm.default"),
+        contraction,
+    ),
+    "aten.addbmm.default": lambda call: 2.0 * math.prod(call.inputs[1].shape) * call.inputs[2].shape[-1],
+    "aten.mv.default": vector_product,
+    "aten.dot.default": vector_product,
+    "aten.einsum.default": equation,
+    "aten.scaled_dot_product_attention.default": attention,
+    **dict.fromkeys(
+        (f"aten.conv{dims}d.{overload}" for dims in (1, 2, 3) for overload in ("default", "padding")), convolution
+    ),
+    "aten.conv_transpose1d.default": convolution,
+    "aten.conv_transpose2d.input": convolution,
+    "aten.conv_transpose3d.input": convolution,
+}  # fmt: skip

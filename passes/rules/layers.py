@@ -1,0 +1,201 @@
+"""Rules of layers: matmul of any rank, einsum, normalisation, attention, tables, convolution, pooling, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from passes.ir.conversions import ALL_REDUCE
+from passes.ir.graph import ITEM_SIZE
+from passes.rules.call import Call, named_dims
+from passes.rules.notation import instantiate
+from passes.rules.rule import Dims, Reduction, ShardingRule
+
+#: The notation of matmul by (rank of the left, rank of the right) with ranks above 2 as 3.
+_MATMUL = {
+    (1, 1): "k, k -> ",
+    (1, 2): "k, kn -> n",
+    (2, 1): "mk, k -> m",
+    (1, 3): "k, ...kn -> ...n",
+    (3, 1): "...mk, k -> ...m",
+}
+
+
+def matmul(call: Call) -> ShardingRule | None:
+    ranks = tuple(min(len(value.shape), 3) for value in call.inputs)
+    return instantiate(_MATMUL.get(ranks, "...mk, ...kn -> ...mn"), call)  # type: ignore[call-overload]
+
+
+def einsum(call: Call) -> ShardingRule | None:
+    """Letters of the equation are the factors; equations with ``...`` or a repeated letter in one operand have no rule."""
+    equation = str(call["equation"]).replace(" ", "")
+    left, arrow, output = equation.partition("->")
+    operands = left.split(",")
+    if not arrow or "." in equation or any(len(set(operand)) < len(operand) for operand in operands):
+        return None
+    values = (*call.inputs, *call.outputs)
+    dims = [
+        tuple((letter,) if size != 1 else () for letter, size in zip(letters, value.shape, strict=True))
+        for letters, value in zip((*operands, output), values, strict=True)
+    ]
+    return call.rule(dims[:-1], dims[-1:], terms=(tuple(range(len(operands))),))
+
+
+def layer_norm(call: Call) -> ShardingRule:
+    """``layer_norm`` and ``rms_norm``: the normalised dims stay whole, and so do weight and bias."""
+    shape = call.shape("input")
+    first = len(shape) - len(call["normalized_shape"])
+    dims = named_dims(shape, whole=range(first, len(shape)))
+    return call.rule(call.by_slot({"input": dims}), [dims])
+
+
+def group_norm(call: Call) -> ShardingRule:
+    """``group_norm``: the batch, and whole groups of channels."""
+    shape = call.shape("input")
+    groups = call["num_groups"]
+    channel = ("g", "c")
+    batch = ("b",) if shape[0] != 1 else ()
+    dims: Dims = (batch, channel, *((),) * (len(shape) - 2))
+    inputs = call.by_slot({"input": dims, "weight": (channel,), "bias": (channel,)})
+    return call.rule(inputs, [dims], sizes={"g": groups, "c": shape[1] // groups})
+
+
+def batch_norm(call: Call) -> ShardingRule:
+    """``batch_norm``: the channels; the batch too where running statistics are used instead of the batch's."""
+    shape = call.shape("input")
+    whole = [0, *range(2, len(shape))] if call["training"] else []
+    dims = named_dims(shape, whole=whole)
+    channel = (dims[1],)
+    names = ("weight", "bias", "running_mean", "running_var")
+    return call.rule(call.by_slot({"input": dims, **dict.fromkeys(names, channel)}), [dims])
+
+
+def attention(call: Call) -> ShardingRule:
+    """``scaled_dot_product_attention`` over (..., heads, length, width), or (batch, length, width).
+
+    Batch dims and heads may be cut; query positions too unless causality ties them to the key positions. With fewer
+    key heads than query heads (``enable_gqa``) a query head is (key head, member), and a cut must divide the former.
+    """
+    query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+    rank = len(query)
+    batch = tuple((f"b{dim}",) if size != 1 else () for dim, size in enumerate(query[:-2]))
+    key_batch, sizes = batch, {}
+    if call.get("enable_gqa") and rank >= 3 and key[-3] != query[-3]:
+        batch = (*batch[:-1], ("h", "m"))
+        key_batch = (*key_batch[:-1], ("h",) if key[-3] != 1 else ())
+        sizes = {"h": key[-3], "m": query[-3] // key[-3]}
+    elif key[:-2] != query[:-2] or value[:-2] != query[:-2]:
+        # broadcast over batch dims: a key dim of size 1 is whole
+        key_batch = tuple(() if 1 in (key[dim], value[dim]) else factors for dim, factors in enumerate(batch))
+    length: tuple[str, ...] = ("l",) if query[-2] != 1 and not call["is_causal"] else ()
+    factors = {
+        "query": (*batch, length, ()),
+        "key": (*key_batch, (), ()),
+        "value": (*key_batch, (), ()),
+    }
+    if call.has("attn_mask"):
+        factors["attn_mask"] = _mask_dims(call.shape("attn_mask"), (*batch, length, ()))
+    return call.rule(call.by_slot(factors), [(*batch, length, ())], sizes=sizes)
+
+
+def _mask_dims(shape: tuple[int, ...], full: Dims) -> Dims:
+    """Factors of a mask that broadcasts to (*batch, length, keys)."""
+    aligned = full[len(full) - len(shape) :]
+    return tuple(() if size == 1 else factors for size, factors in zip(shape, aligned))
+
+
+def embedding(call: Call) -> ShardingRule | None:
+    """``embedding``: hidden dim, indices, and the vocabulary (each rank looks up its rows, partial sums come out)."""
+    if call.get("scale_grad_by_freq") or call.get("sparse"):
+        return None
+    return instantiate("vd / ... => ...d", call)
+
+
+def cross_entropy(call: Call) -> ShardingRule | None:
+    """``meshwright.cross_entropy``: a cut vocabulary costs an all-reduce of the maxima and one of the sums."""
+    logits = call.inputs[0]
+    tokens = tuple(f"b{place}" for place in reversed(range(len(logits.shape) - 1)) if logits.shape[-2 - place] != 1)
+    item_size = max(ITEM_SIZE[logits.dtype], 4)
+    sums = 3 if call["label_smoothing"] else 2  # of exp, of the target's logit, of all logits
+    reductions = tuple(Reduction("v", ALL_REDUCE, tokens, multiple, item_size) for multiple in (1, sums))
+    return instantiate("~ ...[v], ... -> ...", call, reductions)
+
+
+def convolution(call: Call) -> ShardingRule | None:
+    """``conv1d/2d/3d`` and their transposes: batch, output channels, input channels (partial sums), groups."""
+    shape, weight = call.shape("input"), call.shape("weight")
+    transposed = "transpose" in call.node.op
+    spatial = ((),) * (len(weight) - 2)
+    batched = len(shape) == len(weight)
+    batch: Dims = ((("b",) if shape[0] != 1 else ()),) if batched else ()
+    groups = call.get("groups", 1)
+    in_channels, out_channels = shape[-len(weight) + 1], call.outputs[0].shape[-len(weight) + 1]
+    prefix = ("g",) if groups > 1 else ()
+    inside, outside = (*prefix, "i"), (*prefix, "o")
+    sizes = {"i": in_channels // groups, "o": out_channels // groups, **({"g": groups} if groups > 1 else {})}
+    kernel: Dims = (inside, ("o",)) if transposed else (outside, ("i",))
+    factors = {
+        "input": _squeezed((*batch, inside, *spatial), sizes),
+        "weight": _squeezed((*kernel, *spatial), sizes),
+        "bias": _squeezed((outside,), sizes),
+    }
+    inputs = call.by_slot(factors)
+    products = tuple(index for index, slot in enumerate(call.slots) if slot != "bias")
+    bias = tuple((index,) for index, slot in enumerate(call.slots) if slot == "bias")
+    output = _squeezed((*batch, outside, *spatial), sizes)
+    return call.rule(inputs, [output], terms=(products, *bias), passes_partial=False, sizes=sizes)
+
+
+def _squeezed(dims: Dims, sizes: dict[str, int]) -> Dims:
+    """Composite dims without their factors of size 1."""
+    return tuple(tuple(factor for factor in factors if sizes.get(factor) != 1) for factors in dims)
+
+
+def outer_dims(keep: int) -> Callable[[Call], ShardingRule]:
+    """Operators that leave the last ``keep`` dims whole in input and output and treat the others apart."""
+
+    def rule(call: Call) -> ShardingRule:
+        def dims_of(shape: tuple[int, ...]) -> Dims:
+            return named_dims(shape, whole=range(max(len(shape) - keep, 0), len(shape)))
+
+        return call.rule([dims_of(value.shape) for value in call.inputs], [dims_of(v.shape) for v in call.outputs])
+
+    return rule
+
+
+def loss(call: Call) -> ShardingRule | None:
+    """Pointwise losses: each position apart; a sum or mean over cut positions gives partial sums."""
+    shape = call.inputs[0].shape
+    if any(value.shape != shape for value in call.inputs):
+        return None
+    dims = named_dims(shape)
+    whole = call.outputs[0].shape == ()
+    terms = (tuple(range(len(call.inputs))),) if whole else None
+    return call.rule([dims] * len(call.inputs), [() if whole and shape else dims], terms=terms, passes_partial=False)
+
+
+def _named(names: str) -> list[str]:
+    return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split()]
+
+
+COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+    "aten.matmul.default": matmul,
+    "aten.einsum.default": einsum,
+    "aten.layer_norm.default": layer_norm,
+    "aten.rms_norm.default": layer_norm,
+    "aten.group_norm.default": group_norm,
+    "aten.batch_norm.default": batch_norm,
+    "aten.scaled_dot_product_attention.default": attention,
+    "aten.embedding.default": embedding,
+    "meshwright.cross_entropy": cross_entropy,
+    **dict.fromkeys(_named("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), convolution),
+    **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),
+    **dict.fromkeys(_named("adaptive_avg_pool1d avg_pool1d max_pool1d adaptive_max_pool1d"), outer_dims(1)),
+    **dict.fromkeys(_named("upsample_nearest1d.vec upsample_linear1d.vec reflection_pad1d"), outer_dims(1)),
+    **dict.fromkeys(_named("replication_pad1d"), outer_dims(1)),
+    **dict.fromkeys(_named("adaptive_avg_pool2d avg_pool2d max_pool2d adaptive_max_pool2d"), outer_dims(2)),
+    **dict.fromkeys(_named("upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec"), outer_dims(2)),
+    **dict.fromkeys(_named("reflection_pad2d replication_pad2d"), outer_dims(2)),
+    **dict.fromkeys(_named("adaptive_avg_pool3d avg_pool3d max_pool3d upsample_nearest3d.vec"), outer_dims(3)),
+    **dict.fromkeys(_named("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"), loss),
+    **dict.fromkeys(_named("binary_cross_entropy_with_logits binary_cross_entropy"), loss),
+}

@@ -1,0 +1,68 @@
+"""Rules of operators along one or more dims: sums, extrema, softmax, scans, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from passes.rules.call import Call, named_dims
+from passes.rules.rule import Dims, ShardingRule
+
+
+def reduced(dims: Dims, over: tuple[int, ...], keepdim: bool) -> Dims:
+    """Factors left of ``dims`` once the dims ``over`` are reduced."""
+    return tuple(
+        () if dim in over else factors for dim, factors in enumerate(dims) if keepdim or dim not in over
+    )
+
+
+def summed(call: Call) -> ShardingRule:
+    """``sum`` and ``mean``: cutting a dim that is summed gives partial sums."""
+    dims = named_dims(call.inputs[0].shape)
+    over = call.dims("dim", len(dims))
+    return call.rule([dims], [reduced(dims, over, call.get("keepdim", False))], terms=((0,),))
+
+
+def extremal(call: Call) -> ShardingRule:
+    """Reductions that are not sums (``amax``, ``argmax``, ``max.dim``, ``var``, ``any``…): their dims stay whole."""
+    shape = call.inputs[0].shape
+    over = call.dims("dim", len(shape))
+    dims = named_dims(shape, whole=over)
+    out = reduced(dims, over, call.get("keepdim", False))
+    return call.rule([dims], [out for _ in call.outputs])
+
+
+def along(call: Call, *, name: str = "dim", linear: bool = False) -> ShardingRule:
+    """Operators that keep the shape and work along some dims (softmax, scans, sorting, flips): those stay whole."""
+    shape = call.inputs[0].shape
+    dims = named_dims(shape, whole=call.dims(name, len(shape)))
+    return call.rule([dims], [dims for _ in call.outputs], terms=((0,),) if linear else None)
+
+
+COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+    **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim"), summed),
+    **dict.fromkeys(
+        (
+            "aten.amax.default", "aten.amin.default", "aten.aminmax.default", "aten.argmax.default",
+            "aten.argmin.default", "aten.max.default", "aten.min.default", "aten.max.dim", "aten.min.dim",
+            "aten.var.default", "aten.var.dim", "aten.var.correction", "aten.std.default", "aten.std.dim",
+            "aten.std.correction", "aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default",
+            "aten.all.dim", "aten.all.dims", "aten.prod.default", "aten.prod.dim_int", "aten.logsumexp.default",
+            "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", "aten.median.dim",
+            "aten.mode.default", "aten.var_mean.correction", "aten.var_mean.dim", "aten.count_nonzero.default",
+            "aten.count_nonzero.dim_IntList", "aten.nansum.default", "aten.kthvalue.default",
+        ),
+        extremal,
+    ),
+    **dict.fromkeys(
+        (
+            "aten.softmax.int", "aten.log_softmax.int", "aten._softmax.default", "aten._log_softmax.default",
+            "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.cumprod.default",
+            "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default", "aten.renorm.default",
+        ),
+        along,
+    ),
+    "aten.cumsum.default": partial(along, linear=True),
+    "aten.flip.default": partial(along, name="dims", linear=True),
+    "aten.roll.default": partial(along, name="dims", linear=True),
+}  # fmt: skip
