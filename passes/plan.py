@@ -43,16 +43,11 @@ class NodePlan:
 class ConversionPlan:
     """One single-axis change of type of a value, done ``copies`` times a step (once per copy of its block).
 
-    The conversions with the same ``value`` form a tree rooted at that value's own type; ``value`` is one of
-
-    * ``node:<key>#<output>``, ``state:<path>``, ``input:<path>``: every use, except that for a value of a block it
-      is only the uses inside its own copy (``copies`` = number of copies);
-    * ``carry:<block>#<slot>``: what a block takes from the copy before it, rooted at the slot's carried type; uses
-      inside the block (``copies`` = number of copies);
-    * ``next:<block>#<slot>``: from the type in which a copy gives the slot's value to the slot's carried type, once
-      between two copies (``copies`` = number of copies − 1), nothing shared with the uses inside the copy;
-    * ``last:<key>#<output>``: uses behind the block of a value of its last copy (``copies`` = 1), rooted at the type
-      that the value has inside; nothing shared with the uses inside the copy.
+    The conversions with the same ``value`` form a tree rooted at that value's own type; ``value`` is
+    ``node:<key>#<output>``, ``state:<path>``, ``input:<path>`` or ``carry:<block>#<slot>`` (what a block takes from
+    the copy before it, rooted at the slot's carried type). A value of a block has one tree for its uses inside the
+    block, by the next copy and behind the block; a step is done by every copy if an inner use needs it or if both the
+    next copy and the exit do, by all copies but the last if only the next copy does, once if only the exit does.
 
     ``backward`` is None also where the gradient of no use that goes through the step is ever asked for (the value
     needs none, or the loss does not depend on these uses).
