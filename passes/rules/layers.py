@@ -20,6 +20,21 @@ _MATMUL = {
 }
 
 
+#: A matrix product with a summand, which may lack leading dims.
+_ADDED = {
+    "aten.addmm.default": ("mn", "mk, kn -> mn"),
+    "aten.baddbmm.default": ("bmn", "bmk, bkn -> bmn"),
+    "aten.addbmm.default": ("mn", "bmk, bkn -> mn"),
+}
+
+
+def added_matmul(call: Call) -> ShardingRule | None:
+    """``addmm`` and the like."""
+    summand, product = _ADDED[call.node.op]
+    rank = len(call.shape("self"))
+    return instantiate(f"{summand[len(summand) - rank :] if rank else ''} + {product}", call)
+
+
 def matmul(call: Call) -> ShardingRule | None:
     ranks = tuple(min(len(value.shape), 3) for value in call.inputs)
     return instantiate(_MATMUL.get(ranks, "...mk, ...kn -> ...mn"), call)  # type: ignore[call-overload]
@@ -179,6 +194,7 @@ def _named(names: str) -> list[str]:
 
 COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     "aten.matmul.default": matmul,
+    **dict.fromkeys(_ADDED, added_matmul),
     "aten.einsum.default": einsum,
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,

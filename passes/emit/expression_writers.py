@@ -1,0 +1,234 @@
+"""Operators whose local source depends on local sizes or on what is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from passes.emit.expressions import Name, Writer, render
+from passes.ir.types import P
+
+
+def _axes(names: tuple[str, ...]) -> str:
+    return "(" + ", ".join(f'"{name}"' for name in names) + ("," if len(names) == 1 else "") + ")"
+
+
+def reshape(writer: Writer) -> str:
+    """Any view that splits or merges dims, with the local sizes spelled out."""
+    source = writer.call.inputs[0].name
+    return f"{source}.reshape({', '.join(map(str, writer.output.shape))})" if writer.output.shape else f"{source}.reshape(())"
+
+
+def expand(writer: Writer) -> str:
+    return f"{writer.call.inputs[0].name}.expand({', '.join(map(str, writer.output.shape))})"
+
+
+def identity(writer: Writer) -> str:
+    return writer.call.inputs[0].name
+
+
+def reverse(writer: Writer) -> str:
+    return f"{writer.call.inputs[0].name}.permute({', '.join(map(str, reversed(range(len(writer.output.shape)))))})"
+
+
+def matrix_transpose(writer: Writer) -> str:
+    return f"{writer.call.inputs[0].name}.transpose(-2, -1)"
+
+
+def linear(writer: Writer) -> str:
+    """``F.linear``; the bias follows the sum where the contraction is cut; spelled out where partial sums come in."""
+    x, weight, bias = (writer.arguments.get(name) for name in ("input", "weight", "bias"))
+    if not writer.takes_partial:
+        return writer.function("F.linear(input, weight, bias)")
+    bias_alone = all(
+        tensor.placement[place] != P
+        for name in ("input", "weight")
+        for tensor in [writer.tensor(name)]
+        for _, _, place in writer.axes
+    )
+    product = f"F.linear({x}, {weight})" if bias_alone else f"{x} @ {weight}.t()"
+    product = writer.sum_up(product)
+    return f"{product} + {bias}" if bias is not None else product
+
+
+def _sum_of_products(first: str, second: str, function: str) -> Callable[[Writer], str]:
+    """``beta * self + alpha * first @ second`` and the like, in parts where the contraction is cut."""
+
+    def write(writer: Writer) -> str:
+        if not writer.contracted_axes:
+            return writer.function(f"{function}(self, {first}, {second}, beta=beta, alpha=alpha)")
+        product = writer.sum_up(f"torch.matmul({writer.arguments[first]}, {writer.arguments[second]})")
+        summand = render(writer.arguments["self"])
+        alpha, beta = writer.arguments["alpha"], writer.arguments["beta"]
+        product = product if alpha == 1 else f"{render(alpha)} * {product}"
+        return f"{product} + {summand}" if beta == 1 else f"{product} + {render(beta)} * {summand}"
+
+    return write
+
+
+def mean(writer: Writer) -> str:
+    """``mean``; where a dim it runs over is cut, the local sum over the global count."""
+    if not writer.contracted_axes:
+        return writer.plain()
+    shape = writer.global_shape(writer.call.inputs[0])
+    dims = writer.bound.dims("dim", len(shape))
+    total = writer.function("torch.sum(self, dim, keepdim, dtype=dtype)" if "dim" in writer.arguments else "torch.sum(self, dtype=dtype)")
+    return writer.sum_up(f"{total} / {math.prod(shape[dim] for dim in dims)}")
+
+
+def sliced(writer: Writer) -> str:
+    """``x[:, a:b]``; as ``narrow`` where partial sums pass through."""
+    (source,) = writer.call.inputs
+    shape = source.shape
+    dim = writer.arguments["dim"] % len(shape)
+    if writer.output.shape == shape and writer.arguments["step"] == 1:
+        return source.name
+    start, stop, step = _bounds(writer, shape[dim])
+    if writer.takes_partial and step == 1:
+        return f"torch.narrow({source.name}, {dim}, {start}, {stop - start})"
+    text = f"{start or ''}:{stop if stop < shape[dim] else ''}" + (f":{step}" if step != 1 else "")
+    before = ":, " * dim if dim < len(shape) - 1 or dim < 2 else "..., "
+    return f"{source.name}[{before}{text}]"
+
+
+def _bounds(writer: Writer, size: int) -> tuple[int, int, int]:
+    start, stop = writer.arguments.get("start"), writer.arguments.get("end")
+    return slice(start, stop, writer.arguments["step"]).indices(size)
+
+
+def indexed(writer: Writer) -> str:
+    entries = [":" if entry is None else render(entry) for entry in writer.arguments["indices"]]
+    while len(entries) > 1 and entries[-1] == ":":
+        entries.pop()
+    return f"{writer.arguments['self']}[{', '.join(entries)}]"
+
+
+def group_norm(writer: Writer) -> str:
+    """``F.group_norm`` with the groups that this rank holds."""
+    cut = math.prod(writer.call.mesh.size(axis) for axis in writer.axes_cutting("g"))
+    writer.arguments["num_groups"] //= cut
+    return writer.function("F.group_norm(input, num_groups, weight, bias, eps=eps)")
+
+
+def batch_norm(writer: Writer) -> str:
+    return writer.function(
+        "F.batch_norm(input, running_mean, running_var, weight, bias, training=training, momentum=momentum, eps=eps)"
+    )
+
+
+def convolution(writer: Writer) -> str:
+    """A convolution with the groups that this rank holds; the bias follows the sum where input channels are cut."""
+    cut = math.prod(writer.call.mesh.size(axis) for axis in writer.axes_cutting("g"))
+    if "groups" in writer.arguments:
+        writer.arguments["groups"] //= cut
+    bias = writer.arguments.get("bias")
+    if not writer.contracted_axes or not isinstance(bias, Name):
+        return writer.plain()
+    writer.arguments["bias"] = None
+    product = writer.sum_up(writer.plain())
+    spatial = len(writer.tensor("weight").shape) - 2
+    return f"{product} + {bias}.reshape({', '.join(['-1', *['1'] * spatial])})"
+
+
+def attention(writer: Writer) -> str:
+    """``F.scaled_dot_product_attention``; from ``runtime.ops`` where it drops probabilities."""
+    given = "query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa"
+    if writer.arguments.get("dropout_p"):
+        source = writer.function(f"ops.scaled_dot_product_attention({given})")
+        return f"{source[:-1]}, axes={_axes(writer.sharded_axes)})"
+    return writer.function(f"F.scaled_dot_product_attention({given})")
+
+
+def dropout(writer: Writer) -> str:
+    """``ops.dropout``: one mask where the tensor is whole, independent masks where it is sharded."""
+    if not writer.arguments.get("train") or not writer.arguments.get("p"):
+        return writer.call.inputs[0].name
+    return f"ops.dropout({writer.call.inputs[0].name}, {render(writer.arguments['p'])}, axes={_axes(writer.sharded_axes)})"
+
+
+def embedding(writer: Writer) -> str:
+    """``F.embedding``; from ``runtime.ops`` where the vocabulary is cut."""
+    weight, indices = writer.tensor("weight"), writer.tensor("indices")
+    padding = writer.arguments.get("padding_idx", -1)
+    suffix = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
+    axes = writer.axes_cutting("v")
+    if not axes:
+        return f"F.embedding({indices.name}, {weight.name}{suffix})"
+    writer.summed = True
+    vocabulary = writer.global_shape(weight)[0]
+    return f"ops.embedding({indices.name}, {weight.name}, vocabulary={vocabulary}{suffix}, axes={_axes(axes)})"
+
+
+def cross_entropy(writer: Writer) -> str:
+    """``ops.cross_entropy`` (loss of each token); ``axes`` are those that cut the vocabulary."""
+    source = writer.function(
+        "ops.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing)"
+    )
+    axes = writer.axes_cutting("v")
+    if not axes:
+        return source
+    vocabulary = writer.global_shape(writer.tensor("logits"))[-1]
+    return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
+
+
+def loss(function: str) -> Callable[[Writer], str]:
+    """A pointwise loss; a mean over cut positions is the local sum over the global count."""
+
+    def write(writer: Writer) -> str:
+        names = [name for name in writer.bound.arguments if name != "reduction"]
+        reduction = {0: "none", 1: "mean", 2: "sum"}[writer.arguments["reduction"]]
+        count = 1
+        if writer.contracted_axes and reduction == "mean":
+            reduction, count = "sum", math.prod(writer.global_shape(writer.call.inputs[0]))
+        given = ", ".join(name if writer.bound.has(name) and name in ("self", "target") else f"{name}={name}" for name in names)
+        source = f"{writer.function(f'{function}({given})')[:-1]}, reduction={reduction!r})"
+        return source if count == 1 else f"{source} / {count}"
+
+    return write
+
+
+WRITERS: dict[str, Callable[[Writer], str]] = {
+    **dict.fromkeys(
+        (
+            "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_as.default",
+            "aten.reshape_as.default", "aten.flatten.using_ints", "aten.ravel.default", "aten.unflatten.int",
+            "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+        ),
+        reshape,
+    ),
+    **dict.fromkeys(("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default"), expand),
+    **dict.fromkeys(
+        ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.to.device", "aten.positive.default"), identity
+    ),
+    "aten.numpy_T.default": reverse,
+    "aten.mT.default": matrix_transpose,
+    "aten.adjoint.default": matrix_transpose,
+    "aten.linear.default": linear,
+    "aten.addmm.default": _sum_of_products("mat1", "mat2", "torch.addmm"),
+    "aten.baddbmm.default": _sum_of_products("batch1", "batch2", "torch.baddbmm"),
+    "aten.mean.default": mean,
+    "aten.mean.dim": mean,
+    "aten.slice.Tensor": sliced,
+    "aten.index.Tensor": indexed,
+    "aten.group_norm.default": group_norm,
+    "aten.batch_norm.default": batch_norm,
+    **dict.fromkeys(
+        (
+            "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding",
+            "aten.conv2d.padding", "aten.conv3d.padding", "aten.conv_transpose1d.default",
+            "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
+        ),
+        convolution,
+    ),
+    "aten.scaled_dot_product_attention.default": attention,
+    "aten.dropout.default": dropout,
+    "aten.embedding.default": embedding,
+    "meshwright.cross_entropy": cross_entropy,
+    **{
+        f"aten.{name}.default": loss(f"F.{name}")
+        for name in (
+            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div",
+            "binary_cross_entropy_with_logits", "binary_cross_entropy",
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,32 @@
+"""Operators of ours that an emitted program calls: those that communicate inside, and those that draw random numbers.
+
+All are written with torch operators that run on real process groups, on a fake one, on meta tensors, in
+``LocalTensorMode`` and under ``spmd_types``' checker; none branches on the rank.
+"""
+
+from runtime.ops.attention import scaled_dot_product_attention
+from runtime.ops.random import (
+    bernoulli,
+    dropout,
+    get_random_state,
+    rand_like,
+    randn_like,
+    seed,
+    set_random_state,
+)
+from runtime.ops.types import retyped
+from runtime.ops.vocabulary import cross_entropy, embedding
+
+__all__ = [
+    "bernoulli",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "get_random_state",
+    "rand_like",
+    "randn_like",
+    "retyped",
+    "scaled_dot_product_attention",
+    "seed",
+    "set_random_state",
+]

@@ -1,0 +1,339 @@
+"""Runs one operator whole and on shards, forward and backward, and compares: the proof of a sharding rule.
+
+Shards live in ``LocalTensorMode`` on a fake process group of four ranks, a mesh of axes ``a`` and ``b`` of two; every
+rank's part is float64. The same source is also run under ``spmd_types``' checker on meta tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import spmd_types.checker
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from passes.emit.expressions import LocalCall, expression
+from passes.emit.expressions import LocalTensor as Operand
+from passes.ir.graph import Node, Ref, Value
+from passes.ir.types import I, MeshShape, P, Placement, R, local_shape, shard_dim
+from passes.rules import rule_for
+from passes.rules.rule import AxisChoice, ShardingRule, axis_choices
+from runtime import ops
+
+MESH = MeshShape(("a", "b"), (2, 2))
+RANKS = 4
+DUAL = {R: P, P: R, I: I}
+LETTERS = {R: spmd.R, I: spmd.I, P: spmd.P}
+
+
+@contextmanager
+def fake_mesh() -> Iterator[DeviceMesh]:
+    """A 2 × 2 mesh on a fake process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.names)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator on whole tensors."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Case:
+    """A sample as a node, with its tensors and what the operator gives on them."""
+
+    node: Node
+    tensors: list[torch.Tensor]
+    grads: list[bool]
+    outputs: list[torch.Tensor]
+    out_grads: list[bool]
+    upstream: list[torch.Tensor]
+    input_gradients: list[torch.Tensor]
+
+    @property
+    def values(self) -> dict[str, Value]:
+        return {
+            f"t{place}": Value(f"t{place}", tuple(t.shape), _dtype(t), requires_grad=grad)
+            for place, (t, grad) in enumerate(zip(self.tensors, self.grads))
+        }
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def reference(op: str, args: Any, kwargs: Any) -> Any:
+    """The operator on whole tensors, by torch itself."""
+    if op == "meshwright.cross_entropy":
+        logits, target = args
+        flat = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none", **kwargs)
+        return flat.reshape(target.shape)
+    namespace, name, overload = op.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+
+
+def make_case(sample: Sample) -> Case:
+    """Run a sample whole, forward and backward."""
+    tensors: list[torch.Tensor] = []
+
+    def visit(item: Any, found: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return found(item)
+        if isinstance(item, (list, tuple)):
+            return type(item)(visit(part, found) for part in item)
+        return item
+
+    def collect(tensor: torch.Tensor) -> Ref:
+        leaf = tensor.detach().clone()
+        tensors.append(leaf.requires_grad_(leaf.is_floating_point()))
+        return Ref(f"t{len(tensors) - 1}")
+
+    def dtype_as_text(item: Any) -> Any:
+        return f"dtype:{str(item).removeprefix('torch.')}" if isinstance(item, torch.dtype) else item
+
+    args = tuple(dtype_as_text(visit(item, collect)) for item in sample.args)
+    kwargs = {name: dtype_as_text(visit(item, collect)) for name, item in sample.kwargs.items()}
+    leaves = iter(tensors)
+    whole = reference(
+        sample.op,
+        tuple(visit(item, lambda _: next(leaves)) for item in sample.args),
+        {name: visit(item, lambda _: next(leaves)) for name, item in sample.kwargs.items()},
+    )
+    outputs = list(whole) if isinstance(whole, (list, tuple)) else [whole]
+    out_grads = [output.requires_grad for output in outputs]
+    upstream = [torch.randn(output.shape, dtype=torch.float64).to(output.dtype) for output in outputs]
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+    wanted = [(output, grad) for output, grad, has in zip(outputs, upstream, out_grads) if has]
+    found: list[Any] = [None] * len(inputs)
+    if wanted and inputs:
+        found = list(
+            torch.autograd.grad([o for o, _ in wanted], inputs, [g for _, g in wanted], allow_unused=True)
+        )
+    given = iter(found)
+    gradients = [_or_zero(next(given), tensor) if tensor.requires_grad else torch.zeros(()) for tensor in tensors]
+    values = tuple(
+        Value(f"o{place}", tuple(output.shape), _dtype(output), requires_grad=output.requires_grad)
+        for place, output in enumerate(outputs)
+    )
+    node = Node("n", sample.op, args, kwargs, values)
+    return Case(
+        node,
+        tensors,
+        [tensor.requires_grad and bool(wanted) for tensor in tensors],
+        [output.detach() for output in outputs],
+        out_grads,
+        upstream,
+        gradients,
+    )
+
+
+def _or_zero(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def distribute(whole: torch.Tensor, placement: Placement) -> dict[int, torch.Tensor]:
+    """Each rank's part of a tensor; partial sums are split at random."""
+    parts = {(): whole}
+    for size, spmd_type in zip(MESH.sizes, placement):
+        parts = {
+            (*place, number): piece
+            for place, part in parts.items()
+            for number, piece in enumerate(_pieces(part, size, spmd_type))
+        }
+    return {rank: parts[place].clone() for rank, place in enumerate(itertools.product(*map(range, MESH.sizes)))}
+
+
+def _pieces(part: torch.Tensor, count: int, spmd_type: str) -> Sequence[torch.Tensor]:
+    dim = shard_dim(spmd_type)
+    if dim is not None:
+        return part.chunk(count, dim)
+    if spmd_type != P:
+        return [part] * count
+    if not part.is_floating_point():
+        return [part, *(torch.zeros_like(part) for _ in range(count - 1))]
+    others = [torch.randn_like(part) for _ in range(count - 1)]
+    return [part - sum(others), *others]
+
+
+def assemble(parts: dict[int, torch.Tensor], placement: Placement) -> torch.Tensor:
+    """The whole tensor from each rank's part; raises if copies differ."""
+    level = {
+        place: parts[rank] for rank, place in enumerate(itertools.product(*map(range, MESH.sizes)))
+    }
+    for spmd_type in reversed(placement):
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for place, part in level.items():
+            groups.setdefault(place[:-1], []).append(part)
+        level = {place: _joined(pieces, spmd_type) for place, pieces in groups.items()}
+    return level[()]
+
+
+def _joined(pieces: list[torch.Tensor], spmd_type: str) -> torch.Tensor:
+    dim = shard_dim(spmd_type)
+    if dim is not None:
+        return torch.cat(pieces, dim)
+    if spmd_type == P:
+        return sum(pieces[1:], pieces[0])
+    for piece in pieces[1:]:
+        torch.testing.assert_close(piece, pieces[0], rtol=1e-9, atol=1e-11)
+    return pieces[0]
+
+
+def legal_choices(case: Case, rule: ShardingRule) -> list[AxisChoice]:
+    choices = axis_choices(rule, input_grads=case.grads, output_grads=case.out_grads)
+    return [c for c in choices if c.factor is None or rule.sizes[c.factor] % 2 == 0]
+
+
+def divides(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
+    """Whether the mesh axes together divide the factors that they cut."""
+    pieces: dict[str, int] = {}
+    for size, choice in zip(MESH.sizes, choices):
+        if choice.factor is not None:
+            pieces[choice.factor] = pieces.get(choice.factor, 1) * size
+    return all(rule.sizes[factor] % count == 0 for factor, count in pieces.items())
+
+
+def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) -> LocalCall:
+    """The call that one rank makes under ``choices`` (one per mesh axis)."""
+
+    def operand(name: str, tensor: torch.Tensor, grad: bool, placement: Placement) -> Operand:
+        return Operand(name, local_shape(tuple(tensor.shape), placement, MESH), placement, grad, _dtype(tensor))
+
+    inputs = tuple(
+        operand(f"t{place}", tensor, grad, tuple(choice.inputs[place] for choice in choices))
+        for place, (tensor, grad) in enumerate(zip(case.tensors, case.grads))
+    )
+    outputs = tuple(
+        operand(f"o{place}", tensor, grad, tuple(choice.outputs[place] for choice in choices))
+        for place, (tensor, grad) in enumerate(zip(case.outputs, case.out_grads))
+    )
+    return LocalCall(case.node, inputs, outputs, choices, MESH, rule)
+
+
+def evaluate(source: str, operands: dict[str, Any]) -> list[Any]:
+    names = {
+        "torch": torch, "F": F, "spmd": spmd, "ops": ops, "math": math,
+        "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V,
+    }  # fmt: skip
+    result = eval(source, names, operands)  # noqa: S307
+    return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def check_numbers(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> None:
+    """Outputs and gradients of the shards, put together, are those of the whole operator."""
+    with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh):
+        leaves = {}
+        for operand, tensor, grad in zip(call.inputs, case.tensors, case.grads):
+            local = LocalTensor(distribute(tensor.detach(), operand.placement))
+            leaves[operand.name] = local.requires_grad_(grad)
+        outputs = evaluate(source, leaves)
+        # an output that is an input itself hands its gradient straight through
+        pairs = [
+            (output, LocalTensor(distribute(grad, _dual(operand.placement))))
+            for output, operand, grad, has in zip(outputs, call.outputs, case.upstream, case.out_grads)
+            if has
+        ]
+        inputs = [leaves[operand.name] for operand, grad in zip(call.inputs, case.grads) if grad]
+        found = iter(
+            torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+            if pairs and inputs
+            else []
+        )
+    exact = all(tensor.dtype != torch.float32 for tensor in (*case.tensors, *case.outputs))
+    for operand, output, expected in zip(call.outputs, outputs, case.outputs):
+        parts = _parts(output)
+        for part in parts.values():
+            assert tuple(part.shape) == operand.shape, f"{source}: local shape {part.shape}, expected {operand.shape}"
+        _assert_close(assemble(parts, operand.placement), expected, f"output of {source}", exact)
+    for operand, grad, expected in zip(call.inputs, case.grads, case.input_gradients):
+        if grad:
+            gradient = next(found)
+            parts = _parts(gradient) if gradient is not None else distribute(torch.zeros_like(expected), operand.placement)
+            _assert_close(assemble(parts, _dual(operand.placement)), expected, f"gradient of {operand} in {source}", exact)
+
+
+def _parts(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+    return {rank: tensor._local_tensors[rank].detach() for rank in range(RANKS)}  # type: ignore[attr-defined]
+
+
+def _dual(placement: Placement) -> Placement:
+    return tuple(DUAL.get(spmd_type, spmd_type) for spmd_type in placement)
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, exact: bool) -> None:
+    rtol, atol = (1e-9, 1e-10) if exact else (1e-4, 1e-4)
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def check_types(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> None:
+    """The source has the plan's types under the checker, on meta tensors."""
+    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=True):
+        operands = {}
+        for operand, tensor in zip(call.inputs, case.tensors):
+            meta = torch.empty(operand.shape, dtype=tensor.dtype, device="meta", requires_grad=operand.requires_grad)
+            operands[operand.name] = spmd.assert_type(meta, _types(operand))
+        outputs = evaluate(source, operands)
+        for operand, output in zip(call.outputs, outputs):
+            assert tuple(output.shape) == operand.shape, f"{source}: {tuple(output.shape)} != {operand.shape}"
+            for axis, spmd_type in zip(MESH.names, operand.placement):
+                actual = spmd.get_axis_local_type(output, axis)
+                assert actual is LETTERS.get(spmd_type, spmd.V), f"{source}: {actual} on {axis}, expected {spmd_type}"
+
+
+def _types(operand: Operand) -> dict[str, Any]:
+    return {
+        axis: LETTERS.get(spmd_type, spmd.V) for axis, spmd_type in zip(MESH.names, operand.placement)
+    }
+
+
+def prove(
+    mesh: DeviceMesh, sample: Sample, *, rule: ShardingRule | None = None, pairs: Sequence[tuple[int, int]] = ()
+) -> int:
+    """Check every choice of a sample's rule on axis ``a`` (``b`` doing nothing), and ``pairs`` of choices on both.
+
+    ``rule`` replaces the operator's own. Returns the number of combinations checked.
+    """
+    case = make_case(sample)
+    if rule is None:
+        rule = rule_for(case.node, case.values)
+        assert rule is not None, f"no rule for {case.node}"
+    choices = legal_choices(case, rule)
+    combinations = [(choice, choices[0]) for choice in choices]
+    combinations += [(choices[0], choices[-1])]
+    combinations += [(choices[i % len(choices)], choices[j % len(choices)]) for i, j in pairs]
+    count = 0
+    for combination in dict.fromkeys(combinations):
+        if not divides(rule, combination):
+            continue
+        call = local_call(case, rule, combination)
+        source = expression(call)
+        labels = [choice.label for choice in combination]
+        try:
+            check_types(mesh, case, call, source)
+            check_numbers(mesh, case, call, source)
+        except Exception as error:
+            error.add_note(f"{sample.op} under {labels}: {source}\n{call}")
+            raise
+        count += 1
+    return count
