@@ -132,16 +132,16 @@ class Context:
             planned = self.plan.inputs.get(input_key(path))
             if planned is None:
                 raise PlanMismatch(f"the plan has no input {input_key(path)!r}")
-            yield value.name, self._tree(f"input:{input_key(path)}", planned.placement)
+            yield value.name, self.tree(f"input:{input_key(path)}", planned.placement)
         first_paths = self._first_paths()
         for state in self.graph.states:
             placed = self.plan.states.get(state.path)
             placement = self.whole if placed is None else placed.placement
-            yield state.value.name, self._tree(f"state:{first_paths.get(state.path, state.path)}", placement)
+            yield state.value.name, self.tree(f"state:{first_paths.get(state.path, state.path)}", placement)
         for node in self.graph.nodes:
             for index, value in enumerate(node.outputs):
                 placement = self.whole if node.constant else output_placement(self.choices[node.name][1], index)
-                yield value.name, self._tree(f"node:{self.plan_keys[node.name]}#{index}", placement)
+                yield value.name, self.tree(f"node:{self.plan_keys[node.name]}#{index}", placement)
 
     def _first_paths(self) -> dict[str, str]:
         return {
@@ -151,17 +151,18 @@ class Context:
             for name in names
         }
 
-    def _tree(self, key: str, root: Placement) -> Tree:
+    def tree(self, key: str, root: Placement) -> Tree:
         tree = Tree(self.normal(root))
         for step in self._steps.get(key, ()):
             target = self.normal(step.target)
             tree.steps[target] = dataclasses.replace(step, source=self.normal(step.source), target=target)
         return tree
 
-    def carried_tree(self, block: int, slot: int, root: Placement) -> Tree:
-        first = self.nodes[self.runs[block][0].copies[0][0]].key
-        order = [plan.first_node for plan in self.plan.blocks].index(first)
-        return self._tree(f"carry:{order}#{slot}", root)
+    def carried_tree(self, run: int, slot: int, root: Placement) -> Tree:
+        """Conversions, inside a block, of what it takes from the copy before it."""
+        first = self.nodes[self.runs[run][0].copies[0][0]].key
+        block = [block.first_node for block in self.plan.blocks].index(first)
+        return self.tree(f"carry:{block}#{slot}", root)
 
 
 def offered_choices(node: Node, rule: ShardingRule | None, values: Mapping[str, Value]) -> tuple[AxisChoice, ...]:

@@ -49,7 +49,11 @@ class BlockBody(Body):
 
 
 class Loop:
-    """Builds a block and the loop over its copies."""
+    """Builds a block and the loop over its copies.
+
+    A conversion that an inner use needs, or both the next copy and the exit, is done by every copy, in the block; one
+    that only the next copy needs stands between two copies, one that only the exit needs behind the loop.
+    """
 
     def __init__(self, main: Body, index: int, run: BlockRun, carry: tuple[Placement, ...]) -> None:
         self.main = main
@@ -69,20 +73,27 @@ class Loop:
         run, body = self.run, self.body
         for name in run.copies[0]:
             body.compute(self.context.nodes[name])
-        exit_needs = self._exit_needs()
-        self._convert_inside(exit_needs)
-        carried_from = [self._carried_from(slot) for slot in range(len(run.carried))]
-        for name, placements in exit_needs.items():
-            for placement in placements:
-                self._result(name, placement)
+        exits = self._exit_chains()
+        self._convert_inside(exits)
+        starts = [self._result(name, self._next_chain(slot)) for slot, name in enumerate(run.carried_output)]
+        for name, chains in exits.items():
+            for chain in chains:
+                self._result(name, chain)
         section = Section(self._arguments(), tuple(body.body), tuple(self.results.values()))
         between: list[Convert] = []
-        carried = tuple((slot, self._after_block(slot, start, between)) for slot, start in enumerate(carried_from))
-        entries = self._entries()
+        carried = tuple((slot, self._after_block(slot, start, between)) for slot, start in enumerate(starts))
         first_node = self.context.nodes[run.copies[0][0]]
         block = Block(section, run.roots, _class_of(first_node, run, self.context))
         results = tuple(self._outside(local) for local in section.results)
-        return Repeat(block, entries, results, carried, tuple(between))
+        return Repeat(block, self._entries(), results, carried, tuple(between))
+
+    def exits(self) -> dict[str, dict[Placement, Local]]:
+        """Values of the last copy that the section around may use, by name and placement."""
+        found: dict[str, dict[Placement, Local]] = {}
+        for local in self.results.values():
+            outside = self._outside(local)
+            found.setdefault(outside.value.name, {})[outside.placement] = outside
+        return found
 
     def _arguments(self) -> tuple[Local, ...]:
         carried = tuple(
@@ -96,73 +107,61 @@ class Loop:
         carried = tuple(self.main.get(names[0], placement) for names, placement in zip(self.run.carried, self.carry))
         return (*carried, *(self.main.get(name, placement) for name, placement in self.body.shared))
 
-    def _exit_needs(self) -> dict[str, list[Placement]]:
-        """Placements in which values of the last copy are needed after the loop, by the first copy's names."""
+    def _exit_chains(self) -> dict[str, list[list[ConversionPlan]]]:
+        """For each value of the block used behind the loop: the steps to every placement needed there."""
         context = self.context
         inside = set(self.run.copies[-1])
-        needs: dict[str, dict[Placement, None]] = {}
         first_name = {last: name for name, last in self.last_name.items()}
-        for name, placement in _all_needs(context):
-            user, value_name = name
-            if value_name in first_name and user not in inside:
-                needs.setdefault(first_name[value_name], {})[context.normal(placement)] = None
-        return {name: list(placements) for name, placements in needs.items()}
+        chains: dict[str, dict[Placement, list[ConversionPlan]]] = {}
+        for user, value_name, placement in _all_needs(context):
+            name = first_name.get(value_name)
+            if name is not None and user not in inside:
+                target = context.normal(placement)
+                chains.setdefault(name, {})[target] = context.trees[name].chain(target, name)
+        return {name: list(found.values()) for name, found in chains.items()}
 
-    def _chain(self, name: str, target: Placement) -> list[ConversionPlan]:
-        return self.context.trees[name].chain(target, name)
+    def _next_chain(self, slot: int) -> list[ConversionPlan]:
+        name = self.run.carried_output[slot]
+        return self.context.trees[name].chain(self.carry[slot], name)
 
-    def _convert_inside(self, exit_needs: Mapping[str, list[Placement]]) -> None:
-        """Conversions that both the next copy and the exit need belong to the block: every copy does them."""
+    def _convert_inside(self, exits: Mapping[str, list[list[ConversionPlan]]]) -> None:
+        """Steps that both the next copy and the exit need belong to the block: every copy does them."""
         for slot, name in enumerate(self.run.carried_output):
-            exit_targets = {step.target for need in exit_needs.get(name, ()) for step in self._chain(name, need)}
-            for step in self._chain(name, self.carry[slot]):
-                if step.target in exit_targets:
+            behind = {step.target for chain in exits.get(name, ()) for step in chain}
+            for step in self._next_chain(slot):
+                if step.target in behind:
                     self.body.get(name, step.target)
 
-    def _result(self, name: str, placement: Placement) -> Local:
-        """The block's result to start from towards ``placement``: the last one on the way that it has."""
+    def _result(self, name: str, chain: list[ConversionPlan]) -> Local:
+        """The block's result to start ``chain`` from: the last placement on the way that it has."""
         have = self.body.there[name]
-        starts = [self.context.trees[name].root, *(step.target for step in self._chain(name, placement))]
-        start = [candidate for candidate in starts if candidate in have][-1]
+        on_the_way = [self.context.trees[name].root, *(step.target for step in chain)]
+        start = [placement for placement in on_the_way if placement in have][-1]
         return self.results.setdefault((name, start), have[start])
 
-    def _carried_from(self, slot: int) -> Local:
-        return self._result(self.run.carried_output[slot], self.carry[slot])
-
     def _outside(self, local: Local) -> Local:
-        value = self.context.values[self.last_name[local.value.name]]
-        return Local(value, local.placement, local.shape)
+        return Local(self.context.values[self.last_name[local.value.name]], local.placement, local.shape)
 
     def _after_block(self, slot: int, start: Local, between: list[Convert]) -> Local:
         """The steps left from a result of the block to the carried placement."""
         current = self._outside(start)
-        done = {(convert.source, convert.target.placement): convert.target for convert in between}
-        for step in self._chain(self.run.carried_output[slot], self.carry[slot]):
-            if step.source != current.placement:
-                continue
-            known = done.get((current, step.target))
-            current = known if known is not None else self.main.convert(step, current, between)
+        chain = self._next_chain(slot)
+        places = [chain[0].source if chain else start.placement, *(step.target for step in chain)]
+        for step in chain[places.index(start.placement) :]:
+            current = self.main.convert(step, current, between)
         return current
 
-    def exits(self) -> dict[str, dict[Placement, Local]]:
-        """Values of the last copy that the section around may use, by name and placement."""
-        found: dict[str, dict[Placement, Local]] = {}
-        for local in self.results.values():
-            outside = self._outside(local)
-            found.setdefault(outside.value.name, {})[outside.placement] = outside
-        return found
 
-
-def _all_needs(context: Context) -> Iterator[tuple[tuple[str, str], Placement]]:
-    """((user, value name), placement) of every use in the graph."""
+def _all_needs(context: Context) -> Iterator[tuple[str, str, Placement]]:
+    """(user, value name, placement) of every use in the graph."""
     for node in context.graph.nodes:
         if not node.constant:
             for index, name in enumerate(node.inputs):
-                yield (node.name, name), input_placement(context.choices[node.name][1], index)
+                yield node.name, name, input_placement(context.choices[node.name][1], index)
     for path, name in context.graph.outputs.items():
         planned = context.plan.outputs.get(path)
         if planned is not None:
-            yield (f"output:{path}", name), planned.placement
+            yield f"output:{path}", name, planned.placement
 
 
 def _class_of(node: Node, run: BlockRun, context: Context) -> str:

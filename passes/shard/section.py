@@ -48,11 +48,10 @@ class Body:
     ) -> Local:
         context = self.context
         step = Step(context.mesh.names.index(conversion.axis), conversion.source, conversion.target)
-        forward, backward = step.collectives
         target = context.local(source.value, step.target)
         num_bytes = step.num_bytes(source.value.shape, ITEM_SIZE[source.value.dtype], context.mesh)
-        grad = source.value.requires_grad
-        body.append(Convert(step, source, target, forward, backward if grad else None, num_bytes))
+        forward, _ = step.collectives
+        body.append(Convert(step, source, target, forward, conversion.backward, num_bytes))
         return target
 
     def compute(self, node: Node) -> None:

@@ -1,0 +1,45 @@
+"""One change of type as one line of source: a call of ``spmd_types``."""
+
+from __future__ import annotations
+
+from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
+from passes.ir.types import I, P, R, SpmdType, shard_dim
+from passes.plan_summary import format_bytes
+from passes.shard import Convert
+
+#: Conversions that spmd_types only does when told that they are meant.
+_EXPERT = {(I, P), (R, I)}
+#: Collectives that reduce; in reduced precision spmd_types wants the dtype of such a backward said.
+_REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
+_REDUCED_PRECISION = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_TITLES = {name: name.replace("_", "-") for name in COLLECTIVES}
+
+
+def conversion_call(convert: Convert, source: str, axis: str) -> str:
+    """``spmd.all_gather(x, "tp", src=S(1), dst=R)``."""
+    step = convert.step
+    pair = (step.source_type, step.target_type)
+    call = convert.forward if convert.forward in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL) else "convert"
+    options = f"src={type_source(pair[0])}, dst={type_source(pair[1])}"
+    if pair in _EXPERT:
+        options += ", expert_mode=True"
+    value = convert.source.value
+    if value.dtype in _REDUCED_PRECISION and value.requires_grad and step.collectives[1] in _REDUCING:
+        options += f', backward_options={{"op_dtype": torch.{value.dtype}}}'
+    return f'spmd.{call}({source}, "{axis}", {options})'
+
+
+def conversion_comment(convert: Convert) -> str:
+    """``all-gather 16.8 MB, backward reduce-scatter``; empty if nothing is sent."""
+    parts = []
+    if convert.forward:
+        parts.append(_TITLES[convert.forward])
+    if convert.backward:
+        parts.append(f"backward {_TITLES[convert.backward]}")
+    return f"{', '.join(parts)}: {format_bytes(convert.num_bytes)}" if parts else ""
+
+
+def type_source(spmd_type: SpmdType) -> str:
+    """A type as source: the letters are imported from spmd_types."""
+    dim = shard_dim(spmd_type)
+    return spmd_type if dim is None else f"S({dim})"

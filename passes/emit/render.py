@@ -1,0 +1,255 @@
+"""Sections as lines of Python."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from passes.emit.collectives import conversion_call, conversion_comment
+from passes.emit.expressions import LocalCall, LocalTensor
+from passes.emit.names import Names, base_name, name_of_output
+from passes.ir.types import MeshShape, Placement
+from passes.shard import Block, Compute, Convert, Local, Repeat, Section
+
+Expression = Callable[[LocalCall], str]
+
+#: Where comments start, if the code before them is not longer.
+COMMENT_COLUMN = 88
+
+
+def with_comment(line: str, comment: str) -> str:
+    """A line with a comment to its right."""
+    return f"{line.ljust(COMMENT_COLUMN)}  # {comment}" if comment else line
+
+
+def attribute(base: str, path: str) -> str:
+    """``w`` and ``layers.0.proj`` → ``w.layers[0].proj``."""
+    source = base
+    for part in path.split("."):
+        if part.isdigit():
+            source += f"[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            source += f".{part}"
+        else:
+            source += f"[{part!r}]"
+    return source
+
+
+def describe_local(local: Local, mesh: MeshShape) -> str:
+    """``[4, 16, 64] → [2, 16, 64] {dp: S(0)}``: global shape, local shape where it differs, type on each axis."""
+    shapes = str(list(local.value.shape))
+    if local.shape != local.value.shape:
+        shapes += f" → {list(local.shape)}"
+    return f"{shapes} {describe_placement(local.placement, mesh)}"
+
+
+def describe_placement(placement: Placement, mesh: MeshShape) -> str:
+    """``{dp: S(0), tp: R}``, without axes of size 1."""
+    types = (f"{name}: {spmd_type}" for name, size, spmd_type in zip(mesh.names, mesh.sizes, placement) if size > 1)
+    return "{" + ", ".join(types) + "}"
+
+
+class Renderer:
+    """Renders one section: gives each local tensor a variable, reusing a name where its old value is done with."""
+
+    def __init__(
+        self,
+        section: Section,
+        *,
+        mesh: MeshShape,
+        expression: Expression,
+        roots: tuple[str, ...] = (),
+        block_names: dict[int, str] | None = None,
+        constants: Sequence[Local] = (),
+    ) -> None:
+        self.section = section
+        self.mesh = mesh
+        self.expression = expression
+        self.roots = roots
+        self.block_names = block_names or {}
+        self.names = Names(frozenset(self.block_names.values()))
+        self.variables: dict[Local, str] = {}
+        self.last_use = _last_uses(section)
+        self.lines: list[str] = []
+        self.module_path: str | None = None
+        self.arguments = [self._bind(local, base_name(local.value.name)) for local in section.arguments]
+        self.constants = [self._bind(local, base_name(local.value.name)) for local in constants]
+
+    def _bind(self, local: Local, base: str) -> str:
+        name = self.names.new(base)
+        self.variables[local] = name
+        return name
+
+    def source_of(self, local: Local) -> str:
+        """A local tensor as source: a variable, or a state in the weights."""
+        if local.state is None:
+            return self.variables[local]
+        root = self.weights_name(local.state.root)
+        return attribute(root, local.state.path)
+
+    def weights_name(self, root: int | None) -> str:
+        return "w" if root is None or len(self.roots) < 2 else f"w{root}"
+
+    def body(self) -> list[str]:
+        """Lines of the body, not indented, without the return."""
+        for position, operation in enumerate(self.section.body):
+            if isinstance(operation, Compute):
+                self._compute(operation)
+            elif isinstance(operation, Convert):
+                self._convert(operation, position)
+            else:
+                self._repeat(operation, position)
+        return self.lines
+
+    def _compute(self, compute: Compute) -> None:
+        self._module_comment(compute.node.module_path)
+        # A module's name goes to what is made from its weights; other operators are named after themselves.
+        has_state = any(local.state is not None or local.value.kind == "parameter" for local in compute.inputs)
+        call = LocalCall(
+            node=compute.node,
+            inputs=tuple(self.tensor(local) for local in compute.inputs),
+            outputs=tuple(self.tensor(local, name="") for local in compute.outputs),
+            choices=compute.choices,
+            mesh=self.mesh,
+            rule=compute.rule,
+        )
+        value = self.expression(call)
+        targets = [
+            self._bind(local, name_of_output(compute.node, index, has_state=has_state))
+            for index, local in enumerate(compute.outputs)
+        ]
+        before = next((local for local in compute.inputs if local.state is None), None)
+        first = compute.outputs[0]
+        same = before is not None and (before.value.shape, before.placement) == (first.value.shape, first.placement)
+        self._write(f"{', '.join(targets)} = {value}", "" if same else describe_local(first, self.mesh))
+
+    def tensor(self, local: Local, *, name: str | None = None) -> LocalTensor:
+        return LocalTensor(
+            name=self.source_of(local) if name is None else name,
+            shape=local.shape,
+            placement=local.placement,
+            requires_grad=local.value.requires_grad,
+            dtype=local.value.dtype,
+        )
+
+    def _write(self, line: str, comment: str = "") -> None:
+        self.lines.append(with_comment(line, comment))
+
+    def _module_comment(self, path: str) -> None:
+        for root in self.roots:
+            if path == root or path.startswith(f"{root}."):
+                path = path[len(root) + 1 :]
+                break
+        if path != self.module_path:
+            if path:
+                self._write(f"# {path}")
+            elif self.module_path:
+                self._write("")
+            self.module_path = path
+
+    def _convert(self, convert: Convert, position: int) -> None:
+        source = self.source_of(convert.source)
+        reusable = convert.source.state is None and self.last_use.get(convert.source) == position
+        if reusable:
+            name = self.variables[convert.source]
+            self.variables[convert.target] = name
+        else:
+            name = self._bind(convert.target, self._converted_name(convert))
+        axis = self.mesh.names[convert.step.axis]
+        self._write(f"{name} = {conversion_call(convert, source, axis)}", conversion_comment(convert))
+
+    def _converted_name(self, convert: Convert) -> str:
+        if convert.source.state is not None:
+            parts = [part for part in convert.source.state.path.split(".") if not part.isdigit()]
+            return "_".join(parts[-2:])
+        return self.variables[convert.source]
+
+    def _repeat(self, repeat: Repeat, position: int) -> None:
+        block = repeat.block
+        self.module_path = None
+        self._write(f"# {roots_title(block.roots)}")
+        carried = dict(repeat.carried)
+        variables = [self.source_of(entry) for entry in repeat.entries]
+        for index in carried:
+            entry = repeat.entries[index]
+            if entry.state is not None or self.last_use.get(entry) != position or variables.count(variables[index]) > 1:
+                name = self.names.new(base_name(entry.value.name))
+                self._write(f"{name} = {variables[index]}")
+                variables[index] = name
+        between = self._name_results(repeat, variables, carried)
+        targets = ", ".join(self.variables[result] for result in repeat.results)
+        call = f"{targets} = {self.block_names[id(block)]}({{}})({', '.join(variables)})"
+        self._loops(block, call, between)
+
+    def _name_results(self, repeat: Repeat, variables: list[str], carried: dict[int, Local]) -> list[str]:
+        """Name what the block gives; returns the lines that convert it for the next copy."""
+        first_of = {convert.target: convert for convert in repeat.between}
+        for index, made_of in carried.items():
+            start = made_of
+            while start in first_of:
+                self.variables[start] = variables[index]
+                start = first_of[start].source
+            self.variables[start] = variables[index]
+        for result in repeat.results:
+            if result not in self.variables:
+                self._bind(result, base_name(result.value.name))
+        lines = []
+        for convert in repeat.between:
+            axis = self.mesh.names[convert.step.axis]
+            call = conversion_call(convert, self.variables[convert.source], axis)
+            lines.append(with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert)))
+        return lines
+
+    def _loops(self, block: Block, call: str, between: list[str]) -> None:
+        count = len(block.roots)
+        looped = count - 1 if between else count
+        variables = ["layer"] if len(block.roots[0]) == 1 else [f"layer{i}" for i in range(len(block.roots[0]))]
+        slices = [list_slice([copy[i] for copy in block.roots[:looped]]) for i in range(len(block.roots[0]))]
+        listed = slices[0] if len(slices) == 1 else f"zip({', '.join(slices)})"
+        self._write(f"for {', '.join(variables)} in {listed}:", f"{looped} copies" if looped > 1 else "")
+        self._write(f"    {call.format(', '.join(variables))}")
+        self.lines.extend(between)
+        if between:
+            self._write(call.format(", ".join(attribute("w", root) for root in block.roots[-1])))
+
+
+def list_slice(paths: Sequence[str]) -> str:
+    """The entries of a list of modules as source: ``w.model.layers[1:12]``."""
+    parents = {path.rpartition(".")[0] for path in paths}
+    indices = [int(path.rpartition(".")[2]) for path in paths]
+    steps = {later - earlier for earlier, later in pairwise(indices)} or {1}
+    if len(parents) != 1 or len(steps) != 1 or min(steps) < 1:
+        return f"[{', '.join(attribute('w', path) for path in paths)}]"
+    (parent,), (step,) = parents, steps
+    start = str(indices[0]) if indices[0] else ""
+    stride = f":{step}" if step > 1 else ""
+    base = attribute("w", parent) if parent else "w"
+    return f"{base}[{start}:{indices[-1] + 1}{stride}]"
+
+
+def roots_title(roots: tuple[tuple[str, ...], ...]) -> str:
+    """``model.layers.{0..31}``."""
+    titles = []
+    for first, last in zip(roots[0], roots[-1]):
+        parent, _, index = first.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        titles.append(f"{prefix}{{{index}..{last.rpartition('.')[2]}}}")
+    return ", ".join(titles)
+
+
+def _last_uses(section: Section) -> dict[Local, int]:
+    uses: dict[Local, int] = {}
+    for position, operation in enumerate(section.body):
+        for local in _used(operation):
+            uses[local] = position
+    uses.update((local, len(section.body)) for local in section.results)
+    return uses
+
+
+def _used(operation: Compute | Convert | Repeat) -> Iterable[Local]:
+    if isinstance(operation, Compute):
+        return operation.inputs
+    if isinstance(operation, Convert):
+        return (operation.source,)
+    return operation.entries

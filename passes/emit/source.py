@@ -1,0 +1,120 @@
+"""A sharded graph as a Python file: one class for each distinct block, one for the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from passes.emit.names import RESERVED, Names, class_name
+from passes.emit.program import ENTRY_POINT
+from passes.emit.render import Expression, Renderer, describe_local, roots_title, with_comment
+from passes.shard import Block, Local, Repeat, Section, ShardedGraph
+
+_HEADER = '''\
+"""{model} on mesh {mesh}, written by Meshwright.
+
+Each rank runs this on its own part of every tensor; "global shape → local shape {{axis: type}}" stands where they
+change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gradient partial; I: the same on all
+ranks, gradient too.
+"""
+
+import math
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from spmd_types import I, P, R, S, V
+
+from runtime import ops
+from runtime.program import Block
+'''
+
+
+def render(sharded: ShardedGraph, expression: Expression) -> str:
+    """The whole file."""
+    blocks = [operation.block for operation in sharded.main.body if isinstance(operation, Repeat)]
+    names = Names(RESERVED | {ENTRY_POINT})
+    block_names = {id(block): names.new(class_name(block.module_class)) for block in blocks}
+    parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh)]
+    for block in blocks:
+        parts.append(_block_class(block, block_names[id(block)], sharded, expression))
+    parts.append(_program_class(sharded, block_names, expression))
+    return "\n\n".join(parts)
+
+
+def _block_class(block: Block, name: str, sharded: ShardedGraph, expression: Expression) -> str:
+    renderer = Renderer(block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0])
+    body = list(renderer.body())
+    weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
+    lines = [
+        with_comment(f"class {name}(Block):", roots_title(block.roots)),
+        _signature("forward", renderer.arguments),
+        *_weights_lines(weights),
+        *_argument_comments(block.section.arguments, renderer.arguments, sharded),
+        *body,
+        _return(renderer, block.section.results),
+    ]
+    return _indented(lines)
+
+
+def _weights_lines(weights: Sequence[str]) -> list[str]:
+    return [f"{', '.join(weights)} = self.weights" if len(weights) > 1 else f"{weights[0]} = self.weights"]
+
+
+def _program_class(sharded: ShardedGraph, block_names: dict[int, str], expression: Expression) -> str:
+    constants = sharded.constants.results
+    renderer = Renderer(
+        sharded.main, mesh=sharded.mesh, expression=expression, block_names=block_names, constants=constants
+    )
+    body = list(renderer.body())
+    outputs = [
+        f"{path!r}: {renderer.source_of(local)}" for path, local in zip(sharded.graph.outputs, sharded.main.results)
+    ]
+    lines = [f"class {ENTRY_POINT}(Block):"]
+    if sharded.constants.body:
+        lines += [*_constants_method(sharded.constants, sharded, expression), ""]
+    lines += [
+        _signature("forward", [*renderer.arguments, *renderer.constants]),
+        "w = self.weights",
+        *_argument_comments(sharded.main.arguments, renderer.arguments, sharded),
+        *body,
+        f"return {{{', '.join(outputs)}}}",
+    ]
+    return _indented(lines)
+
+
+def _constants_method(section: Section, sharded: ShardedGraph, expression: Expression) -> list[str]:
+    """What depends on the shapes alone: computed once, whole on every rank."""
+    renderer = Renderer(section, mesh=sharded.mesh, expression=expression)
+    body = list(renderer.body())
+    results = ", ".join(renderer.source_of(local) for local in section.results)
+    comma = "," if len(section.results) == 1 else ""
+    return [
+        with_comment("    def constants(self):", "they depend on the shapes alone: computed once, whole on every rank"),
+        "w = self.weights",
+        *body,
+        f"return ({results}{comma})",
+    ]
+
+
+def _signature(name: str, arguments: Sequence[str]) -> str:
+    line = f"    def {name}({', '.join(['self', *arguments])}):"
+    if len(line) <= 118:
+        return line
+    wrapped = "".join(f"        {argument},\n" for argument in ("self", *arguments))
+    return f"    def {name}(\n{wrapped}    ):"
+
+
+def _argument_comments(arguments: Sequence[Local], names: Sequence[str], sharded: ShardedGraph) -> Iterator[str]:
+    for name, local in zip(names, arguments):
+        yield f"# {name}: {describe_local(local, sharded.mesh)}"
+
+
+def _return(renderer: Renderer, results: Sequence[Local]) -> str:
+    return f"return {', '.join(renderer.source_of(local) for local in results)}"
+
+
+def _indented(lines: Sequence[str]) -> str:
+    """Class and method headers stay where they are, all else is a method's body."""
+    return "".join(
+        f"{line}\n" if not line or line.startswith(("class ", "    def ")) else f"        {line}\n" for line in lines
+    )

@@ -1,0 +1,1 @@
+"""Running an emitted program: weights, the parallel module, the type check, counting what is sent."""

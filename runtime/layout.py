@@ -1,0 +1,130 @@
+"""Whole tensors to parts and back: for the rank of this process, or for every rank at once."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.ir.types import MeshShape, P, Placement, shard_dim
+
+
+class Layout(Protocol):
+    """Where the parts of tensors live.
+
+    ``split`` gives this rank's part of a whole tensor in a placement; ``join`` is its inverse, on all ranks.
+    """
+
+    mesh: MeshShape
+    device_mesh: DeviceMesh
+    device: torch.device
+
+    def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
+
+    def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor: ...
+
+
+def part_of(whole: torch.Tensor, placement: Placement, mesh: MeshShape, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """The part that the rank at ``coordinate`` holds; a view of ``whole``."""
+    part = whole
+    for size, spmd_type, index in zip(mesh.sizes, placement, coordinate):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            length = part.shape[dim] // size
+            part = part.narrow(dim, index * length, length)
+    return part
+
+
+class RankLayout:
+    """The part of one real rank, on the device of its mesh."""
+
+    def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
+        self.device_mesh = device_mesh
+        self.mesh = mesh
+        self.coordinate = tuple(device_mesh.get_coordinate() or ())
+        self.device = torch.device(device_mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
+        part = part_of(whole, placement, self.mesh, self.coordinate)
+        if part.is_meta:
+            return torch.empty(part.shape, dtype=part.dtype, device="meta")
+        # A copy: the part must not keep the whole tensor alive.
+        return part.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
+        whole = local.detach()
+        for name, size, spmd_type in reversed(list(zip(self.mesh.names, self.mesh.sizes, placement))):
+            dim = shard_dim(spmd_type)
+            if size == 1 or (dim is None and spmd_type != P):
+                continue
+            group = self.device_mesh.get_group(name)
+            if dim is None:
+                whole = funcol.all_reduce(whole.contiguous(), "sum", group)
+            else:
+                whole = funcol.all_gather_tensor(whole.contiguous(), dim, group)
+            whole = whole.wait() if isinstance(whole, funcol.AsyncCollectiveTensor) else whole
+        return whole
+
+
+class VirtualLayout:
+    """The parts of all ranks in one process, as a ``LocalTensor``."""
+
+    def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
+        self.device_mesh = device_mesh
+        self.mesh = mesh
+        self.device = torch.device("cpu")
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        coordinate = []
+        for size in reversed(self.mesh.sizes):
+            rank, index = divmod(rank, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
+        from torch.distributed._local_tensor import LocalTensor
+
+        parts = {
+            rank: part_of(whole, placement, self.mesh, self._coordinate(rank)).clone().contiguous()
+            for rank in range(self.mesh.num_devices)
+        }
+        return LocalTensor(parts)
+
+    def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
+        return self._assemble(local._local_tensors, placement, ())  # type: ignore[attr-defined]
+
+    def _assemble(self, parts: dict[int, torch.Tensor], placement: Placement, coordinate: tuple[int, ...]) -> Any:
+        axis = len(coordinate)
+        if axis == len(self.mesh.sizes):
+            return parts[self._rank(coordinate)].detach()
+        spmd_type = placement[axis]
+        dim = shard_dim(spmd_type)
+        count = self.mesh.sizes[axis] if dim is not None or spmd_type == P else 1
+        inner = [self._assemble(parts, placement, (*coordinate, index)) for index in range(count)]
+        if dim is not None:
+            return torch.cat(inner, dim)
+        return torch.stack(inner).sum(0) if spmd_type == P else inner[0]
+
+    def _rank(self, coordinate: tuple[int, ...]) -> int:
+        rank = 0
+        for size, index in zip(self.mesh.sizes, coordinate):
+            rank = rank * size + index
+        return rank
+
+    def disagreement(self, local: torch.Tensor, placement: Placement) -> float:
+        """Largest difference between ranks that should hold the same."""
+        parts: dict[int, torch.Tensor] = local._local_tensors  # type: ignore[attr-defined]
+        worst = 0.0
+        for rank, part in parts.items():
+            coordinate = self._coordinate(rank)
+            first = tuple(
+                index if shard_dim(spmd_type) is not None or spmd_type == P else 0
+                for index, spmd_type in zip(coordinate, placement)
+            )
+            difference = (part.detach() - parts[self._rank(first)].detach()).abs()
+            worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+        return worst

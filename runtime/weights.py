@@ -1,0 +1,60 @@
+"""The parameters and buffers that a rank holds, as a tree of modules with the original names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Weights(nn.Module):
+    """A node of the tree: ``w.model.layers[0].mlp.up_proj.weight``; lists also slice and iterate.
+
+    A slice is by index, not by position: ``w.net[0:4:2]`` is ``net.0`` and ``net.2`` whether or not ``net.1`` holds
+    anything.
+    """
+
+    #: With this many copies of a repeated block a check sees all there is to see (None: all of them).
+    max_copies: int | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("weights are data: call the parallel module they belong to")
+
+    def __getitem__(self, key: int | str | slice) -> Any:
+        if isinstance(key, slice):
+            indices = range(key.start or 0, key.stop, key.step or 1)
+            return [self[index] for index in indices[: self.max_copies]]
+        return getattr(self, str(key))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([child for name, child in self.named_children() if name.isdigit()])
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._modules)
+
+    def put(self, path: str, tensor: torch.Tensor | None, *, persistent: bool = True) -> None:
+        """Place a parameter or buffer at ``path``, making the modules on the way."""
+        node = self
+        *parents, name = path.split(".")
+        for parent in parents:
+            child = node._modules.get(parent)
+            if child is None:
+                child = type(self)()
+                child.max_copies = self.max_copies
+                node._modules[parent] = child
+            node = child  # type: ignore[assignment]
+        if isinstance(tensor, nn.Parameter):
+            node._parameters[name] = tensor
+        else:
+            node._buffers[name] = tensor
+            if not persistent:
+                node._non_persistent_buffers_set.add(name)
+
+    def find(self, path: str) -> Any:
+        """What stands at ``path``."""
+        node: Any = self
+        for part in path.split("."):
+            node = node[part]
+        return node
