@@ -29,4 +29,4 @@ def _accept_any_stride_in_all_reduce() -> None:
     def forward(ctx: Any, x: torch.Tensor, axis: Any, dst: Any, inplace: bool, dtype_options: Any) -> torch.Tensor:
         return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
 
-    _collectives._AllReduce.forward = staticmethod(forward)
+    _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]

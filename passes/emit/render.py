@@ -14,8 +14,8 @@ from passes.shard import Block, Compute, Convert, Local, Repeat, Section
 
 Expression = Callable[[LocalCall], str]
 
-#: Where comments start, if the code before them is not longer.
-COMMENT_COLUMN = 88
+#: Where comments start inside a method, if the code before them is not longer.
+COMMENT_COLUMN = 72
 
 
 def with_comment(line: str, comment: str) -> str:
@@ -144,11 +144,11 @@ class Renderer:
         if path != self.module_path:
             if path:
                 self._write(f"# {path}")
-            elif self.module_path:
-                self._write("")
             self.module_path = path
 
     def _convert(self, convert: Convert, position: int) -> None:
+        if convert.source.state is not None:
+            self._module_comment(self._next_path(position))
         source = self.source_of(convert.source)
         reusable = convert.source.state is None and self.last_use.get(convert.source) == position
         if reusable:
@@ -158,6 +158,11 @@ class Renderer:
             name = self._bind(convert.target, self._converted_name(convert))
         axis = self.mesh.names[convert.step.axis]
         self._write(f"{name} = {conversion_call(convert, source, axis)}", conversion_comment(convert))
+
+    def _next_path(self, position: int) -> str:
+        """Module path of the operator that a conversion is for."""
+        later = (operation for operation in self.section.body[position:] if isinstance(operation, Compute))
+        return next((compute.node.module_path for compute in later), "")
 
     def _converted_name(self, convert: Convert) -> str:
         if convert.source.state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from passes.emit.names import RESERVED, Names, class_name
@@ -67,7 +68,8 @@ def _program_class(sharded: ShardedGraph, block_names: dict[int, str], expressio
     )
     body = list(renderer.body())
     outputs = [
-        f"{path!r}: {renderer.source_of(local)}" for path, local in zip(sharded.graph.outputs, sharded.main.results)
+        f"{json.dumps(path)}: {renderer.source_of(local)}"
+        for path, local in zip(sharded.graph.outputs, sharded.main.results)
     ]
     lines = [f"class {ENTRY_POINT}(Block):"]
     if sharded.constants.body:
