@@ -1,0 +1,45 @@
+"""Bring an exported FX graph to the one form that rules, search and emission know. One pass per file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from passes.canonicalise.asserts import drop_asserts
+from passes.canonicalise.constants import CONSTANT, mark_constants
+from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
+from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.functionalise import functionalise
+from passes.canonicalise.gradients import nodes_with_gradient
+from passes.canonicalise.noops import drop_noops
+from passes.canonicalise.regions import inline_regions
+from passes.canonicalise.synonyms import replace_synonyms
+from passes.canonicalise.views import fold_reshapes, normalise_views
+
+__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "nodes_with_gradient"]
+
+
+def canonicalise(
+    module: fx.GraphModule, *, buffers: Collection[str], literals: Collection[str], trainable: Collection[str]
+) -> None:
+    """Run every pass on ``module``, in place.
+
+    Args:
+        buffers, literals, trainable: names of the placeholders that are buffers, that are literal tensors, and that
+            carry a gradient.
+
+    Raises:
+        CaptureError: if something in the graph has no functional form.
+    """
+    inline_regions(module)
+    drop_asserts(module)
+    functionalise(module, buffers)
+    replace_synonyms(module)
+    drop_noops(module, trainable)
+    normalise_views(module)
+    drop_dead_code(module)
+    split_cross_entropy(module)
+    fold_reshapes(module)
+    mark_constants(module, literals)
+    drop_dead_code(module)

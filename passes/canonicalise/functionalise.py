@@ -1,0 +1,209 @@
+"""Turn in-place operators into functional ones.
+
+A write through a view is carried to the tensor it views (``slice_scatter`` and the like), and other views of that
+tensor are taken again where they are used later. A buffer that was written gets its final value by one
+``aten.copy_`` at the end of the graph; ``aten.batch_norm`` in training mode is left as it is and updates its running
+statistics itself. Writes to graph inputs do not reach the caller's tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, value, writes
+from passes.ir.errors import CaptureError
+
+
+def functionalise(module: fx.GraphModule, buffers: Collection[str]) -> None:
+    """Rewrite every write of the graph.
+
+    Args:
+        buffers: names of the placeholders that are buffers.
+
+    Raises:
+        CaptureError: for a write that has no functional form, or that reaches a parameter.
+    """
+    if any(writes(node) for node in module.graph.nodes if node.op == "call_function"):
+        _Functionaliser(module.graph, buffers).run()
+
+
+class _Functionaliser:
+    """Walks the graph once.
+
+    Attributes:
+        views: view node → the node it views.
+        version: root of a set of views → how often it was written.
+        current: node → (version, node that holds its value now).
+    """
+
+    def __init__(self, graph: fx.Graph, buffers: Collection[str]) -> None:
+        self.graph = graph
+        self.buffers = buffers
+        self.views: dict[fx.Node, fx.Node] = {}
+        self.version: dict[fx.Node, int] = {}
+        self.current: dict[fx.Node, tuple[int, fx.Node]] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+            written = writes(node) if node.op == "call_function" else []
+            if written and (written != [0] or first is None):
+                raise CaptureError(f"{node.target} writes to an argument other than its first: use the form without out=")
+            if first is not None and not written and _same_memory(node, first):
+                self.views[node] = first
+                self.current[node] = (self.version.get(self.root(node), 0), node)
+            if self.version:
+                _map_inputs(node, lambda used, user=node: self.now(used, user))
+            if written and first is not None:
+                self.write(node, first)
+        self.store_buffers()
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while node in self.views:
+            node = self.views[node]
+        return node
+
+    def now(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """The node that holds the value of ``node`` at ``user``: itself, or the view taken again after a write."""
+        version = self.version.get(self.root(node), 0)
+        known, held = self.current.get(node, (0, node))
+        if known == version:
+            return held
+        taken = insert(user, _target(node), (self.now(self.views[node], user), *node.args[1:]), like=node)
+        taken.kwargs = dict(node.kwargs)
+        self.current[node] = (version, taken)
+        return taken
+
+    def write(self, node: fx.Node, target: fx.Node) -> None:
+        """Replace an in-place call on ``target`` and carry the result to everything that shares its memory."""
+        held = _functional(node)
+        updates = [(target, held)]
+        while target in self.views:
+            view, target = target, self.views[target]
+            if view.target is operator.getitem:
+                target = self.views[target]
+            held = _scatter(view, self.now(target, node), held, node)
+            updates.append((target, held))
+        if target.op == "placeholder" and target.name.startswith("p_"):
+            raise CaptureError(f"the model writes to parameter {target.name[2:]!r} in its forward")
+        self.version[target] = self.version.get(target, 0) + 1
+        for member, held in updates:
+            self.current[member] = (self.version[target], held)
+        node.replace_all_uses_with(updates[0][0])
+        self.graph.erase_node(node)
+
+    def store_buffers(self) -> None:
+        output = next(iter(reversed(self.graph.nodes)))
+        for node in self.version:
+            if node.op == "placeholder" and node.name in self.buffers:
+                insert(output, aten.copy_.default, (node, self.current[node][1]), like=self.current[node][1])
+
+
+def _map_inputs(node: fx.Node, function: Callable[[fx.Node], fx.Node]) -> None:
+    node.args = fx.map_arg(node.args, function)
+    node.kwargs = fx.map_arg(node.kwargs, function)
+
+
+def _target(node: fx.Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    return node.target
+
+
+def _same_memory(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` is a view of ``source``."""
+    entries = [_tensors(node.meta.get("val")), _tensors(source.meta.get("val"))]
+    storages = [tensors[0].untyped_storage()._cdata for tensors in entries if tensors]
+    return len(storages) == 2 and storages[0] == storages[1]
+
+
+def _tensors(entry: Any) -> list[torch.Tensor]:
+    leaves = entry if isinstance(entry, (list, tuple)) else [entry]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _functional(node: fx.Node) -> fx.Node:
+    """The functional form of an in-place call, inserted before it, of the written tensor's dtype."""
+    assert isinstance(node.target, OpOverload)
+    target = node.args[0]
+    assert isinstance(target, fx.Node)
+    special = _SPECIAL.get(str(node.target))
+    if special is not None:
+        new = special(node, target)
+    else:
+        new = insert(node, _functional_overload(node.target), node.args)
+        new.kwargs = dict(node.kwargs)
+    if value(new).dtype != value(target).dtype:
+        new = insert(node, aten.to.dtype, (new, value(target).dtype))
+    return new
+
+
+def _functional_overload(target: OpOverload) -> OpOverload:
+    name = target._schema.name.split("::")[1]
+    packet = getattr(getattr(torch.ops, target.namespace), name.rstrip("_"), None)
+    overload = getattr(packet, target._overloadname, None) if name.endswith("_") else None
+    if overload is None:
+        raise CaptureError(f"{target} writes to a tensor in place and has no functional form")
+    return overload
+
+
+def _copied(node: fx.Node, target: fx.Node) -> fx.Node:
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    if value(source).dtype != value(target).dtype:
+        source = insert(node, aten.to.dtype, (source, value(target).dtype))
+    if shape(source) != shape(target):
+        return insert(node, aten.expand.default, (source, list(shape(target))))
+    return insert(node, aten.alias.default, (source,))
+
+
+_SPECIAL: dict[str, Callable[[fx.Node, fx.Node], fx.Node]] = {
+    "aten.copy_.default": _copied,
+    "aten.fill_.Scalar": lambda node, target: insert(node, aten.full_like.default, (target, node.args[1])),
+    "aten.fill_.Tensor": lambda node, target: _copied(node, target),
+    "aten.zero_.default": lambda node, target: insert(node, aten.zeros_like.default, (target,)),
+    "aten.detach_.default": lambda node, target: insert(node, aten.detach.default, (target,)),
+    "aten.requires_grad_.default": lambda node, target: insert(node, aten.alias.default, (target,)),
+}
+
+
+def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:
+    """``source`` with ``new`` written where ``view`` looks."""
+    name = str(view.target)
+    rest = view.args[1:]
+    if view.target is operator.getitem:
+        return _scatter_piece(view, source, new, before)
+    if name == "aten.slice.Tensor":
+        return insert(before, aten.slice_scatter.default, (source, new, *rest))
+    if name == "aten.select.int":
+        return insert(before, aten.select_scatter.default, (source, new, *rest))
+    if name == "aten.diagonal.default":
+        return insert(before, aten.diagonal_scatter.default, (source, new, *rest))
+    if name == "aten.transpose.int":
+        return insert(before, aten.transpose.int, (new, *rest))
+    if name == "aten.permute.default":
+        order = [dim % len(rest[0]) for dim in rest[0]]  # type: ignore[arg-type,union-attr]
+        return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
+    if is_tensor(source) and value(source).numel() == value(new).numel():
+        same = shape(source) == shape(new)
+        return new if same else insert(before, aten.reshape.default, (new, list(shape(source))))
+    raise CaptureError(f"the model writes in place through {name}, which has no functional form: clone it first")
+
+
+def _scatter_piece(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:
+    """``source`` with ``new`` in place of one output of ``split``, ``chunk`` or ``unbind``."""
+    pieces, index = view.args
+    assert isinstance(pieces, fx.Node) and isinstance(index, int)
+    dim = argument(pieces, "dim", 0)
+    if pieces.target is aten.unbind.int:
+        return insert(before, aten.select_scatter.default, (source, new, dim, index))
+    sizes = [piece.shape[dim] for piece in pieces.meta["val"]]
+    start = sum(sizes[:index])
+    return insert(before, aten.slice_scatter.default, (source, new, dim, start, start + sizes[index]))

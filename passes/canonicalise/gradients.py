@@ -1,0 +1,39 @@
+"""Which nodes carry a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+#: Operators whose floating-point output carries no gradient to their inputs.
+_CUT = frozenset({
+    "detach", "lift_fresh", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "bernoulli", "one_hot",
+    "histc", "bincount", "searchsorted", "bucketize", "multinomial", "nextafter",
+})  # fmt: skip
+
+
+def nodes_with_gradient(graph: fx.Graph, sources: Collection[str]) -> set[fx.Node]:
+    """Nodes that depend on one of the placeholders named in ``sources`` by differentiable operators."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            carries = node.name in sources
+        else:
+            carries = node.op == "call_function" and _passes(node) and any(used in found for used in node.all_input_nodes)
+        if carries:
+            found.add(node)
+    return found
+
+
+def differentiable(entry: object) -> bool:
+    return isinstance(entry, torch.Tensor) and (entry.is_floating_point() or entry.is_complex())
+
+
+def _passes(node: fx.Node) -> bool:
+    entry = node.meta.get("val")
+    entries = entry if isinstance(entry, (list, tuple)) else [entry]
+    name = str(node.target).split(".")
+    return any(map(differentiable, entries)) and not (len(name) > 1 and name[1] in _CUT)

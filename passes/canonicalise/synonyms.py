@@ -1,0 +1,50 @@
+"""One name for each operator that torch has several names for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from passes.canonicalise.fx import aten, calls, insert, shape
+
+_NAMES: dict[Any, Any] = {
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.multiply.Scalar: aten.mul.Scalar,
+    aten.subtract.Tensor: aten.sub.Tensor,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.true_divide.Tensor: aten.div.Tensor,
+    aten.negative.default: aten.neg.default,
+    aten.absolute.default: aten.abs.default,
+    aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default,
+    aten.greater.Tensor: aten.gt.Tensor,
+    aten.greater.Scalar: aten.gt.Scalar,
+    aten.less.Tensor: aten.lt.Tensor,
+    aten.less.Scalar: aten.lt.Scalar,
+    aten.not_equal.Tensor: aten.ne.Tensor,
+    aten.not_equal.Scalar: aten.ne.Scalar,
+}
+
+
+def replace_synonyms(module: fx.GraphModule) -> None:
+    for node in calls(module.graph):
+        node.target = _NAMES.get(node.target, node.target)
+        if node.target is aten.broadcast_tensors.default:
+            _broadcast(node)
+
+
+def _broadcast(node: fx.Node) -> None:
+    """``broadcast_tensors`` as one ``expand`` for each tensor."""
+    sources: Any = node.args[0]
+    for user in list(node.users):
+        if len(user.args) == 2 and isinstance(user.args[1], int):
+            source = sources[user.args[1]]
+            expanded = insert(user, aten.expand.default, (source, list(shape(user))))
+            user.replace_all_uses_with(expanded)
+            user.graph.erase_node(user)

@@ -1,0 +1,10 @@
+"""From an ``nn.Module`` and an example call to a ``Graph``."""
+
+from __future__ import annotations
+
+from passes.capture.capture import capture
+from passes.capture.interpret import interpret
+from passes.capture.structure import TrainingOutput
+from passes.ir.errors import CaptureError
+
+__all__ = ["CaptureError", "TrainingOutput", "capture", "interpret"]

@@ -1,0 +1,255 @@
+"""Capture a model: ``torch.export`` on stand-in tensors, then the canonical graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from passes.canonicalise import canonicalise
+from passes.capture.convert import Source, convert
+from passes.capture.errors import describe_failure, explain
+from passes.capture.export import export
+from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
+from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
+from passes.ir.errors import CaptureError
+from passes.ir.graph import Graph
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+def capture(
+    model: nn.Module,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+) -> Graph:
+    """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
+
+    Only shapes and dtypes matter: the model and its inputs may be on the meta device, and no weight is read or copied.
+    The model is the same after the call as before.
+
+    Args:
+        args, kwargs: an example call on the global batch. Tensors (also inside lists, dicts and dataclasses) become
+            inputs of the graph; everything else is a constant of it.
+        loss_fn: ``loss_fn(outputs, batch)`` gives the scalar loss. ``batch`` is the one positional argument, or the
+            tuple of them, or the dict of keyword arguments; those that ``model.forward`` does not take go to the loss
+            alone. The graph then returns a ``TrainingOutput``. Without it, a scalar that the model returns as ``loss``
+            (or as its first output) is the loss.
+        training: put every module in training (or evaluation) mode; False also makes a graph without gradients.
+            None leaves the modules' modes, and keeps gradients if there is a loss or the model is in training mode.
+
+    Raises:
+        CaptureError: if the model cannot be traced; it names the module and the source line.
+    """
+    call = _Call(model, args, dict(kwargs or {}), loss_fn)
+    stand_ins = StandIns(device_of(model))
+    paths = {id(module): name for name, module in model.named_modules()}
+    tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
+    with mode_of(model, training), replaced_tensors(call, stand_ins):
+        graph_training = model.training
+        states = _state_names(call)
+        program = _export(call, tensors, paths)
+        loss = _loss_path(call, training)
+        gradients = training is not False and (loss is not None or graph_training)
+        sources = _sources(program, call, states, gradients=gradients)
+        try:
+            graph = _to_graph(program, sources, call)
+        except CaptureError as error:
+            raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
+    names = {path: ".".join(map(str, path)) for path in call.result.tensors}
+    structure = call.result.structure
+    return graph.replace(
+        loss=loss,
+        training=graph_training,
+        unflatten=lambda outputs: rebuild(structure, {path: outputs[name] for path, name in names.items()}),
+    )
+
+
+class _Result:
+    """What a call returned, taken apart."""
+
+    structure: Structure
+    tensors: dict[Path, torch.Tensor]
+
+
+class _Call(nn.Module):
+    """The example call as a module of flat tensors, remembering the structure of what comes out."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.parameters_of_forward = inspect.signature(model.forward).parameters
+        self.extra = _without_cache(self.parameters_of_forward, kwargs)
+        self.structure, self.tensors = flatten((args, kwargs))
+        self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
+        # An object of its own: export puts the module's attributes back after tracing.
+        self.result = _Result()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.unflatten(tensors)
+        if self.loss_fn is None:
+            outputs = self.model(*args, **kwargs, **self.extra)
+        else:
+            outputs = self.with_loss(args, kwargs)
+        self.result.structure, self.result.tensors = flatten(outputs)
+        return tuple(self.result.tensors.values())
+
+    def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = iter(tensors)
+        return rebuild(self.structure, _InOrder(given))
+
+    def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
+        assert self.loss_fn is not None
+        known = list(self.parameters_of_forward.values())
+        kinds = {parameter.kind for parameter in known}
+        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known)
+        taken = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
+        named = kwargs
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
+        outputs = self.model(*taken, **named, **self.extra)
+        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in known])), outputs)
+
+
+class _InOrder(dict[Path, Any]):
+    """Gives the next tensor for every path asked."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __missing__(self, path: Path) -> Any:
+        return next(self._tensors)
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
+    if not args:
+        return kwargs
+    if kwargs:
+        return {**dict(zip(names, args)), **kwargs}
+    return args[0] if len(args) == 1 else args
+
+
+def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``use_cache=False`` for models that would return a key-value cache unless told otherwise."""
+    return {"use_cache": False} if "use_cache" in parameters and "use_cache" not in kwargs else {}
+
+
+def _state_names(call: _Call) -> dict[str, tuple[str, ...]]:
+    """Path of every parameter and buffer → all paths of the same tensor, the first one first."""
+    paths: dict[int, list[str]] = {}
+    everything = (*call.named_parameters(remove_duplicate=False), *call.named_buffers(remove_duplicate=False))
+    for path, tensor in everything:
+        paths.setdefault(id(tensor), []).append(path)
+    return {path: tuple(group) for group in paths.values() for path in group}
+
+
+def _export(call: _Call, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str]) -> ExportedProgram:
+    name = type(call.model).__name__
+    try:
+        with torch.enable_grad():
+            program = export(call, tensors)
+            reads = _first_read(program)
+            if reads is not None:
+                reads = _first_read(export(call, tensors, stack_traces=True)) or reads
+    except Exception as error:
+        reason = str(error) if isinstance(error, CaptureError) else explain(error)
+        raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
+    if reads is not None:
+        raise CaptureError(f"cannot capture {name}: {reads}")
+    return program
+
+
+def _first_read(program: ExportedProgram) -> str | None:
+    """Where a tensor's value becomes a Python number or a shape, or a branch is taken on it, if anywhere."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            place = stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
+            lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+            where = f", {' '.join(lines[-2:])}" if lines else ""
+            return (
+                f"in module {place!r}{where}: {node.target} makes a number or a shape out of a tensor's values, "
+                "which are not known when planning: use tensor operations of static shape"
+            )
+    return None
+
+
+def _loss_path(call: _Call, training: bool | None) -> str | None:
+    """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
+    values = call.result.tensors
+    named = values.get(("loss",))
+    if training is False or not values:
+        return None
+    first_path, first = next(iter(values.items()))
+    for path, value in ((("loss",), named), (first_path, first)):
+        if value is not None and value.dim() == 0 and value.is_floating_point() and value.requires_grad:
+            return ".".join(map(str, path))
+    return None
+
+
+def _sources(
+    program: ExportedProgram, call: _Call, states: Mapping[str, tuple[str, ...]], *, gradients: bool
+) -> dict[str, Source]:
+    """What every placeholder of the exported graph is. Placeholders of tied weights become one."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[str, fx.Node] = {}
+    names = list(call.parameters_of_forward)
+    inputs = iter(call.tensors.items())
+    sources: dict[str, Source] = {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders[spec.arg.name]
+        if spec.kind is InputKind.USER_INPUT:
+            path, _ = next(inputs)
+            tensor = node.meta["val"]
+            sources[node.name] = Source(
+                "input", _input_name(path, names), path, requires_grad=gradients and tensor.requires_grad
+            )
+            continue
+        assert spec.target is not None
+        group = states.get(spec.target, (spec.target,))
+        node.replace_all_uses_with(first.setdefault(group[0], node))
+        own = tuple(path.removeprefix("model.") for path in group)
+        kind = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}.get(spec.kind, "constant")
+        data = program.constants.get(spec.target) if kind == "constant" else None
+        sources[node.name] = Source(
+            kind,
+            own[0],
+            state=own[0],
+            aliases=own[1:],
+            persistent=bool(spec.persistent) if kind == "buffer" else kind == "parameter",
+            requires_grad=gradients and kind == "parameter" and node.meta["val"].requires_grad,
+            data=None if isinstance(data, torch._subclasses.FakeTensor) else data,
+        )
+    return sources
+
+
+def _input_name(path: Path, names: list[str]) -> str:
+    first = path[0]
+    if isinstance(first, int):
+        first = names[first] if first < len(names) else f"input_{first}"
+    return "_".join(map(str, (first, *path[1:])))
+
+
+def _to_graph(program: ExportedProgram, sources: dict[str, Source], call: _Call) -> Graph:
+    module = program.graph_module
+    canonicalise(
+        module,
+        buffers=[name for name, source in sources.items() if source.kind == "buffer"],
+        literals=[name for name, source in sources.items() if source.kind == "constant"],
+        trainable=[name for name, source in sources.items() if source.requires_grad],
+    )
+    outputs = [".".join(map(str, path)) for path in call.result.tensors]
+    return convert(module, sources, outputs, model_name=type(call.model).__name__)

@@ -1,0 +1,54 @@
+"""Say of an error of tracing which module and which line of the model caused it, and what to do."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
+    """``in model.layers.0 (Gate), gate.py:12: if x.sum() > 0:`` for the innermost frame outside torch.
+
+    Args:
+        error: what tracing raised.
+        paths: ``id(module)`` → path of every module of the model.
+    """
+    place, module = "", None
+    for frame, line in _frames(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            module = owner
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_TORCH, "<")) and Path(filename).parent != Path(__file__).parent:
+            place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}"
+    where = f"module {paths[id(module)]!r} ({type(module).__name__})" if module is not None else "the model"
+    return f"{where}, {place}" if place else where
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(trace))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class name if it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def explain(error: BaseException) -> str:
+    """What a user can do about an error of tracing."""
+    known = {
+        "GuardOnDataDependentSymNode": "control flow depends on the values of a tensor: use torch.where, or decide "
+        "from shapes and Python values",
+        "DataDependentOutputException": "a tensor's value is read in Python (.item(), .tolist(), bool())",
+        "DynamicOutputShapeException": "an operator's output shape depends on values (nonzero, boolean indexing)",
+    }
+    return known.get(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")
