@@ -1,0 +1,138 @@
+"""A choice of one option for every element, and what it costs with the best conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.ir.types import Placement
+from planner.search.ilp import ShardingIlp, is_free, stream_lattice
+from planner.search.lattice import Arc, Lattice, Lattices
+from planner.search.options import Option
+from planner.search.problem import Problem, Stream
+from planner.search.tree import cheapest_tree
+
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One step of a stream's tree: how often it is done forward and backward (0: never)."""
+
+    arc: Arc
+    copies: int
+    backward_copies: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An option for every element and a tree of conversions for every stream."""
+
+    options: dict[str, Option]
+    trees: dict[str, tuple[Conversion, ...]]
+    seconds: float
+    memory: float
+
+
+def read_choices(ilp: ShardingIlp, values: list[float]) -> dict[str, Option]:
+    """The option of each element in a solution (of a fractional one, the largest)."""
+    chosen = {}
+    for name, columns in ilp.x.items():
+        position = max(range(len(columns)), key=lambda index: (values[columns[index]], -index))
+        chosen[name] = ilp.problem.elements[name].options[position]
+    return chosen
+
+
+def complete(problem: Problem, options: Mapping[str, Option], lattices: Lattices) -> Assignment | None:
+    """Add the cheapest conversions to a choice of options; None if some conversion is not possible."""
+    chosen = dict(options)
+    for name, stream in problem.streams.items():
+        element = problem.elements[stream.source]
+        if element.kind == "input" and stream.uses and is_free(problem, stream) and len(element.options) > 1:
+            chosen[stream.source] = _input_option(problem, stream, chosen, lattices)
+    trees: dict[str, tuple[Conversion, ...]] = {}
+    seconds, memory = 0.0, 0.0
+    for name, stream in problem.streams.items():
+        tree = stream_tree(problem, stream, chosen, lattices)
+        if tree is None:
+            return None
+        trees[name] = tree
+        for item in tree:
+            seconds += item.copies * item.arc.forward + item.backward_copies * item.arc.backward
+            memory += stream.copies * item.arc.memory
+    for name, element in problem.elements.items():
+        seconds += element.copies * chosen[name].seconds
+        memory += element.copies * chosen[name].memory
+    return Assignment(chosen, trees, seconds, memory)
+
+
+def _needs(stream: Stream, chosen: Mapping[str, Option]) -> list[Placement]:
+    """What each use of a stream needs."""
+    return [chosen[use.element].inputs[use.index] for use in stream.uses]
+
+
+def stream_tree(
+    problem: Problem, stream: Stream, chosen: Mapping[str, Option], lattices: Lattices
+) -> tuple[Conversion, ...] | None:
+    """The cheapest conversions of one stream, steps nearer the root first."""
+    root = chosen[stream.source].outputs[stream.output]
+    needs = _needs(stream, chosen)
+    if all(need == root for need in needs):
+        return ()
+    lattice = stream_lattice(problem, stream, lattices, detours=True)
+    ends = sorted({lattice.index[need] for need in needs} - {lattice.index[root]})
+    users = [frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends]
+    counts = _Counts(problem.parts(stream), users)
+    found = cheapest_tree(
+        lattice,
+        lattice.index[root],
+        ends,
+        lambda arc, mask: counts[mask][0] * arc.forward + counts[mask][1] * arc.backward,
+    )
+    if found is None:
+        return None
+    ordered = sorted(found.values(), key=lambda item: (_depth(lattice, found, item[0]), item[0].source, item[0].target))
+    return tuple(Conversion(arc, *counts[mask]) for arc, mask in ordered)
+
+
+class _Counts(dict[int, tuple[int, int]]):
+    """Mask of ends → how often a step before them is done, forward and backward."""
+
+    def __init__(self, parts: list[tuple[str, int, frozenset[int]]], users: list[frozenset[int]]) -> None:
+        super().__init__()
+        self.parts, self.users = parts, users
+
+    def __missing__(self, mask: int) -> tuple[int, int]:
+        uses = frozenset[int]().union(*(users for end, users in enumerate(self.users) if mask >> end & 1))
+        found = [sum(n for phase, n, group in self.parts if phase == name and group & uses) for name in PHASES]
+        self[mask] = (found[0], found[1])
+        return self[mask]
+
+
+def _depth(lattice: Lattice, tree: dict[int, tuple[Arc, int]], arc: Arc) -> int:
+    depth = 0
+    while arc.source in tree:
+        arc = tree[arc.source][0]
+        depth += 1
+    return depth
+
+
+def _input_option(problem: Problem, stream: Stream, chosen: Mapping[str, Option], lattices: Lattices) -> Option:
+    """The placement of an input without gradient: as divided as its uses allow at no cost, else whole.
+
+    Every conversion of a whole input is free, so the ILP leaves it out; but a process that is given only its part
+    (``local_inputs``) is better off, and nothing is lost if the uses agree.
+    """
+    options = problem.elements[stream.source].options
+    needs = _needs(stream, chosen)
+    whole = next(option for option in options if set(option.outputs[0]) == {"R"})
+    shared = tuple(types[0] if len(set(types)) == 1 else "R" for types in zip(*needs))
+    for option in options:
+        if option.outputs[0] == shared:
+            tree = stream_tree(problem, stream, {**chosen, stream.source: option}, lattices)
+            if tree is not None and not any(item.arc.forward for item in tree):
+                return option
+    return whole
+
+

@@ -1,0 +1,124 @@
+"""The placements that a value may have, and the priced single-axis steps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from passes.ir.conversions import Step, steps_from
+from passes.ir.graph import Value
+from passes.ir.types import I, Placement, R, SpmdType
+from planner.search.options import placements_of
+from planner.search.pricing import Pricing
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A conversion step between two placements of a lattice (indices), in seconds and bytes of one copy."""
+
+    source: int
+    target: int
+    step: Step
+    forward: float
+    backward: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Nodes are placements, arcs are steps."""
+
+    placements: tuple[Placement, ...]
+    index: dict[Placement, int]
+    arcs: tuple[Arc, ...]
+
+
+def types_used(value: Value, placements: Iterable[Placement], num_axes: int) -> tuple[tuple[SpmdType, ...], ...]:
+    """Types worth considering on each axis: R, I if there is a gradient, and whatever the ends of a stream use.
+
+    A shard of a dim that no producer gives and no consumer takes, or a partial sum that neither has, is never on a
+    cheapest way: every step to it and away from it costs at least the step past it.
+    """
+    always = [R, I] if value.requires_grad else [R]
+    used: list[dict[SpmdType, None]] = [dict.fromkeys(always) for _ in range(num_axes)]
+    for placement in placements:
+        for types, spmd_type in zip(used, placement):
+            types[spmd_type] = None
+    return tuple(tuple(sorted(types)) for types in used)
+
+
+class Lattices:
+    """Makes lattices, one for all values of the same shape, dtype and types."""
+
+    def __init__(self, pricing: Pricing, forbidden: frozenset[str] = frozenset()) -> None:
+        self.pricing = pricing
+        self.forbidden = forbidden
+        self._known: dict[tuple[object, ...], Lattice] = {}
+
+    def of(
+        self,
+        value: Value,
+        types: tuple[tuple[SpmdType, ...], ...],
+        *,
+        live: bool = True,
+        saved: bool = False,
+        detours: bool = False,
+    ) -> Lattice:
+        """The lattice of ``value``; ``live``: a gradient comes back, ``saved``: copies are kept for it.
+
+        ``detours`` keeps also the arcs that others replace at no more cost.
+        """
+        key = (value.shape, value.dtype, value.requires_grad, types, live, saved)
+        if (*key, detours) not in self._known:
+            arcs = self._arcs(value, types, live=live, saved=saved)
+            placements = tuple(placements_of(value, types, self.pricing.mesh))
+            index = {placement: position for position, placement in enumerate(placements)}
+            self._known[*key, True] = Lattice(placements, index, tuple(arcs.values()))
+            self._known[*key, False] = Lattice(placements, index, _without_detours(arcs))
+        return self._known[*key, detours]
+
+    def _arcs(
+        self, value: Value, types: Sequence[Sequence[SpmdType]], *, live: bool, saved: bool
+    ) -> dict[tuple[int, int], Arc]:
+        mesh = self.pricing.mesh
+        placements = tuple(placements_of(value, types, mesh))
+        index = {placement: position for position, placement in enumerate(placements)}
+        union = tuple(sorted({spmd_type for axis in types for spmd_type in axis}))
+        arcs: dict[tuple[int, int], Arc] = {}
+        for placement in placements:
+            for step in steps_from(placement, value.shape, mesh, union):
+                if step.target not in index or self._is_forbidden(step, value, live):
+                    continue
+                forward, backward = self.pricing.step(step, value)
+                memory = self.pricing.step_memory(step, value, saved=saved)
+                arc = Arc(index[placement], index[step.target], step, forward, backward if live else 0.0, memory)
+                arcs[arc.source, arc.target] = arc
+        return arcs
+
+    def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
+        forward, backward = step.collectives
+        return forward in self.forbidden or (live and value.requires_grad and backward in self.forbidden)
+
+
+def _without_detours(arcs: dict[tuple[int, int], Arc]) -> tuple[Arc, ...]:
+    """Drop every arc that two others (still there) replace at no more cost: all distances stay the same."""
+    left = dict(arcs)
+    out: dict[int, set[int]] = {}
+    for source, target in arcs:
+        out.setdefault(source, set()).add(target)
+    for key, arc in arcs.items():
+        for middle in out[arc.source]:
+            first, second = left.get((arc.source, middle)), left.get((middle, arc.target))
+            if first is not None and second is not None and _no_more(first, second, arc):
+                del left[key]
+                out[arc.source].discard(arc.target)
+                break
+    return tuple(left.values())
+
+
+def _no_more(first: Arc, second: Arc, direct: Arc) -> bool:
+    return (
+        first.forward + second.forward <= direct.forward
+        and first.backward + second.backward <= direct.backward
+        and first.memory + second.memory <= direct.memory
+    )

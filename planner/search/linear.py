@@ -1,0 +1,64 @@
+"""A mixed-integer linear program as arrays, and its solution; which solver runs it is ``solver``'s business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LinearProgram:
+    """Minimise cost·v subject to row bounds, 0 ≤ v ≤ upper, some v integer.
+
+    Rows are held as flat lists (start of each row, columns, coefficients), ready to pass to a solver.
+    """
+
+    costs: list[float] = field(default_factory=list)
+    uppers: list[float] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    row_lowers: list[float] = field(default_factory=list)
+    row_uppers: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+
+    @property
+    def num_variables(self) -> int:
+        return len(self.costs)
+
+    @property
+    def num_constraints(self) -> int:
+        return len(self.row_lowers)
+
+    def variable(self, cost: float = 0.0, *, upper: float = math.inf, integer: bool = False) -> int:
+        """Add a variable ≥ 0 and return its column."""
+        self.costs.append(cost)
+        self.uppers.append(upper)
+        self.integers.append(integer)
+        return len(self.costs) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> int:
+        """Add lower ≤ Σ coefficient·variable ≤ upper and return its row."""
+        for column, coefficient in terms:
+            self.columns.append(column)
+            self.coefficients.append(coefficient)
+        self.starts.append(len(self.columns))
+        self.row_lowers.append(lower)
+        self.row_uppers.append(upper)
+        return len(self.row_lowers) - 1
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    ``values`` is None without a feasible point; ``bound`` is a proved lower bound of the objective (of the program
+    as given); ``infeasible`` says that there is no feasible point at all.
+    """
+
+    values: list[float] | None
+    bound: float
+    status: str
+    solver: str
+    infeasible: bool = False

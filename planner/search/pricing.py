@@ -1,0 +1,177 @@
+"""Unit prices of the search: what one operator, one conversion step and one stored tensor cost on one device.
+
+Both the ILP and the independent re-pricing of a plan ask here, so that they may differ only in what they count.
+Seconds are of one copy of a block; bytes are of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cost_models.memory import StateBytes, state_bytes
+from passes.ir.conversions import Step
+from passes.ir.graph import ITEM_SIZE, Node, Value
+from passes.ir.types import MeshShape, Placement, shard_dim
+from passes.rules.rule import AxisChoice, ShardingRule
+
+#: Operators that only rename memory: no time, and their output shares its input's storage.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view reshape _unsafe_view transpose permute t numpy_T mT expand expand_as unsqueeze squeeze select slice "
+        "narrow split split_with_sizes chunk unbind alias detach flatten unflatten view_as movedim swapaxes diagonal "
+        "tensor_split unfold"
+    ).split()
+)
+
+#: Operators whose backward needs none of their inputs or outputs (views need none either).
+SAVES_NOTHING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add sub rsub neg sum mean cat stack clone contiguous to _to_copy type_as pad constant_pad_nd roll flip "
+        "embedding index index_select gather masked_fill where cumsum repeat zeros_like ones_like full_like new_zeros new_ones avg_pool2d upsample_nearest2d"
+    ).split()
+)
+
+#: Operators that read as many bytes of their first input as they write, however large that input is (tables).
+READS_ROWS = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
+
+
+class Prices(Protocol):
+    """What the search needs of a cost model."""
+
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float: ...
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that an operator issues itself."""
+
+    collective: str
+    axis: str
+    phase: str
+    num_bytes: int
+    seconds: float
+
+
+def base_name(op: str) -> str:
+    """``aten.linear`` for ``aten.linear.default``."""
+    namespace, _, rest = op.partition(".")
+    return f"{namespace}.{rest.split('.')[0]}"
+
+
+def is_view(node: Node) -> bool:
+    return base_name(node.op) in VIEWS
+
+
+def saves_inputs(node: Node) -> bool:
+    """Whether autograd keeps the operator's inputs (or as much) for the backward pass."""
+    name = base_name(node.op)
+    if name in ("aten.mul", "aten.div"):
+        return len(node.inputs) > 1
+    return name not in SAVES_NOTHING and name not in VIEWS
+
+
+class Pricing:
+    """Prices under one cost model and mesh, remembered."""
+
+    def __init__(self, cost_model: Prices, mesh: MeshShape) -> None:
+        self.cost_model = cost_model
+        self.mesh = mesh
+        self._collectives: dict[tuple[str, int, str], float] = {}
+        self._steps: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def collective(self, collective: str, num_bytes: int, axis: str) -> float:
+        key = (collective, num_bytes, axis)
+        if key not in self._collectives:
+            self._collectives[key] = self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)
+        return self._collectives[key]
+
+    def step_bytes(self, step: Step, value: Value) -> int:
+        return step.num_bytes(value.shape, ITEM_SIZE[value.dtype], self.mesh)
+
+    def step(self, step: Step, value: Value) -> tuple[float, float]:
+        """Seconds of one conversion step, forward and backward (backward as if a gradient came)."""
+        forward, backward = step.collectives
+        if forward is None and (backward is None or not value.requires_grad):
+            return 0.0, 0.0
+        axis, num_bytes = self.mesh.names[step.axis], self.step_bytes(step, value)
+        return (
+            self.collective(forward, num_bytes, axis) if forward else 0.0,
+            self.collective(backward, num_bytes, axis) if backward and value.requires_grad else 0.0,
+        )
+
+    def step_memory(self, step: Step, value: Value, *, saved: bool) -> int:
+        """Bytes of the copy that a step leaves behind for the backward pass."""
+        return self.local_bytes(value, step.target) if saved and step.collectives[0] else 0
+
+    def local_elements(self, value: Value, placement: Placement) -> int:
+        pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
+        return value.num_elements // pieces
+
+    def local_bytes(self, value: Value, placement: Placement) -> int:
+        return self.local_elements(value, placement) * ITEM_SIZE[value.dtype]
+
+    def state_bytes(self, value: Value, placement: Placement) -> StateBytes:
+        """Parameter, gradient and AdamW state of one stored parameter or buffer."""
+        return state_bytes(self.local_elements(value, placement), value.dtype, trainable=value.requires_grad)
+
+    def compute(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: int,
+        live: bool,
+    ) -> tuple[float, float]:
+        """Seconds of one operator, forward and backward.
+
+        ``flops`` are the whole operator's, ``cut`` is the number of pieces its work is divided into, ``live`` says
+        whether a gradient comes back. A matmul's backward is one matmul per input that needs a gradient; any other
+        operator's is one pass over its inputs, outputs and their gradients.
+        """
+        if is_view(node):
+            return 0.0, 0.0
+        arguments = dict(zip(node.inputs, inputs))
+        written = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+        read = {name: self.local_bytes(values[name], where) for name, where in arguments.items()}
+        if base_name(node.op) in READS_ROWS and node.inputs:
+            read[node.inputs[0]] = min(read[node.inputs[0]], written)
+        local_flops, num_bytes, dtype = flops / cut, written + sum(read.values()), node.output.dtype
+        price = self.cost_model.compute_seconds
+        forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
+        grads = [name for name in arguments if values[name].requires_grad]
+        if not live or not grads:
+            return forward, 0.0
+        if flops:
+            return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
+        back = num_bytes + sum(self.local_bytes(values[name], arguments[name]) for name in grads)
+        return forward, price(flops=0.0, num_bytes=back, dtype=dtype)
+
+    def reductions(
+        self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, live: bool
+    ) -> tuple[Collective, ...]:
+        """The collectives that an operator issues itself; backward ones only if a gradient comes back."""
+        if rule is None or not any(choice.reductions for choice in choices):
+            return ()
+        local = dict(rule.sizes)
+        for size, choice in zip(self.mesh.sizes, choices):
+            if choice.factor is not None:
+                local[choice.factor] //= size
+        found = []
+        for axis, choice in zip(self.mesh.names, choices):
+            for item in choice.reductions:
+                if item.phase == "backward" and not live:
+                    continue
+                num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+                seconds = self.collective(item.collective, num_bytes, axis)
+                found.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
+        return tuple(found)

@@ -1,0 +1,114 @@
+"""Run a linear program: HiGHS by default, CBC (through PuLP) where HiGHS is missing or fails."""
+
+from __future__ import annotations
+
+import math
+
+from planner.search.linear import LinearProgram, Solution
+
+#: Relative gap at which a plan counts as optimal.
+RELATIVE_GAP = 1e-7
+#: The largest cost is scaled to this, so that seconds (1e-6 …) stand well above the solver's tolerances.
+LARGEST_COST = 1e5
+
+
+def solve(program: LinearProgram, *, time_limit: float, solver: str | None = None) -> Solution:
+    """Solve ``program`` within ``time_limit`` seconds with ``"highs"``, ``"cbc"`` or (None) whichever there is.
+
+    Raises:
+        ValueError: for an unknown solver name.
+    """
+    if solver not in (None, "highs", "cbc"):
+        raise ValueError(f"unknown solver {solver!r}: expected 'highs' or 'cbc'")
+    scale = LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
+    if solver != "cbc":
+        try:
+            return _solve_highs(program, scale=scale, time_limit=time_limit)
+        except ImportError:
+            if solver == "highs":
+                raise
+    return _solve_cbc(program, scale=scale, time_limit=time_limit)
+
+
+def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> Solution:
+    import highspy
+    import numpy as np
+
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = program.num_variables, program.num_constraints
+    model.col_cost_ = np.asarray(program.costs) * scale
+    model.col_lower_ = np.zeros(program.num_variables)
+    model.col_upper_ = np.asarray(program.uppers)
+    model.row_lower_, model.row_upper_ = np.asarray(program.row_lowers), np.asarray(program.row_uppers)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.asarray(program.starts, dtype=np.int32)
+    model.a_matrix_.index_ = np.asarray(program.columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.asarray(program.coefficients)
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    model.integrality_ = [kinds[integer] for integer in program.integers]
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False, "random_seed": 0, "threads": 1, "parallel": "off", "time_limit": float(time_limit),
+        "mip_rel_gap": RELATIVE_GAP, "mip_abs_gap": 0.0,
+    }  # fmt: skip
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(model)
+    highs.run()
+    status = highs.getModelStatus()
+    info = highs.getInfo()
+    found = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    infeasible = status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+    bound = info.mip_dual_bound if any(program.integers) else info.objective_function_value
+    return Solution(
+        values=list(highs.getSolution().col_value) if found else None,
+        bound=bound / scale if math.isfinite(bound) else 0.0,
+        status="optimal" if status == highspy.HighsModelStatus.kOptimal else highs.modelStatusToString(status).lower(),
+        solver=f"highs {highs.version()}",
+        infeasible=infeasible,
+    )
+
+
+def _solve_cbc(program: LinearProgram, *, scale: float, time_limit: float) -> Solution:
+    import pulp
+
+    problem, variables = to_pulp(program, scale=scale)
+    status = problem.solve(
+        pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit, gapRel=RELATIVE_GAP, options=["randomSeed 1"])
+    )
+    found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+    optimal = problem.sol_status == pulp.LpSolutionOptimal
+    return Solution(
+        values=[variable.value() or 0.0 for variable in variables] if found else None,
+        # PuLP does not pass on CBC's bound: without a proof nothing better than zero is known
+        bound=pulp.value(problem.objective) / scale if optimal else 0.0,
+        status="optimal" if optimal else pulp.LpStatus[status].lower(),
+        solver="cbc (pulp " + pulp.__version__ + ")",
+        infeasible=status == pulp.LpStatusInfeasible,
+    )
+
+
+def to_pulp(program: LinearProgram, *, scale: float = 1.0) -> tuple[object, list[object]]:
+    """The program as a ``pulp.LpProblem`` with its variables in column order."""
+    import pulp
+
+    problem = pulp.LpProblem("sharding", pulp.LpMinimize)
+    variables = [
+        pulp.LpVariable(f"v{column}", 0, None if math.isinf(upper) else upper, "Integer" if integer else "Continuous")
+        for column, (upper, integer) in enumerate(zip(program.uppers, program.integers))
+    ]
+    problem += pulp.LpAffineExpression([(v, cost * scale) for v, cost in zip(variables, program.costs)])
+    for row, (lower, upper) in enumerate(zip(program.row_lowers, program.row_uppers)):
+        start, end = program.starts[row], program.starts[row + 1]
+        terms: dict[int, float] = {}
+        for column, coefficient in zip(program.columns[start:end], program.coefficients[start:end]):
+            terms[column] = terms.get(column, 0.0) + coefficient
+        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms.items()])
+        if lower == upper:
+            problem += expression == lower
+        else:
+            if math.isfinite(lower):
+                problem += expression >= lower
+            if math.isfinite(upper):
+                problem += expression <= upper
+    return problem, variables

@@ -1,0 +1,135 @@
+"""Fill a problem's elements with their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from passes.ir.graph import Value
+from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
+from planner.search.options import (
+    FlopsOf,
+    Option,
+    RuleFor,
+    operator_options,
+    placement_option,
+    placements_of,
+    whole_type,
+)
+from planner.search.pricing import Pricing, is_view
+from planner.search.problem import Element, Problem
+
+
+#: Label of the one option of a source that is whole on every rank.
+WHOLE = "whole"
+
+
+def fill_options(
+    problem: Problem, pricing: Pricing, *, rule_for: RuleFor, flops_of: FlopsOf, divide_frozen: bool
+) -> None:
+    """Give every element its options; ``divide_frozen``: parameters without gradient may be stored in shards.
+
+    Operators first, then what hands values on, then where values come from: those follow what is asked of them.
+    """
+    filler = _Filler(problem, pricing, rule_for, flops_of, divide_frozen)
+    for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
+        for name, element in problem.elements.items():
+            if element.kind == kind:
+                element.options = filler.options(name, element)
+
+
+class _Filler:
+    def __init__(
+        self, problem: Problem, pricing: Pricing, rule_for: RuleFor, flops_of: FlopsOf, divide_frozen: bool
+    ) -> None:
+        self.problem = problem
+        self.pricing = pricing
+        self.mesh: MeshShape = pricing.mesh
+        self.rule_for = rule_for
+        self.flops_of = flops_of
+        self.divide_frozen = divide_frozen
+        self.values = problem.graph.values
+        self.live = {use.element for stream in problem.streams.values() for use in stream.uses if use.live}
+        self.outputs = self._outputs_by_source()
+
+    def _outputs_by_source(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, stream in self.problem.streams.items():
+            found.setdefault(stream.source, []).append(name)
+        return found
+
+    def options(self, name: str, element: Element) -> list[Option]:
+        makers = {
+            "op": self._operator,
+            "output": self._output,
+            "carry": self._carry,
+            "input": self._input,
+            "parameter": self._parameter,
+            "buffer": self._whole,
+            "constant": self._whole,
+        }
+        return makers[element.kind](name, element)
+
+    def _operator(self, name: str, element: Element) -> list[Option]:
+        node = element.node
+        assert node is not None
+        rule, flops = self.rule_for(node, self.values), self.flops_of(node, self.values)
+        element.has_rule, element.matmul = rule is not None, flops > 0
+        kept = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
+        return operator_options(
+            node, self.values, self.pricing, rule=rule, flops=flops, live=name in self.live, kept=kept
+        )
+
+    def _output(self, name: str, element: Element) -> list[Option]:
+        whole = (whole_type(self.problem.streams[element.streams[0]].value),) * len(self.mesh.names)
+        return [Option(whole, (whole,), ())]
+
+    def _carry(self, name: str, element: Element) -> list[Option]:
+        """Any type that the block's users ask for or its makers give."""
+        value = self.problem.streams[name].value
+        makers = [
+            stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)
+        ]
+        given = [where for stream in makers for where in self.problem.given(stream)]
+        asked = [*self._asked(name), *given]
+        types = [
+            tuple(sorted({whole_type(value), R, *(where[axis] for where in asked)})) if size > 1 else (whole_type(value),)
+            for axis, size in enumerate(self.mesh.sizes)
+        ]
+        return [Option(where, (where,), (where,)) for where in placements_of(value, types, self.mesh)]
+
+    def _asked(self, stream: str) -> list[Placement]:
+        """Placements that the uses of a stream need, under any option."""
+        return [where for use in self.problem.streams[stream].uses for where in self.problem.needed(use)]
+
+    def _input(self, name: str, element: Element) -> list[Option]:
+        value = self.problem.streams[name].value
+        if value.requires_grad:
+            return self._whole(name, element)
+        return [placement_option(where) for where in self._stored(name, value, R, ())]
+
+    def _parameter(self, name: str, element: Element) -> list[Option]:
+        value = self.problem.streams[name].value
+        if not value.requires_grad and not self.divide_frozen:
+            return self._whole(name, element)
+        whole = whole_type(value)
+        places = self._stored(name, value, whole, range(len(value.shape)))
+        return [placement_option(where, self.pricing.state_bytes(value, where).total) for where in places]
+
+    def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
+        """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""
+        asked = self._asked(name)
+        types = []
+        for axis, size in enumerate(self.mesh.sizes):
+            shards = {where[axis] for where in asked if shard_dim(where[axis]) is not None}
+            shards.update(shard(dim) for dim in dims if value.shape[dim] % size == 0)
+            types.append((whole, *sorted(shards)) if size > 1 else (whole,))
+        return placements_of(value, types, self.mesh)
+
+    def _whole(self, name: str, element: Element) -> list[Option]:
+        streams = [self.problem.streams[stream] for stream in self.outputs[name]]
+        axes = len(self.mesh.names)
+        memory = 0
+        if element.kind in ("parameter", "buffer"):
+            memory = self.pricing.state_bytes(streams[0].value, (R,) * axes).total
+        types = [whole_type(stream.value) if element.kind == "input" else R for stream in streams]
+        return [Option((WHOLE,) * axes, (), tuple((spmd_type,) * axes for spmd_type in types), memory=memory)]
