@@ -1,0 +1,246 @@
+"""Price a plan again from scratch, with nothing of the ILP: a check that the search lost no cost.
+
+The graph is walked node by node, every copy of every block as it stands there, unfolded. A value's conversions are
+those of the plan's tree that its uses in that very copy go through, each done once however many uses share it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from passes.blocks import BlockRun, find_blocks
+from passes.ir.conversions import Step, is_legal
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import I, Placement, R
+from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
+from passes.rules import forward_flops, rule_for
+from passes.rules.rule import AxisChoice
+from planner.search.extract import Tally, add_to_tally, collectives_of
+from planner.search.liveness import live_nodes, saved_values
+from planner.search.options import FlopsOf, RuleFor, offered
+from planner.search.pricing import Prices, Pricing, is_view
+
+#: (source, target) of a step, and whether a gradient comes back through it.
+Edge = tuple[Placement, Placement]
+
+
+def price(
+    graph: Graph, plan: Plan, cost_model: Prices, *, rules: RuleFor = rule_for, flops: FlopsOf = forward_flops
+) -> tuple[Costs, tuple[CollectivePlan, ...]]:
+    """Costs and collectives of one step of ``plan`` on ``graph``.
+
+    Raises:
+        ValueError: if the plan does not hold together: an operator it does not know, a strategy it cannot have, a
+            placement that no conversion reaches, or a conversion that nothing uses.
+    """
+    return _Pricer(graph, plan, Pricing(cost_model, plan.mesh), rules, flops).run()
+
+
+@dataclass
+class _Tree:
+    """The conversions of one value (of one copy): its placement, the step into each other one, and which are done."""
+
+    value: Value
+    root: Placement
+    steps: dict[Placement, ConversionPlan]
+    done: dict[Edge, bool]
+
+    def reach(self, placement: Placement, *, live: bool) -> None:
+        """Do the steps to ``placement`` that are not done yet."""
+        seen = set()
+        while placement != self.root:
+            step = self.steps.get(placement)
+            if step is None or placement in seen:
+                raise ValueError(f"no conversion of {self.value.name} from {self.root} reaches {placement}")
+            seen.add(placement)
+            edge = (step.source, step.target)
+            self.done[edge] = self.done.get(edge, False) or live
+            placement = step.source
+
+
+class _Pricer:
+    def __init__(self, graph: Graph, plan: Plan, pricing: Pricing, rules: RuleFor, flops: FlopsOf) -> None:
+        self.graph, self.plan, self.pricing, self.rules, self.flops = graph, plan, pricing, rules, flops
+        self.values = graph.values
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.live = live_nodes(graph)
+        self.saved = saved_values(graph, self.live)
+        self.runs = self._runs()
+        self.copy_of = {
+            name: (r, c) for r, run in enumerate(self.runs) for c, copy in enumerate(run.copies) for name in copy
+        }
+        self.keys = {node.name: node.key for node in graph.nodes}
+        for run in self.runs:
+            for copy in run.copies:
+                self.keys.update((name, self.nodes[first].key) for name, first in zip(copy, run.copies[0]))
+        self.steps: dict[str, dict[Placement, ConversionPlan]] = defaultdict(dict)
+        for conversion in plan.conversions:
+            self.steps[conversion.value][conversion.target] = conversion
+        self.trees: dict[object, _Tree] = {}
+        self.origins = dict(self._all_origins())
+        self.compute, self.communication = [0.0, 0.0], [0.0, 0.0]
+        self.memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "converted"), 0)
+        self.tally: Tally = {}
+
+    def _runs(self) -> list[BlockRun]:
+        """The repeated blocks that the plan folds, in its order."""
+        found = {self.nodes[run.copies[0][0]].key: run for run in find_blocks(self.graph)} if self.plan.blocks else {}
+        missing = [block.first_node for block in self.plan.blocks if block.first_node not in found]
+        if missing:
+            raise ValueError(f"the graph does not repeat the block that begins with {missing[0]!r}")
+        return [found[block.first_node] for block in self.plan.blocks]
+
+    def run(self) -> tuple[Costs, tuple[CollectivePlan, ...]]:
+        self._states()
+        for node in self.graph.nodes:
+            if not node.constant:
+                self._node(node)
+        self._hand_on()
+        for path, name in self.graph.outputs.items():
+            live = self.values[name].requires_grad and self.graph.loss in (None, path)
+            placement = self.plan.outputs[path].placement
+            if path == self.graph.loss or self.graph.loss is None:
+                self._check_whole(path, self.values[name], placement)
+            self._tree(name).reach(placement, live=live)
+        self._conversions()
+        costs = Costs(self.compute[0], self.compute[1], self.communication[0], self.communication[1], self.memory)
+        return costs, collectives_of(self.tally)
+
+    def _check_whole(self, path: str, value: Value, placement: Placement) -> None:
+        if set(placement) != {I if value.requires_grad else R}:
+            raise ValueError(f"output {path!r} is {placement}, not whole on every device")
+
+    def _states(self) -> None:
+        for state in self.graph.states:
+            if state.value.kind in ("parameter", "buffer"):
+                found = self.pricing.state_bytes(state.value, self.plan.states[state.path].placement)
+                self.memory["parameters"] += found.parameters
+                self.memory["gradients"] += found.gradients
+                self.memory["optimizer"] += found.optimizer
+
+    def _choices(self, node: Node, planned: NodePlan) -> tuple[AxisChoice, ...]:
+        rule = self.rules(node, self.values)
+        found = []
+        for label, choices in zip(planned.strategy, offered(node, self.values, rule, self.plan.mesh)):
+            by_label = {choice.label: choice for choice in choices}
+            if label not in by_label:
+                raise ValueError(f"{node.op} ({node.key!r}) has no strategy {label!r}")
+            found.append(by_label[label])
+        return tuple(found)
+
+    def _node(self, node: Node) -> None:
+        planned = self.plan.nodes.get(self.keys[node.name])
+        if planned is None:
+            raise ValueError(f"the plan says nothing of {node.op} ({node.key!r})")
+        choices = self._choices(node, planned)
+        inputs = [tuple(choice.inputs[i] for choice in choices) for i in range(len(node.inputs))]
+        outputs = [tuple(choice.outputs[i] for choice in choices) for i in range(len(node.outputs))]
+        if list(planned.outputs) != outputs:
+            raise ValueError(f"{node.op} ({node.key!r}) gives {outputs}, the plan says {planned.outputs}")
+        live = node.name in self.live
+        cut = 1
+        for choice, size in zip(choices, self.plan.mesh.sizes):
+            cut *= size if choice.factor is not None else 1
+        flops = self.flops(node, self.values)
+        seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
+        self.compute[0] += seconds[0]
+        self.compute[1] += seconds[1]
+        for own in self.pricing.reductions(self.rules(node, self.values), choices, live=live):
+            self.communication[own.phase != "forward"] += own.seconds
+            add_to_tally(self.tally, (own.collective, own.axis, own.phase), 1, own.num_bytes)
+        for name, placement in zip(node.inputs, inputs):
+            tree = self._tree_seen_by(node, name)
+            tree.reach(placement, live=live and self.values[name].requires_grad)
+        if not is_view(node):
+            for value, placement in zip(node.outputs, outputs):
+                if value.name in self.saved:
+                    self.memory["activations"] += self.pricing.local_bytes(value, placement)
+
+    def _tree_seen_by(self, node: Node, name: str) -> _Tree:
+        """The tree of an input: in a block, what comes from the copy before is already in its carried placement."""
+        place = self.copy_of.get(node.name)
+        if place is not None:
+            run, copy = place
+            for slot, names in enumerate(self.runs[run].carried):
+                if names[copy] == name:
+                    root = self.plan.blocks[run].carried[slot]
+                    key = f"carry:{run}#{slot}"
+                    return self._made((key, copy), key, self.values[name], root)
+        return self._tree(name)
+
+    def _tree(self, name: str) -> _Tree:
+        """The tree of a value rooted where it is made."""
+        if name in self.trees:
+            return self.trees[name]
+        key, root = self._origin(name)
+        return self._made(name, key, self.values[name], root)
+
+    def _made(self, tree: object, key: str, value: Value, root: Placement) -> _Tree:
+        if tree not in self.trees:
+            self.trees[tree] = _Tree(value, root, self.steps.get(key, {}), {})
+        return self.trees[tree]
+
+    def _origin(self, name: str) -> tuple[str, Placement]:
+        """The plan's key of a value and the placement it is made in."""
+        return self.origins[name]
+
+    def _all_origins(self) -> Iterator[tuple[str, tuple[str, Placement]]]:
+        whole = (R,) * len(self.plan.mesh.names)
+        for path, value in zip(self.graph.input_paths, self.graph.inputs):
+            key = ".".join(map(str, path))
+            yield value.name, (f"input:{key}", self.plan.inputs[key].placement)
+        paths = {state.value.name: state.path for state in self.graph.states}
+        first = {name: names[0] for run in self.runs for names in run.states for name in names}
+        for state in self.graph.states:
+            name = state.value.name
+            yield name, (f"state:{paths[first.get(name, name)]}", self.plan.states[state.path].placement)
+        for node in self.graph.nodes:
+            planned = self.plan.nodes.get(self.keys[node.name])
+            for index, value in enumerate(node.outputs):
+                made = whole if node.constant or planned is None else planned.outputs[index]
+                yield value.name, (f"node:{self.keys[node.name]}#{index}", made)
+
+    def _hand_on(self) -> None:
+        """What each copy takes from outside (or from the copy before) is first brought to its carried placement."""
+        for index, run in enumerate(self.runs):
+            for slot, names in enumerate(run.carried):
+                live = self._carry_is_live(run, names)
+                for name in names:
+                    self._tree(name).reach(self.plan.blocks[index].carried[slot], live=live)
+
+    def _carry_is_live(self, run: BlockRun, names: tuple[str, ...]) -> bool:
+        if not self.values[names[0]].requires_grad:
+            return False
+        return any(n in self.live and names[0] in self.nodes[n].inputs for n in run.copies[0])
+
+    def _conversions(self) -> None:
+        used: set[tuple[str, Placement]] = set()
+        for tree, key in self._trees_with_keys():
+            for (source, target), live in tree.done.items():
+                used.add((key, target))
+                self._step(tree, source, target, live)
+        idle = {(c.value, c.target) for c in self.plan.conversions} - used
+        if idle:
+            raise ValueError(f"the plan has conversions that nothing uses: {sorted(idle)[:3]}")
+
+    def _trees_with_keys(self) -> Iterator[tuple[_Tree, str]]:
+        for name, tree in self.trees.items():
+            yield tree, name[0] if isinstance(name, tuple) else self._origin(str(name))[0]
+
+    def _step(self, tree: _Tree, source: Placement, target: Placement, live: bool) -> None:
+        axis = next(index for index, (a, b) in enumerate(zip(source, target)) if a != b)
+        step, value = Step(axis, source, target), tree.value
+        if not is_legal(step, value.shape, self.plan.mesh):
+            raise ValueError(f"{value.name} cannot be converted from {source} to {target} in one step")
+        seconds = self.pricing.step(step, value)
+        num_bytes = self.pricing.step_bytes(step, value)
+        for phase, (name, collective) in enumerate(zip(("forward", "backward"), step.collectives)):
+            if phase and not (live and value.requires_grad):
+                continue
+            self.communication[phase] += seconds[phase]
+            if collective:
+                add_to_tally(self.tally, (collective, self.plan.mesh.names[axis], name), 1, num_bytes)
+        saved = value.name in self.saved
+        self.memory["converted"] += self.pricing.step_memory(step, value, saved=saved)
