@@ -114,7 +114,7 @@ def capture_for_planning(
 
     module = as_module(model, dtype=dtype)
     if example_inputs is None:
-        example_inputs = _example_inputs(module, batch_size=batch_size, seq_len=seq_len)
+        example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
     if isinstance(example_inputs, Mapping):
         return capture(module, kwargs=dict(example_inputs), loss_fn=loss_fn, training=training)
     return capture(module, args=tuple(example_inputs), loss_fn=loss_fn, training=training)
@@ -132,7 +132,7 @@ def as_module(model: Any, *, dtype: str | None = None) -> torch.nn.Module:
     return build_model(config, dtype=dtype or "bfloat16", device="meta")
 
 
-def _example_inputs(module: torch.nn.Module, *, batch_size: int | None, seq_len: int | None) -> Mapping[str, Any]:
+def example_inputs_of(module: torch.nn.Module, *, batch_size: int | None, seq_len: int | None) -> Mapping[str, Any]:
     if not hasattr(module, "config"):
         raise ValueError(
             f"example_inputs is missing: {type(module).__name__} is not a Hugging Face model, so its inputs cannot be "

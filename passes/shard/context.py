@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from passes.blocks import BlockRun, find_blocks
 from passes.ir.conversions import divides
 from passes.ir.graph import Graph, Node, Value
-from passes.ir.types import Placement, R, local_shape, shard_dim
+from passes.ir.types import I, Placement, R, local_shape, shard_dim
 from passes.plan import ConversionPlan, Plan
 from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
 from passes.shard.data import Local, StateRef
@@ -78,14 +78,21 @@ class Context:
                 continue
             if tuple(run.roots) != tuple(block.roots) or len(run.carried) != len(block.carried):
                 raise PlanMismatch(f"the plan folds other copies of {block.roots[0]} than this graph has")
-            runs.append((run, tuple(self.normal(placement) for placement in block.carried)))
+            entries = [self.values[names[0]] for names in run.carried]
+            runs.append((run, tuple(map(self.normal, block.carried, entries))))
         if planned:
             raise PlanMismatch(f"this graph does not repeat the block that begins with {next(iter(planned))!r}")
         return tuple(runs)
 
-    def normal(self, placement: Placement) -> Placement:
-        """A placement with axes of size 1 blanked out: they need no conversion."""
-        return tuple(R if size == 1 else spmd_type for size, spmd_type in zip(self.mesh.sizes, placement))
+    def normal(self, placement: Placement, value: Value) -> Placement:
+        """A placement as this graph sees it: axes of size 1 blanked out, and R for I where no gradient flows.
+
+        A plan made for training so serves the same graph without gradients.
+        """
+        blank = (R,) if value.requires_grad else (R, I)
+        return tuple(
+            R if size == 1 or spmd_type in blank else spmd_type for size, spmd_type in zip(self.mesh.sizes, placement)
+        )
 
     def local(self, value: Value, placement: Placement, state: StateRef | None = None) -> Local:
         self.check_divides(value, placement)
@@ -122,6 +129,8 @@ class Context:
             raise PlanMismatch(f"the plan says nothing of {node.op} ({self.plan_keys[node.name]!r})")
         rule = self.rule_for(node, self.values) if planned.has_rule else None
         offered = {choice.label: choice for choice in offered_choices(node, rule, self.values)}
+        if INVARIANT not in offered:  # no gradient flows here: it says what "replicate" says
+            offered[INVARIANT] = offered[REPLICATE]
         missing = [label for label in planned.strategy if label not in offered]
         if missing:
             raise PlanMismatch(f"{node.op} ({node.key!r}) cannot be sharded as the plan says: {missing[0]!r}")
@@ -132,16 +141,17 @@ class Context:
             planned = self.plan.inputs.get(input_key(path))
             if planned is None:
                 raise PlanMismatch(f"the plan has no input {input_key(path)!r}")
-            yield value.name, self.tree(f"input:{input_key(path)}", planned.placement)
+            yield value.name, self.tree(f"input:{input_key(path)}", planned.placement, value)
         first_paths = self._first_paths()
         for state in self.graph.states:
             placed = self.plan.states.get(state.path)
             placement = self.whole if placed is None else placed.placement
-            yield state.value.name, self.tree(f"state:{first_paths.get(state.path, state.path)}", placement)
+            key = f"state:{first_paths.get(state.path, state.path)}"
+            yield state.value.name, self.tree(key, placement, state.value)
         for node in self.graph.nodes:
             for index, value in enumerate(node.outputs):
                 placement = self.whole if node.constant else output_placement(self.choices[node.name][1], index)
-                yield value.name, self.tree(f"node:{self.plan_keys[node.name]}#{index}", placement)
+                yield value.name, self.tree(f"node:{self.plan_keys[node.name]}#{index}", placement, value)
 
     def _first_paths(self) -> dict[str, str]:
         return {
@@ -151,18 +161,20 @@ class Context:
             for name in names
         }
 
-    def tree(self, key: str, root: Placement) -> Tree:
-        tree = Tree(self.normal(root))
+    def tree(self, key: str, root: Placement, value: Value) -> Tree:
+        """The conversions that the plan lists for ``value`` under ``key``."""
+        tree = Tree(self.normal(root, value))
         for step in self._steps.get(key, ()):
-            target = self.normal(step.target)
-            tree.steps[target] = dataclasses.replace(step, source=self.normal(step.source), target=target)
+            source, target = self.normal(step.source, value), self.normal(step.target, value)
+            if source != target and target != tree.root:
+                tree.steps.setdefault(target, dataclasses.replace(step, source=source, target=target))
         return tree
 
-    def carried_tree(self, run: int, slot: int, root: Placement) -> Tree:
+    def carried_tree(self, run: int, slot: int, root: Placement, value: Value) -> Tree:
         """Conversions, inside a block, of what it takes from the copy before it."""
         first = self.nodes[self.runs[run][0].copies[0][0]].key
         block = [block.first_node for block in self.plan.blocks].index(first)
-        return self.tree(f"carry:{block}#{slot}", root)
+        return self.tree(f"carry:{block}#{slot}", root, value)
 
 
 def offered_choices(node: Node, rule: ShardingRule | None, values: Mapping[str, Value]) -> tuple[AxisChoice, ...]:

@@ -21,7 +21,10 @@ class BlockBody(Body):
         self.run = run
         self.carry = {names[0]: slot for slot, names in enumerate(run.carried)}
         self.carry_placements = carry
-        self.carry_trees = [context.carried_tree(index, slot, placement) for slot, placement in enumerate(carry)]
+        self.carry_trees = [
+            context.carried_tree(index, slot, placement, context.values[names[0]])
+            for slot, (placement, names) in enumerate(zip(carry, run.carried))
+        ]
         self.own_states = {names[0] for names in run.states}
         self.inside = {value.name for name in run.copies[0] for value in context.nodes[name].outputs}
         self.shared: dict[tuple[str, Placement], Local] = {}
@@ -116,7 +119,7 @@ class Loop:
         for user, value_name, placement in _all_needs(context):
             name = first_name.get(value_name)
             if name is not None and user not in inside:
-                target = context.normal(placement)
+                target = context.normal(placement, context.values[name])
                 chains.setdefault(name, {})[target] = context.trees[name].chain(target, name)
         return {name: list(found.values()) for name, found in chains.items()}
 

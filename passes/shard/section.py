@@ -27,7 +27,7 @@ class Body:
 
     def get(self, name: str, placement: Placement) -> Local:
         """``name`` in ``placement``, converted now if it is not there yet."""
-        placement = self.context.normal(placement)
+        placement = self.context.normal(placement, self.context.values[name])
         have = self.there.setdefault(name, {})
         if placement in have:
             return have[placement]
@@ -59,7 +59,7 @@ class Body:
         inputs = tuple(self.get(name, input_placement(choices, index)) for index, name in enumerate(node.inputs))
         outputs = []
         for index, value in enumerate(node.outputs):
-            local = self.context.local(value, self.context.normal(output_placement(choices, index)))
+            local = self.context.local(value, self.context.normal(output_placement(choices, index), value))
             self.there[value.name] = {local.placement: local}
             outputs.append(local)
         self.body.append(Compute(node, inputs, tuple(outputs), choices, rule))

@@ -1,0 +1,330 @@
+"""``planner.verify``: every rank of a plan in one process, against the model on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._local_tensor import LocalTensorMode
+
+from cost_models import Cluster
+from passes.ir.graph import Graph
+from passes.ir.types import I, MeshShape
+from passes.plan import CollectivePlan, Plan
+from passes.plan_summary import format_table
+from planner.compile import parallelise
+from planner.planning import as_cluster, as_mesh_shape, as_module, example_inputs_of, plan_graph
+from runtime.counter import CommunicationCounter
+from runtime.layout import VirtualLayout
+from runtime.parallel_module import ParallelModule
+from runtime.virtual import virtual_mesh
+
+#: Largest relative error that passes, by dtype of the parameters.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of the sharded model against the same on one device: largest difference over largest value."""
+
+    what: str
+    name: str
+    error: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What ``verify`` found.
+
+    Attributes:
+        comparisons: loss, gradients and weights, each with its relative error.
+        disagreement: largest difference between ranks that should hold the same.
+        counted, planned: the collectives of the first step, as issued and as the plan predicts them.
+    """
+
+    model: str
+    plan: Plan
+    tolerance: float
+    comparisons: tuple[Comparison, ...]
+    disagreement: float
+    counted: tuple[CollectivePlan, ...]
+    source: str = field(repr=False, default="")
+
+    @property
+    def planned(self) -> tuple[CollectivePlan, ...]:
+        return self.plan.collectives
+
+    @property
+    def largest_error(self) -> float:
+        return max((comparison.error for comparison in self.comparisons), default=0.0)
+
+    @property
+    def collectives_as_planned(self) -> bool:
+        return set(self.counted) == {entry for entry in self.planned if entry.count}
+
+    @property
+    def ok(self) -> bool:
+        return (
+            self.largest_error <= self.tolerance and self.disagreement <= self.tolerance and self.collectives_as_planned
+        )
+
+    def table(self) -> str:
+        """The worst tensor of each kind, and the verdict."""
+        worst: dict[str, Comparison] = {}
+        count: dict[str, int] = {}
+        for comparison in self.comparisons:
+            count[comparison.what] = count.get(comparison.what, 0) + 1
+            if comparison.what not in worst or comparison.error > worst[comparison.what].error:
+                worst[comparison.what] = comparison
+        rows = [[what, str(count[what]), entry.name, f"{entry.error:.1e}"] for what, entry in worst.items()]
+        title = f"{self.model} on mesh {self.plan.mesh}: every rank in one process, against one device"
+        lines = [
+            format_table(title, ("compared", "tensors", "worst", "relative error"), rows),
+            f"largest relative error {self.largest_error:.1e} (allowed {self.tolerance:.0e}); ranks that should agree "
+            f"differ by {self.disagreement:.1e}",
+            f"collectives as planned: {'yes' if self.collectives_as_planned else self._collective_difference()}",
+            "ok" if self.ok else "FAILED",
+        ]
+        return "\n".join(lines)
+
+    def _collective_difference(self) -> str:
+        planned, counted = set(self.planned), set(self.counted)
+        entries = sorted(planned ^ counted, key=lambda entry: (entry.collective, entry.axis, entry.phase))
+        return "NO: " + "; ".join(
+            f"{entry.collective} on {entry.axis} {entry.phase} ×{entry.count} {entry.num_bytes} B "
+            f"{'planned' if entry in planned else 'issued'}"
+            for entry in entries
+        )
+
+
+def verify(
+    model: Any,
+    mesh: MeshShape | Mapping[str, int] | str | Plan | Path,
+    *,
+    batch: Mapping[str, torch.Tensor] | tuple[Any, ...] | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    steps: int = 3,
+    dtype: str | torch.dtype = "float64",
+    loss_fn: Callable[..., Any] | None = None,
+    cluster: Cluster | str | None = None,
+    seed: int = 0,
+    learning_rate: float = 1e-3,
+    **options: Any,
+) -> VerifyReport:
+    """Train ``model`` for some steps on one device and, sharded, on every rank of ``mesh``, all in this process.
+
+    Args:
+        model: an ``nn.Module`` with real weights, a Hugging Face config, or a name from the config library.
+        mesh: the mesh to plan for, or a plan (or the path of one). At most 64 ranks.
+        batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
+            (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
+        steps: AdamW steps after which the weights are compared.
+        dtype: of the parameters in this run.
+        options: constraints, memory_limit and the like, for the search.
+
+    Returns:
+        a report; ``.ok`` says whether loss, all gradients and all weights agree, ``.table()`` shows it.
+
+    Raises:
+        ValueError: for more than 64 ranks, and whatever planning refuses.
+    """
+    plan = _given_plan(mesh)
+    shape = plan.mesh if plan is not None else as_mesh_shape(mesh)  # type: ignore[arg-type]
+    if shape.num_devices > MAX_RANKS:
+        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {shape} has {shape.num_devices}")
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    single = real_module(model, dtype=wanted, seed=seed)
+    if batch is None:
+        batch = made_up_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
+    batch = _cast(batch, wanted)
+    hardware = as_cluster(cluster, num_devices=shape.num_devices)
+
+    def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)
+
+    with _virtual_ranks(shape) as layout:
+        parallel = parallelise(copy.deepcopy(single), layout, plan=plan, planner=find_plan, loss_fn=loss_fn)
+        comparisons, disagreement, counted = _compare(
+            single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
+        )
+        return VerifyReport(
+            type(single).__name__,
+            parallel.plan,
+            TOLERANCES.get(wanted, 1e-4),
+            tuple(comparisons),
+            disagreement,
+            counted,
+            parallel.source,
+        )
+
+
+@contextmanager
+def _virtual_ranks(shape: MeshShape) -> Iterator[VirtualLayout]:
+    with virtual_mesh(shape) as device_mesh, LocalTensorMode(shape.num_devices):
+        yield VirtualLayout(device_mesh, shape)
+
+
+def _compare(
+    single: nn.Module,
+    parallel: ParallelModule,
+    batch: Any,
+    *,
+    steps: int,
+    loss_fn: Callable[..., Any] | None,
+    learning_rate: float,
+) -> tuple[list[Comparison], float, tuple[CollectivePlan, ...]]:
+    """Both models trained side by side."""
+    layout = parallel.layout
+    assert isinstance(layout, VirtualLayout)
+    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    found: list[Comparison] = []
+    counted: tuple[CollectivePlan, ...] = ()
+    disagreement = 0.0
+    parallel._engine.prepare(parallel._engine.read(args, kwargs))
+    optimizers = [
+        torch.optim.AdamW(module.parameters(), lr=learning_rate, foreach=False) for module in (single, parallel)
+    ]
+    for step in range(steps):
+        loss = single_loss(single, args, kwargs, loss_fn)
+        loss.backward()
+        with CommunicationCounter(layout.device_mesh) as counter:
+            outputs = parallel(*args, **kwargs)
+            sharded = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+            sharded.backward()
+        if step == 0:
+            counted = counter.collectives
+            gradients = parallel.full_gradients()
+            found.append(_difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
+            disagreement = layout.disagreement(sharded, _invariant(layout))
+            found += _gradient_differences(single, gradients)
+        else:
+            found.append(_difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = parallel.full_state_dict()
+    for name, tensor in single.state_dict().items():
+        found.append(_difference(f"weights after {steps} steps", name, state[name], tensor))
+    shards = parallel._shards
+    for name, parameter in shards.items():
+        disagreement = max(disagreement, layout.disagreement(parameter, shards.placements[name]))
+    return found, disagreement, counted
+
+
+def _invariant(layout: VirtualLayout) -> tuple[str, ...]:
+    return (I,) * len(layout.mesh.names)
+
+
+def _gradient_differences(single: nn.Module, gradients: Mapping[str, torch.Tensor]) -> Iterator[Comparison]:
+    for name, parameter in single.named_parameters():
+        if parameter.grad is not None:
+            given = gradients.get(name)
+            yield _difference("gradients", name, torch.zeros(()) if given is None else given, parameter.grad)
+
+
+def _difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor) -> Comparison:
+    """Largest difference relative to the largest value (both 0: no error)."""
+    if not wanted.numel():
+        return Comparison(what, name, 0.0)
+    scale = float(wanted.detach().abs().max().double())
+    difference = float((given.double() - wanted.detach().double()).abs().max())
+    return Comparison(what, name, difference / scale if scale else difference)
+
+
+def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
+    """The loss of the unsharded model."""
+    if loss_fn is None:
+        outputs = model(*args, **kwargs)
+        return outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None) or outputs[0]
+    import inspect
+
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    mine = {name: value for name, value in kwargs.items() if takes_any or name in known}
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known.values())
+    batch: Any = kwargs if kwargs else (args[0] if len(args) == 1 else args)
+    return loss_fn(model(*args[:count], **mine), batch)
+
+
+def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model with real weights, without dropout, on the CPU, in ``dtype``."""
+    if isinstance(model, nn.Module):
+        module = copy.deepcopy(model)
+    else:
+        from planner.library import build_model, load_config
+
+        config = load_config(str(model)) if isinstance(model, (str, Path)) else model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = build_model(config, dtype=str(dtype).removeprefix("torch."), device="cpu")
+    if any(tensor.is_meta for tensor in module.parameters()):
+        raise ValueError("verify compares numbers: the model has parameters on the meta device, give it real weights")
+    module = module.to("cpu", dtype=dtype)
+    for part in module.modules():
+        # Dropout draws other numbers on each layout: no comparison is possible with it.
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+    _without_dropout(module)
+    return module.train()
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Also the dropout probabilities that models keep as plain attributes or in their config."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+    config = getattr(module, "config", None)
+    for name, value in list(vars(config).items()) if config is not None else []:
+        if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+
+
+def made_up_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random inputs for a Hugging Face model; every sample ignores another number of labels."""
+    shapes = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = module.config
+    batch: dict[str, Any] = {}
+    for name, tensor in shapes.items():
+        if not isinstance(tensor, torch.Tensor):
+            batch[name] = tensor
+        elif tensor.is_floating_point():
+            batch[name] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        elif "mask" in name:
+            batch[name] = torch.ones(tensor.shape, dtype=tensor.dtype)
+        else:
+            is_class = name == "labels" and tensor.ndim == 1
+            top = config.num_labels if is_class else config.vocab_size
+            batch[name] = torch.randint(top, tensor.shape, generator=generator, dtype=tensor.dtype)
+    labels = batch.get("labels")
+    if labels is not None and labels.ndim == 2:
+        for sample in range(batch_size):
+            labels[sample, : 1 + sample % max(1, seq_len // 2)] = -100
+    return batch
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return (
+        {name: cast(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(map(cast, batch))
+    )
+
+
+def _given_plan(mesh: Any) -> Plan | None:
+    if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".json")):
+        return Plan.load(mesh)
+    return mesh if isinstance(mesh, Plan) else None
+
+
+__all__ = ["Comparison", "VerifyReport", "as_module", "verify"]

@@ -1,0 +1,92 @@
+"""A call of the model taken apart: tensors by path, and what must be equal for two calls to run the same program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes.capture.structure import Structure, flatten, rebuild
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call. ``tensors`` are by path: ``("input_ids",)``, ``(0,)``, ``("batch", "x")``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    structures: tuple[Structure, ...]
+    tensors: dict[Path, torch.Tensor]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for calls with the same arguments but for the values of tensors."""
+        shapes = tuple(
+            (path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for path, tensor in self.tensors.items()
+        )
+        return shapes, repr(self.structures)
+
+    def with_shapes(self, shapes: Mapping[Path, tuple[int, ...]]) -> Call:
+        """The same call with empty meta tensors of other shapes."""
+        tensors = {
+            path: torch.empty(shapes.get(path, tuple(tensor.shape)), dtype=tensor.dtype, device="meta").requires_grad_(
+                tensor.requires_grad
+            )
+            for path, tensor in self.tensors.items()
+        }
+        args, kwargs = (rebuild(structure, tensors) for structure in self.structures)
+        return Call(tuple(args), dict(kwargs), self.structures, tensors)
+
+
+def read_call(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, positional: int | None = 0
+) -> Call:
+    """A call of ``forward`` written one way, however it was made: the first ``positional`` arguments by position.
+
+    With ``positional=None`` it is kept as it was made (a loss function sees the batch in that form).
+
+    Raises:
+        ValueError: if the arguments do not fit the signature of ``forward``.
+    """
+    named = dict(kwargs)
+    if positional is not None:
+        args, named = _by_name(forward, args, kwargs)
+        first = list(named)[:positional]
+        args = (*(named.pop(name) for name in first), *args)
+    args_structure, tensors = flatten(tuple(args))
+    kwargs_structure, more = flatten(named)
+    return Call(tuple(args), named, (args_structure, kwargs_structure), {**tensors, **more})
+
+
+def _by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments given their names; what only ``*args`` takes stays positional."""
+    signature = inspect.signature(forward)
+    parameters = signature.parameters.values()
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    # A loss function may ask for more of the batch than the model does.
+    extra = {} if takes_any else {name: kwargs[name] for name in kwargs if name not in signature.parameters}
+    try:
+        bound = signature.bind_partial(*args, **{name: kwargs[name] for name in kwargs if name not in extra})
+    except TypeError as error:
+        raise ValueError(f"the call does not fit the model's forward{signature}: {error}") from error
+    named: dict[str, Any] = {}
+    rest: tuple[Any, ...] = ()
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = value
+        else:
+            named[name] = value
+    if rest:  # names before *args cannot be given by name
+        before = [named.pop(name) for name in list(bound.arguments) if name in named and name not in kwargs]
+        return (*before, *rest), {**named, **extra}
+    return (), {**named, **extra}

@@ -1,0 +1,99 @@
+"""Counting what a program really sends: every collective, by kind, mesh axis and phase, with its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from passes.plan import CollectivePlan
+
+#: Operator of torch → (collective, does its input hold only this rank's part?).
+_COLLECTIVES = {
+    "_c10d_functional::all_reduce": (ALL_REDUCE, False),
+    "_c10d_functional::all_reduce_": (ALL_REDUCE, False),
+    "_c10d_functional::all_gather_into_tensor": (ALL_GATHER, True),
+    "_c10d_functional::reduce_scatter_tensor": (REDUCE_SCATTER, False),
+    "_c10d_functional::all_to_all_single": (ALL_TO_ALL, True),
+    "c10d::allreduce_": (ALL_REDUCE, False),
+    "c10d::_allgather_base_": (ALL_GATHER, True),
+    "c10d::allgather_": (ALL_GATHER, True),
+    "c10d::_reduce_scatter_base_": (REDUCE_SCATTER, False),
+    "c10d::alltoall_": (ALL_TO_ALL, True),
+    "c10d::alltoall_base_": (ALL_TO_ALL, True),
+}
+#: Where the operator's own input stands among its arguments (0 unless said).
+_INPUT_PLACE = {"c10d::_allgather_base_": 1, "c10d::allgather_": 1, "c10d::_reduce_scatter_base_": 1,
+                "c10d::alltoall_": 1, "c10d::alltoall_base_": 1}  # fmt: skip
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts the collectives issued inside ``with CommunicationCounter(mesh) as counter``.
+
+    Bytes are as in ``Step.num_bytes``: of the tensor as it is on one rank once it is whole on that axis. Works on
+    real process groups and, entered inside it, under ``LocalTensorMode``.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        super().__init__()
+        names = device_mesh.mesh_dim_names or ()
+        self.axes: dict[str, str] = {device_mesh.get_group(name).group_name: name for name in names}
+        self.counts: dict[tuple[str, str, str], list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in _COLLECTIVES:
+            self._count(name, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        collective, is_part = _COLLECTIVES[name]
+        group = next((found for found in map(_group_name, (*args, *kwargs.values())) if found in self.axes), None)
+        if group is None:
+            return
+        num_bytes = _num_bytes(args[_INPUT_PLACE.get(name, 0)])
+        if is_part:
+            num_bytes *= _group_size(group)
+        backward = torch._C._current_graph_task_id() != -1
+        entry = self.counts.setdefault((collective, self.axes[group], "backward" if backward else "forward"), [0, 0])
+        entry[0] += 1
+        entry[1] += num_bytes
+
+    @property
+    def collectives(self) -> tuple[CollectivePlan, ...]:
+        """What was counted, in the form of ``Plan.collectives``, sorted."""
+        return tuple(
+            CollectivePlan(*key, count=count, num_bytes=num_bytes)
+            for key, (count, num_bytes) in sorted(self.counts.items())
+        )
+
+
+def _group_name(argument: Any) -> str | None:
+    """The name of a process group, in any of the forms in which torch passes one."""
+    if isinstance(argument, str):
+        return argument
+    if isinstance(argument, ProcessGroup):
+        return argument.group_name
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return ProcessGroup.unbox(argument).group_name
+        except (RuntimeError, TypeError):
+            return None
+    return None
+
+
+def _group_size(name: str) -> int:
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+    return _resolve_process_group(GroupName(name)).size()
+
+
+def _num_bytes(tensors: Any) -> int:
+    """Bytes of a tensor or of all tensors in nested lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_num_bytes, tensors))

@@ -1,0 +1,198 @@
+"""Making and running the programs of a parallel module: one for each set of shapes, all under one plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import nn
+
+from passes.capture import capture
+from passes.emit import Program, emit
+from passes.emit.program import ENTRY_POINT
+from passes.ir.graph import Graph
+from passes.ir.types import shard_dim
+from passes.plan import Plan
+from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
+from runtime.adapters import apply_adapters
+from runtime.calls import Call, Path, read_call
+from runtime.layout import Layout
+from runtime.outputs import wrap_outputs
+from runtime.program import Block
+from runtime.shards import Shards
+from runtime.typecheck import typecheck
+from runtime.weights import overlaid
+
+#: Finds a plan for a graph; the second argument is the plan whose decisions are pinned, or None.
+Planner = Callable[[Graph, Plan | None], Plan]
+
+
+@dataclass
+class _Runnable:
+    """A loaded program, and its constants once they are computed."""
+
+    program: Program
+    entry: Block
+    constants: tuple[torch.Tensor, ...] | None = None
+
+
+class Engine:
+    """Runs calls of a model under a plan.
+
+    Args:
+        model: the original; only a copy without data is kept.
+        plan: None to plan at the first call.
+        planner: called for the first plan, and when a call needs nodes that the plan does not know.
+        loss_fn: as in ``planner.compile``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: Shards,
+        layout: Layout,
+        *,
+        plan: Plan | None,
+        planner: Planner,
+        loss_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        apply_adapters()
+        self.model = skeleton(model)
+        self.shards = shards
+        self.layout = layout
+        self.plan = plan
+        self.planner = planner
+        self.loss_fn = loss_fn
+        self.latest: Program | None = None
+        self._runnables: dict[Any, _Runnable] = {}
+        self._frozen: list[nn.Parameter] = []
+        if plan is not None:
+            self._start(plan)
+
+    def _start(self, plan: Plan) -> None:
+        self.plan = plan
+        self.shards.place(plan)
+        self._frozen = [parameter for parameter in self.shards.weights.parameters() if not parameter.requires_grad]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
+        call = read_call(self.model.forward, args, kwargs, positional=self._positional())
+        runnable = self.prepare(call, local_inputs=local_inputs)
+        self._check_ready()
+        program = runnable.program
+        tensors = [self._part(call.tensors[spec.path], spec.placement, local=local_inputs) for spec in program.inputs]
+        with self._running():
+            if runnable.constants is None:
+                with torch.no_grad():
+                    runnable.constants = tuple(runnable.entry.constants())
+            outputs = runnable.entry(*tensors, *runnable.constants)
+        return wrap_outputs(program, outputs, self.layout)
+
+    def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:
+        """The program for a call; planned, sharded, emitted, checked and loaded if it is the first of its kind."""
+        key = (call.signature, self.model.training, local_inputs)
+        if key not in self._runnables:
+            whole = self._whole_call(call) if local_inputs else call
+            self._runnables[key] = self._make(whole)
+        runnable = self._runnables[key]
+        self.latest = runnable.program
+        return runnable
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A call as ``prepare`` takes it."""
+        return read_call(self.model.forward, args, kwargs, positional=self._positional())
+
+    def forget_constants(self) -> None:
+        """Compute constants again at the next call: they may depend on buffers."""
+        for runnable in self._runnables.values():
+            runnable.constants = None
+
+    def _positional(self) -> int | None:
+        """How many arguments the plan knows by position; None to leave them as they come."""
+        if self.loss_fn is not None:
+            return None
+        if self.plan is None:
+            return 0
+        places = [int(head) for head in (name.split(".")[0] for name in self.plan.inputs) if head.isdigit()]
+        return max(places) + 1 if places else 0
+
+    def _make(self, call: Call) -> _Runnable:
+        # The modules' own modes count; gradients are kept in training and wherever there is a loss.
+        graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+        sharded = self._shard(graph)
+        program = emit(sharded)
+        typecheck(program)
+        weights = overlaid(self.shards.weights, self._literals(program))
+        return _Runnable(program, program.load()[ENTRY_POINT](weights))
+
+    def _shard(self, graph: Graph) -> ShardedGraph:
+        if self.plan is None:
+            self._start(self.planner(graph, None))
+        assert self.plan is not None
+        try:
+            return shard(graph, self.plan)
+        except PlanMismatch:
+            plan = self.planner(graph, self.plan)
+            self.shards.adopt(plan, self.plan)
+            return shard(graph, plan)
+
+    def _literals(self, program: Program) -> dict[str, torch.Tensor]:
+        """Literal constants of a program, whole on every rank."""
+        return {
+            spec.path: self.layout.split(spec.data.detach(), spec.placement)
+            for spec in program.states
+            if spec.kind == "constant"
+        }
+
+    def _whole_call(self, call: Call) -> Call:
+        """The call with global shapes, from one with local parts."""
+        if self.plan is None:
+            raise ValueError("local_inputs=True needs a plan: give example_inputs (or batch_size) to compile()")
+        shapes: dict[Path, tuple[int, ...]] = {}
+        for path, tensor in call.tensors.items():
+            planned = self.plan.inputs.get(input_key(path))
+            shape = list(tensor.shape)
+            for size, spmd_type in zip(self.plan.mesh.sizes, planned.placement if planned is not None else ()):
+                dim = shard_dim(spmd_type)
+                if dim is not None:
+                    shape[dim] *= size
+            shapes[path] = tuple(shape)
+        return call.with_shapes(shapes)
+
+    def _part(self, tensor: torch.Tensor, placement: tuple[str, ...], *, local: bool) -> torch.Tensor:
+        if local:
+            return tensor.to(self.layout.device)
+        return self.layout.split(tensor, placement)
+
+    def _check_ready(self) -> None:
+        self.shards.check()
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen when the model was planned now requires a gradient: "
+                "set requires_grad before planner.compile"
+            )
+
+    @contextlib.contextmanager
+    def _running(self) -> Any:
+        """The mesh that collectives mean, and the device on which tensors are made."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(spmd.set_current_mesh(self.layout.device_mesh))
+            if self.layout.device.type != "cpu":
+                stack.enter_context(torch.device(self.layout.device))
+            yield
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of a model with its parameters and buffers on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,126 @@
+"""The sharded model: an ``nn.Module`` whose parameters are this rank's shards, called like the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.emit import Program
+from passes.plan import Plan
+from runtime.engine import Engine
+from runtime.layout import Layout
+from runtime.shards import Shards
+
+
+class ParallelModule(nn.Module):
+    """A model that runs sharded over a mesh.
+
+    ``parameters()`` are this rank's shards under the original names (tied weights are one parameter), so that any
+    optimizer works on them. Call it like the original, on the global batch: every rank takes its part.
+
+    Args:
+        shards: the parameters and buffers.
+        engine: makes and runs the programs.
+    """
+
+    def __init__(self, shards: Shards, engine: Engine) -> None:
+        super().__init__()
+        self._shards = shards
+        self._engine = engine
+        # The tree of weights is this module's own content: same names, same objects.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = shards.weights.__dict__[table]
+        self.training = engine.model.training
+
+    def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
+        """Run the model; with ``local_inputs`` every rank passes its own part of the batch.
+
+        Returns what the original returns; outputs that are sharded are gathered when they are looked at.
+
+        Raises:
+            ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
+        """
+        return self._engine(args, kwargs, local_inputs=local_inputs)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self._engine.model.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
+        probe = torch.empty(0, dtype=torch.float32, device=self._engine.layout.device)
+        changed = fn(probe)
+        if changed.dtype != probe.dtype or changed.device.type != probe.device.type:
+            raise ValueError(
+                "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
+                "planner.compile, or choose the mesh's device_type"
+            )
+        super()._apply(fn, recurse)
+        self._engine.forget_constants()
+        return self
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it runs under.
+
+        Raises:
+            ValueError: before the first call, if it was compiled without example inputs.
+        """
+        if self._engine.plan is None:
+            raise ValueError("there is no plan yet: it is made at the first call, or from example_inputs in compile()")
+        return self._engine.plan
+
+    @property
+    def program(self) -> Program:
+        """The emitted program that ran last (before the first call: the one made by compile)."""
+        if self._engine.latest is None:
+            raise ValueError(
+                "there is no program yet: it is made at the first call, or from example_inputs in compile()"
+            )
+        return self._engine.latest
+
+    @property
+    def source(self) -> str:
+        """Python source of ``program``."""
+        return self.program.source
+
+    def save(self, path: str | FilePath) -> None:
+        """Save the plan as ``path`` (JSON) and the emitted program beside it (``.py``)."""
+        target = FilePath(path)
+        self.plan.save(target)
+        self.program.save(target.with_suffix(".py"))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The original's state dict, with whole tensors, on every rank (all ranks must call it)."""
+        return self._shards.full_state_dict()
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take this rank's part of a state dict of the original model.
+
+        Raises:
+            ValueError: for a tensor of another shape; with ``strict`` also for missing and unknown names.
+        """
+        self._shards.load_full_state_dict(state, strict=strict)
+        self._engine.forget_constants()
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by parameter name, on every rank (all ranks must call it)."""
+        return self._shards.full_gradients()
+
+    def initialise(self, *, seed: int = 0) -> None:
+        """Fill parameters and buffers that are still on meta as the model's own initialisation does.
+
+        Modules are initialised one at a time, each from a seed of its own, so the result does not depend on the
+        mesh, and a rank never holds more than its shards and one module.
+        """
+        self._shards.initialise(self._engine.model, seed=seed)
+        self._engine.forget_constants()
+
+    @property
+    def layout(self) -> Layout:
+        """Where this module's tensors live."""
+        return self._engine.layout

@@ -1,0 +1,179 @@
+"""The parameters and buffers of a parallel module: whole until there is a plan, then this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from passes.ir.types import I, Placement, R
+from passes.plan import Plan
+from runtime.layout import Layout
+from runtime.weights import Weights
+
+
+class Shards:
+    """All tensors of a model by name, with their placements.
+
+    Attributes:
+        weights: the tree that holds them, under the original names.
+        placements: of every name, aliases included; whole until ``place``.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self.weights = Weights()
+        self.weights.train(model.training)
+        self.state_names = list(model.state_dict().keys())
+        made: dict[int, torch.Tensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            self.weights.put(name, made[id(parameter)])
+        persistent = set(self.state_names)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self.weights.put(name, buffer.detach(), persistent=name in persistent)
+        self.placements: dict[str, Placement] = {name: self._whole(tensor) for name, tensor in self.items()}
+        self.placed = False
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of every parameter and buffer, aliases included."""
+        yield from self.weights.named_parameters(remove_duplicate=False)
+        yield from self.weights.named_buffers(remove_duplicate=False)
+
+    def _whole(self, tensor: torch.Tensor) -> Placement:
+        return (I if tensor.requires_grad else R,) * len(self.layout.mesh.names)
+
+    def place(self, plan: Plan) -> None:
+        """Cut every tensor as the plan says; those that it does not name stay whole on every rank."""
+        done: set[int] = set()
+        for _, tensor in list(self.items()):
+            if id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            names = [other for other, same in self.items() if same is tensor]
+            planned = next((plan.states[other] for other in names if other in plan.states), None)
+            placement = self._whole(tensor) if planned is None else tuple(planned.placement)
+            self._replace(names, self.layout.split(tensor.detach(), placement))
+            self.placements.update((other, placement) for other in names)
+        self.placed = True
+
+    def adopt(self, plan: Plan, known: Plan) -> None:
+        """Take up the placements of tensors that ``plan`` names and ``known`` did not use.
+
+        Raises:
+            ValueError: if ``plan`` places a tensor of ``known`` in another way.
+        """
+        for name, planned in plan.states.items():
+            if name not in self.placements:
+                continue
+            placement = tuple(planned.placement)
+            if self._same(placement, self.placements[name]):
+                continue
+            if name in known.states:
+                raise ValueError(
+                    f"the new plan places {name!r} as {placement}, but it is held as {self.placements[name]}"
+                )
+            tensor = self.weights.find(name)
+            names = [other for other, same in self.items() if same is tensor]
+            whole = self.layout.join(tensor, self.placements[name])
+            self._replace(names, self.layout.split(whole, placement))
+            self.placements.update((other, placement) for other in names)
+
+    def _same(self, first: Placement, second: Placement) -> bool:
+        return all(size == 1 or a == b for size, a, b in zip(self.layout.mesh.sizes, first, second))
+
+    def _replace(self, names: list[str], local: torch.Tensor) -> None:
+        """Put ``local`` in place of the tensor at ``names``; a parameter stays the same object for its optimizer."""
+        tensor = self.weights.find(names[0])
+        if not isinstance(tensor, nn.Parameter):
+            for name in names:
+                self.weights.put(name, local, persistent=name in self.state_names)
+            return
+        new = nn.Parameter(local, requires_grad=tensor.requires_grad)
+        if type(local) is torch.Tensor and local.is_meta == tensor.is_meta:
+            tensor.data = local
+        elif type(local) is torch.Tensor:
+            torch.utils.swap_tensors(tensor, new)
+        else:
+            for name in names:
+                self.weights.put(name, new)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors under the names of the original's state dict."""
+        self._refuse_meta()
+        joined: dict[int, torch.Tensor] = {}
+        state = {}
+        for name in self.state_names:
+            tensor = self.weights.find(name)
+            if id(tensor) not in joined:
+                joined[id(tensor)] = self._joined(tensor, name)
+            state[name] = joined[id(tensor)]
+        return state
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            name: self._joined(parameter.grad, name)
+            for name, parameter in self.weights.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def _joined(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if not self.placed:
+            return tensor.detach().clone()
+        whole = self.layout.join(tensor, self.placements[name])
+        return whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """See ``ParallelModule.load_full_state_dict``."""
+        unknown = [name for name in state if name not in self.placements]
+        given = {id(self.weights.find(name)) for name in state if name in self.placements}
+        missing = [name for name in self.state_names if id(self.weights.find(name)) not in given]
+        if strict and (unknown or missing):
+            raise ValueError(
+                f"the state dict does not fit the model: missing {_few(missing)}, unknown {_few(unknown)}; "
+                "strict=False takes what fits"
+            )
+        for name, whole in state.items():
+            if name in self.placements:
+                self._load(name, whole)
+
+    def _load(self, name: str, whole: torch.Tensor) -> None:
+        tensor = self.weights.find(name)
+        local = self.layout.split(whole.detach(), self.placements[name]) if self.placed else whole.detach().clone()
+        if tuple(local.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"{name!r} has shape {list(whole.shape)} in the state dict, which does not fit the model's "
+                f"(local part {list(tensor.shape)})"
+            )
+        local = local.to(tensor.dtype)
+        if tensor.is_meta:
+            self._replace([other for other, same in self.items() if same is tensor], local)
+        else:
+            with torch.no_grad():
+                tensor.copy_(local)
+
+    def initialise(self, model: nn.Module, *, seed: int) -> None:
+        """See ``ParallelModule.initialise``; ``model`` is the original on meta."""
+        from runtime.initialise import initialised_tensors
+
+        for name, whole in initialised_tensors(model, seed=seed):
+            if name in self.placements and self.weights.find(name).is_meta:
+                self._load(name, whole)
+
+    def _refuse_meta(self) -> None:
+        meta = [name for name, tensor in self.items() if tensor.is_meta]
+        if meta:
+            raise ValueError(
+                f"{_few(meta)} still on the meta device: call load_full_state_dict(...) or initialise(seed=...) first"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError if a tensor has no data yet."""
+        self._refuse_meta()
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "none"
