@@ -13,6 +13,7 @@ The types are plain strings so that plans are readable JSON and the search can u
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def shard(dim: int) -> SpmdType:
     return f"S({dim})"
 
 
+@functools.cache
 def shard_dim(spmd_type: SpmdType) -> int | None:
     """The dim that ``spmd_type`` shards, or None if it is R, I or P."""
     return int(spmd_type[2:-1]) if spmd_type.startswith("S(") else None
