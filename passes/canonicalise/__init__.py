@@ -12,6 +12,7 @@ from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gradients import nodes_with_gradient
+from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.synonyms import replace_synonyms
@@ -40,6 +41,7 @@ def canonicalise(
     normalise_views(module)
     drop_dead_code(module)
     split_cross_entropy(module)
+    unflatten_linears(module)
     fold_reshapes(module)
     mark_constants(module, literals)
     drop_dead_code(module)

@@ -73,6 +73,18 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
     return [dim % len(dims) for dim in dims] == list(range(len(dims)))
 
 
+def _times_one(node: fx.Node, source: fx.Node) -> bool:
+    return node.args[1] == 1 and isinstance(node.args[1], (int, float)) and _unchanged(node, source)
+
+
+def _plus_zero(node: fx.Node, source: fx.Node) -> bool:
+    return node.args[1] == 0 and isinstance(node.args[1], (int, float)) and _unchanged(node, source)
+
+
+def _unchanged(node: fx.Node, source: fx.Node) -> bool:
+    return shape(node) == shape(source) and value(node).dtype == value(source).dtype
+
+
 def _pads_nothing(node: fx.Node, source: fx.Node) -> bool:
     return not any(argument(node, "pad"))
 
@@ -88,5 +100,9 @@ _CHECKS: dict[Any, Callable[[fx.Node, fx.Node], bool]] = {
     aten.transpose.int: _dims_alike,
     aten.permute.default: _in_order,
     aten.pad.default: _pads_nothing,
+    aten.mul.Tensor: _times_one,
+    aten.div.Tensor: _times_one,
+    aten.add.Tensor: _plus_zero,
+    aten.sub.Tensor: _plus_zero,
 }  # fmt: skip
 

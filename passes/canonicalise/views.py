@@ -68,13 +68,15 @@ def _reverse(node: fx.Node) -> None:
         retarget(node, aten.permute.default, (node.args[0], list(reversed(range(rank)))))
 
 
+def _transpose(node: fx.Node) -> None:
+    rank = len(shape(node))
+    first, second = sorted(dim % rank for dim in node.args[1:3])  # type: ignore[operator]
+    retarget(node, aten.transpose.int, (node.args[0], first, second))
+
+
 def _matrix_transpose(node: fx.Node) -> None:
     rank = len(shape(node))
     retarget(node, aten.transpose.int, (node.args[0], rank - 2, rank - 1))
-
-
-def _swap(node: fx.Node) -> None:
-    retarget(node, aten.transpose.int, tuple(node.args[:3]))
 
 
 def _move(node: fx.Node) -> None:
@@ -127,11 +129,12 @@ def _type_of_repeat(node: fx.Node) -> None:
 _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_EXPANDS, _expand),
+    aten.transpose.int: _transpose,
     aten.t.default: _reverse,
     aten.numpy_T.default: _reverse,
     aten.mT.default: _matrix_transpose,
-    aten.swapaxes.default: _swap,
-    aten.swapdims.default: _swap,
+    aten.swapaxes.default: _transpose,
+    aten.swapdims.default: _transpose,
     aten.movedim.int: _move,
     aten.movedim.intlist: _move,
     aten.slice.Tensor: _slice,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from passes.capture.capture import capture
 from passes.capture.interpret import interpret
+from passes.capture.precision import keep_float64
 from passes.capture.structure import TrainingOutput
 from passes.ir.errors import CaptureError
 
-__all__ = ["CaptureError", "TrainingOutput", "capture", "interpret"]
+__all__ = ["CaptureError", "TrainingOutput", "capture", "interpret", "keep_float64"]

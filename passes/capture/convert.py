@@ -61,6 +61,7 @@ class _Converter:
         trainable = [name for name, source in sources.items() if source.requires_grad]
         self.carrying = nodes_with_gradient(module.graph, trainable)
         self.calls_in = Counter(_place(node)[0] for node in self.fx_nodes if _is_call(node))
+        self.parents = {parent for path in self.calls_in for parent in _ancestors(path)}
 
     def graph(self, outputs: list[str], model_name: str) -> Graph:
         inputs: list[Value] = []
@@ -97,7 +98,7 @@ class _Converter:
         op = OUR_OPERATORS.get(node.target, str(node.target))  # type: ignore[call-overload]
         leaf = path.rpartition(".")[2]
         short = op.split(".")[1].strip("_")
-        alone = self.calls_in[path] == 1 and not leaf.isdigit() and leaf
+        alone = self.calls_in[path] == 1 and path not in self.parents and leaf and not leaf.isdigit()
         values = self.outputs(node, leaf if alone else short)
         return Node(
             values[0].name,
@@ -144,6 +145,11 @@ _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts))]
 
 
 def _place(node: fx.Node) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from passes.ir.errors import CaptureError
+from passes.capture.custom_functions import traced_custom_functions
 
 
 def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces: bool = False) -> ExportedProgram:
@@ -25,7 +25,7 @@ def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces
     Raises:
         whatever the model or the tracer raises.
     """
-    with warnings.catch_warnings(), _quiet(), _lazy_code(), _no_custom_gradients():
+    with warnings.catch_warnings(), _quiet(), _lazy_code(), traced_custom_functions():
         warnings.simplefilter("ignore")
         with _setting(torch.fx.config, "do_not_emit_stack_traces", not stack_traces):
             return torch.export.export(module, tensors, {}, strict=False)
@@ -58,7 +58,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lazy_code() -> Iterator[None]:
-    """Graph modules compile their Python code when first called: export makes dozens and calls none (a third of its time)."""
+    """Graph modules compile their code when first called: export makes dozens and calls none (a third of its time)."""
     original = GraphModule.recompile
 
     def recompile(self: GraphModule) -> None:
@@ -73,24 +73,3 @@ def _lazy_code() -> Iterator[None]:
         yield
     finally:
         GraphModule.recompile = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _no_custom_gradients() -> Iterator[None]:
-    """Refuse ``autograd.Function`` with its own backward: the tracer would keep its forward and lose the backward."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
-        if carries and torch.is_grad_enabled() and not cls.__module__.startswith("torch."):
-            raise CaptureError(
-                f"{cls.__qualname__} is an autograd.Function with a backward of its own, which tracing would drop: "
-                "register it as an operator with torch.library.custom_op and register_autograd"
-            )
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]

@@ -1,0 +1,51 @@
+"""Compare in float64 for real: models that cast to float32 "for precision" would round in the middle otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CASTS = ("to", "float", "type", "type_as")
+#: Functions that take the dtype to compute in.
+_WITH_DTYPE = ("softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
+
+
+class keep_float64(TorchFunctionMode):  # noqa: N801 (used as a context manager)
+    """Inside the block, a float64 tensor stays float64 where the model asks for a narrower float.
+
+    For verification alone: run the reference and the capture inside it. Hugging Face models cast logits, norms and
+    softmax to float32, which rounds a float64 model at 1e-7 in places that depend on the order of summation.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if wide and name in _CASTS:
+            return self._cast(func, name, args, kwargs)
+        if wide and name in _WITH_DTYPE:
+            args = tuple(torch.float64 if _narrow(entry) else entry for entry in args)
+            kwargs = {key: torch.float64 if _narrow(entry) else entry for key, entry in kwargs.items()}
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _cast(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == "float":
+            return args[0]
+        if name == "type_as":
+            return args[0] if args[1].dtype.is_floating_point else func(*args, **kwargs)
+        other = args[1] if len(args) > 1 else None
+        if name == "to" and isinstance(other, torch.Tensor) and _narrow(other.dtype):
+            return args[0]
+        args = tuple(torch.float64 if _narrow(entry) else entry for entry in args)
+        kwargs = {key: torch.float64 if _narrow(entry) else entry for key, entry in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _narrow(entry: Any) -> bool:
+    return isinstance(entry, torch.dtype) and entry.is_floating_point and entry != torch.float64

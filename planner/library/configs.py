@@ -1,0 +1,55 @@
+"""The config library: names, and reading a config by name or from a path."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from planner.library.tasks import transformers_module
+
+FOLDER = Path(__file__).parent / "configs"
+
+
+def config_names() -> tuple[str, ...]:
+    """Names that ``load_config`` knows, sorted."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def load_config(name_or_path: str | Path) -> Any:
+    """A transformers config: a name from the library, a ``config.json``, or a folder with one. Nothing is downloaded.
+
+    Raises:
+        ValueError: for an unknown name, a file that is no config, or a model type that transformers does not know.
+    """
+    path = _find(str(name_or_path))
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: expected a Hugging Face config in JSON ({error})") from error
+    if not isinstance(entries, dict) or "model_type" not in entries:
+        raise ValueError(f"{path} is no Hugging Face config: it has no 'model_type'")
+    model_type = entries.pop("model_type")
+    try:
+        return transformers_module().AutoConfig.for_model(model_type, **entries)
+    except ValueError as error:
+        raise ValueError(f"{path}: transformers does not know model type {model_type!r}") from error
+
+
+def _find(name: str) -> Path:
+    """The file of a library name or of a path."""
+    known = config_names()
+    if name in known:
+        return FOLDER / f"{name}.json"
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        return path / "config.json"
+    if path.is_file():
+        return path
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise ValueError(
+        f"unknown model {name!r}: {hint}expected the path of a config.json, a folder with one, or one of "
+        f"{', '.join(known)}"
+    )
