@@ -34,9 +34,8 @@ def compile(
     cluster: Cluster | str | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     memory_limit: float | None = None,
-    forbid_collectives: Sequence[str] = (),
-    time_limit: float = 60.0,
     plan: Plan | str | Path | None = None,
+    **options: Any,
 ) -> ParallelModule:
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
 
@@ -50,23 +49,19 @@ def compile(
             call, with its inputs.
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
         cluster: the hardware to plan for; None for what can be told from the mesh.
-        constraints, memory_limit, forbid_collectives, time_limit: as in ``planner.plan``.
+        constraints, memory_limit: as in ``planner.plan``.
         plan: a plan to run instead of searching.
+        options: other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …).
 
     Raises:
         ValueError: if the world size is not the mesh's, if a plan was made for another model, or for no plan.
         CaptureError: if the model cannot be captured.
     """
-    mesh, given = _mesh_and_plan(mesh, plan)
-    device_mesh, shape = as_device_mesh(mesh)
+    mesh_itself, given = _mesh_and_plan(mesh, plan)
+    device_mesh, shape = as_device_mesh(mesh_itself)
     layout = RankLayout(device_mesh, shape)
     hardware = _cluster(cluster, device_mesh, shape)
-    options = {
-        "constraints": constraints,
-        "memory_limit": memory_limit,
-        "forbid_collectives": forbid_collectives,
-        "time_limit": time_limit,
-    }
+    options = {"constraints": constraints, "memory_limit": memory_limit, **options}
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return agreed_plan(
@@ -198,7 +193,7 @@ def agreed_plan(find: Callable[[], Plan], *, device_mesh: DeviceMesh) -> Plan:
 
 def _broadcast(message: list[Any], device_mesh: DeviceMesh) -> None:
     """Send the first rank's ``message`` to all ranks of the mesh, along one axis after the other."""
-    coordinate = device_mesh.get_coordinate() or []
+    coordinate: Sequence[int] = device_mesh.get_coordinate() or []
     for axis in range(device_mesh.mesh.ndim):
         # Ranks behind the first on a later axis have not heard yet.
         if any(coordinate[axis + 1 :]) or device_mesh.mesh.shape[axis] == 1:

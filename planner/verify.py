@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed._local_tensor import LocalTensorMode
 
 from cost_models import Cluster
+from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
 from passes.plan_summary import format_table
 from planner.compile import parallelise
-from planner.planning import as_cluster, as_mesh_shape, as_module, example_inputs_of, plan_graph
+from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout
 from runtime.parallel_module import ParallelModule
@@ -143,14 +144,14 @@ def verify(
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     single = real_module(model, dtype=wanted, seed=seed)
     if batch is None:
-        batch = made_up_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
+        batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
     batch = _cast(batch, wanted)
     hardware = as_cluster(cluster, num_devices=shape.num_devices)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)
 
-    with _virtual_ranks(shape) as layout:
+    with keep_float64(), _virtual_ranks(shape) as layout:
         parallel = parallelise(copy.deepcopy(single), layout, plan=plan, planner=find_plan, loss_fn=loss_fn)
         comparisons, disagreement, counted = _compare(
             single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
@@ -189,12 +190,13 @@ def _compare(
     counted: tuple[CollectivePlan, ...] = ()
     disagreement = 0.0
     parallel._engine.prepare(parallel._engine.read(args, kwargs))
-    optimizers = [
+    single_optimizer, optimizer = (
         torch.optim.AdamW(module.parameters(), lr=learning_rate, foreach=False) for module in (single, parallel)
-    ]
+    )
     for step in range(steps):
-        loss = single_loss(single, args, kwargs, loss_fn)
-        loss.backward()
+        with layout.plain():
+            loss = single_loss(single, args, kwargs, loss_fn)
+            loss.backward()
         with CommunicationCounter(layout.device_mesh) as counter:
             outputs = parallel(*args, **kwargs)
             sharded = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
@@ -207,9 +209,11 @@ def _compare(
             found += _gradient_differences(single, gradients)
         else:
             found.append(_difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        with layout.plain():
+            single_optimizer.step()
+            single_optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     state = parallel.full_state_dict()
     for name, tensor in single.state_dict().items():
         found.append(_difference(f"weights after {steps} steps", name, state[name], tensor))
@@ -288,28 +292,14 @@ def _without_dropout(module: nn.Module) -> None:
             setattr(config, name, 0.0)
 
 
-def made_up_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random inputs for a Hugging Face model; every sample ignores another number of labels."""
-    shapes = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
-    generator = torch.Generator().manual_seed(seed)
-    config: Any = module.config
-    batch: dict[str, Any] = {}
-    for name, tensor in shapes.items():
-        if not isinstance(tensor, torch.Tensor):
-            batch[name] = tensor
-        elif tensor.is_floating_point():
-            batch[name] = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        elif "mask" in name:
-            batch[name] = torch.ones(tensor.shape, dtype=tensor.dtype)
-        else:
-            is_class = name == "labels" and tensor.ndim == 1
-            top = config.num_labels if is_class else config.vocab_size
-            batch[name] = torch.randint(top, tensor.shape, generator=generator, dtype=tensor.dtype)
-    labels = batch.get("labels")
-    if labels is not None and labels.ndim == 2:
-        for sample in range(batch_size):
-            labels[sample, : 1 + sample % max(1, seq_len // 2)] = -100
-    return batch
+def _random_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+    if not hasattr(module, "config"):
+        raise ValueError(
+            f"batch is missing: {type(module).__name__} is not a Hugging Face model, so none can be made up"
+        )
+    from planner.library import random_batch
+
+    return random_batch(module, batch_size=batch_size, seq_len=seq_len, seed=seed)
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -325,6 +315,3 @@ def _given_plan(mesh: Any) -> Plan | None:
     if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".json")):
         return Plan.load(mesh)
     return mesh if isinstance(mesh, Plan) else None
-
-
-__all__ = ["Comparison", "VerifyReport", "as_module", "verify"]

@@ -97,7 +97,8 @@ class Engine:
         key = (call.signature, self.model.training, local_inputs)
         if key not in self._runnables:
             whole = self._whole_call(call) if local_inputs else call
-            self._runnables[key] = self._make(whole)
+            with self.layout.plain():
+                self._runnables[key] = self._make(whole)
         runnable = self._runnables[key]
         self.latest = runnable.program
         return runnable

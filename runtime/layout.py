@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +16,8 @@ from passes.ir.types import MeshShape, P, Placement, shard_dim
 class Layout(Protocol):
     """Where the parts of tensors live.
 
-    ``split`` gives this rank's part of a whole tensor in a placement; ``join`` is its inverse, on all ranks.
+    ``split`` gives this rank's part of a whole tensor in a placement; ``join`` is its inverse, on all ranks. Both
+    give new tensors without history.
     """
 
     mesh: MeshShape
@@ -24,6 +27,9 @@ class Layout(Protocol):
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor: ...
+
+    def plain(self) -> AbstractContextManager[Any]:
+        """A context in which tensors are ordinary ones, for work that is not a rank's part of a step."""
 
 
 def part_of(whole: torch.Tensor, placement: Placement, mesh: MeshShape, coordinate: tuple[int, ...]) -> torch.Tensor:
@@ -67,7 +73,10 @@ class RankLayout:
             else:
                 whole = funcol.all_gather_tensor(whole.contiguous(), dim, group)
             whole = whole.wait() if isinstance(whole, funcol.AsyncCollectiveTensor) else whole
-        return whole
+        return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+
+    def plain(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
 
 class VirtualLayout:
@@ -88,14 +97,21 @@ class VirtualLayout:
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
         from torch.distributed._local_tensor import LocalTensor
 
-        parts = {
-            rank: part_of(whole, placement, self.mesh, self._coordinate(rank)).clone().contiguous()
-            for rank in range(self.mesh.num_devices)
-        }
+        with self.plain():
+            parts = {
+                rank: part_of(whole, placement, self.mesh, self._coordinate(rank)).clone().contiguous()
+                for rank in range(self.mesh.num_devices)
+            }
         return LocalTensor(parts)
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
-        return self._assemble(local._local_tensors, placement, ())  # type: ignore[attr-defined]
+        with self.plain():
+            return self._assemble(local._local_tensors, placement, ()).clone()  # type: ignore[attr-defined]
+
+    def plain(self) -> AbstractContextManager[Any]:
+        from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+
+        return maybe_disable_local_tensor_mode()
 
     def _assemble(self, parts: dict[int, torch.Tensor], placement: Placement, coordinate: tuple[int, ...]) -> Any:
         axis = len(coordinate)

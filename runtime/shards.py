@@ -122,8 +122,7 @@ class Shards:
     def _joined(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if not self.placed:
             return tensor.detach().clone()
-        whole = self.layout.join(tensor, self.placements[name])
-        return whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+        return self.layout.join(tensor, self.placements[name])
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """See ``ParallelModule.load_full_state_dict``."""
