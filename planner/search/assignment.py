@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from passes.ir.types import Placement
+from passes.ir.conversions import Step
+from passes.ir.types import I, Placement, R
 from planner.search.ilp import ShardingIlp, is_free, stream_lattice
 from planner.search.lattice import Arc, Lattice, Lattices
 from planner.search.options import Option
@@ -44,8 +45,45 @@ def read_choices(ilp: ShardingIlp, values: list[float]) -> dict[str, Option]:
     return chosen
 
 
-def complete(problem: Problem, options: Mapping[str, Option], lattices: Lattices) -> Assignment | None:
-    """Add the cheapest conversions to a choice of options; None if some conversion is not possible."""
+def whole_choices(problem: Problem) -> dict[str, Option]:
+    """Everything whole on every device, as far as the options allow it."""
+
+    def divided(option: Option) -> int:
+        places = (*option.inputs, *option.outputs)
+        return sum(spmd_type not in (I, R) for where in places for spmd_type in where)
+
+    def partial(option: Option) -> int:
+        return sum(spmd_type == R for where in option.outputs for spmd_type in where)
+
+    return {
+        name: min(element.options, key=lambda option: (divided(option), partial(option)))
+        for name, element in problem.elements.items()
+    }
+
+
+def used_steps(ilp: ShardingIlp, values: list[float]) -> dict[str, set[Step]]:
+    """The conversion steps that a solution uses, by stream."""
+    return {
+        name: {
+            arc.step
+            for arc, columns in zip(ilp.lattices[name].arcs, used)
+            if not columns or any(values[column] > 0.5 for column in columns)
+        }
+        for name, used in ilp.arcs.items()
+    }
+
+
+def complete(
+    problem: Problem,
+    options: Mapping[str, Option],
+    lattices: Lattices,
+    *,
+    allowed: Mapping[str, set[Step]] | None = None,
+) -> Assignment | None:
+    """Add the cheapest conversions to a choice of options (of ``allowed`` steps only, where it names a stream).
+
+    None if some conversion is not possible.
+    """
     chosen = dict(options)
     for name, stream in problem.streams.items():
         element = problem.elements[stream.source]
@@ -54,7 +92,8 @@ def complete(problem: Problem, options: Mapping[str, Option], lattices: Lattices
     trees: dict[str, tuple[Conversion, ...]] = {}
     seconds, memory = 0.0, 0.0
     for name, stream in problem.streams.items():
-        tree = stream_tree(problem, stream, chosen, lattices)
+        steps = allowed.get(name) if allowed is not None else None
+        tree = stream_tree(problem, stream, chosen, lattices, allowed=steps)
         if tree is None:
             return None
         trees[name] = tree
@@ -73,7 +112,12 @@ def _needs(stream: Stream, chosen: Mapping[str, Option]) -> list[Placement]:
 
 
 def stream_tree(
-    problem: Problem, stream: Stream, chosen: Mapping[str, Option], lattices: Lattices
+    problem: Problem,
+    stream: Stream,
+    chosen: Mapping[str, Option],
+    lattices: Lattices,
+    *,
+    allowed: set[Step] | None = None,
 ) -> tuple[Conversion, ...] | None:
     """The cheapest conversions of one stream, steps nearer the root first."""
     root = chosen[stream.source].outputs[stream.output]
@@ -81,6 +125,8 @@ def stream_tree(
     if all(need == root for need in needs):
         return ()
     lattice = stream_lattice(problem, stream, lattices, detours=True)
+    if allowed is not None:
+        lattice = replace(lattice, arcs=tuple(arc for arc in lattice.arcs if arc.step in allowed))
     ends = sorted({lattice.index[need] for need in needs} - {lattice.index[root]})
     users = [frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends]
     counts = _Counts(problem.parts(stream), users)

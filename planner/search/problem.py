@@ -8,13 +8,13 @@ is in the problem; ``copies`` says how often its parts count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from passes.blocks import BlockRun
 from passes.ir.graph import Graph, Node, Value
-from passes.ir.types import Placement
+from passes.ir.types import MeshShape, Placement
 from planner.search.liveness import live_nodes, saved_values
 from planner.search.options import Option
 
@@ -73,6 +73,8 @@ class Problem:
 
     graph: Graph
     runs: tuple[BlockRun, ...]
+    mesh: MeshShape
+    pinned_outputs: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     elements: dict[str, Element] = field(default_factory=dict)
     streams: dict[str, Stream] = field(default_factory=dict)
     last_to_first: dict[str, str] = field(default_factory=dict)
@@ -107,13 +109,15 @@ class Problem:
 
 
 def build_structure(
-    graph: Graph, runs: tuple[BlockRun, ...], *, wanted_outputs: Collection[str] = ()
+    graph: Graph, runs: tuple[BlockRun, ...], mesh: MeshShape, *, pinned_outputs: Mapping[str, tuple[bool, ...]] | None = None
 ) -> Problem:
     """The problem of ``graph`` without its options.
 
-    Beside a loss, other outputs stay as they are made and are no uses, except ``wanted_outputs`` (paths).
+    Beside a loss, other outputs stay as they are made and are no uses, except ``pinned_outputs``: for
+    each path, which axes may be other than whole.
     """
-    return _Builder(graph, tuple(run for run in runs if _can_fold(graph, run)), wanted_outputs).build()
+    foldable = tuple(run for run in runs if _can_fold(graph, run))
+    return _Builder(Problem(graph, foldable, mesh, dict(pinned_outputs or {}))).build()
 
 
 def _can_fold(graph: Graph, run: BlockRun) -> bool:
@@ -125,10 +129,9 @@ def _can_fold(graph: Graph, run: BlockRun) -> bool:
 
 
 class _Builder:
-    def __init__(self, graph: Graph, runs: tuple[BlockRun, ...], wanted_outputs: Collection[str]) -> None:
-        self.graph = graph
-        self.wanted_outputs = wanted_outputs
-        self.problem = Problem(graph, runs)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.graph = graph = problem.graph
         self.values = graph.values
         self.live = live_nodes(graph)
         self.saved = saved_values(graph, self.live)
@@ -136,12 +139,12 @@ class _Builder:
         self.run_of: dict[str, int] = {}  # nodes of first copies → their run
         self.skipped: set[str] = set()  # nodes of later copies
         self.first_name = self.problem.last_to_first  # values of last copies → the first copy's
-        for index, run in enumerate(runs):
+        for index, run in enumerate(problem.runs):
             self.run_of.update((name, index) for name in run.copies[0])
             self.skipped.update(name for copy in run.copies[1:] for name in copy)
             self.first_name.update(_value_pairs(self.nodes, run.copies[-1], run.copies[0]))
-        self.own_states = {names[0]: run.num_copies for run in runs for names in run.states}
-        self.other_states = {name for run in runs for names in run.states for name in names[1:]}
+        self.own_states = {names[0]: run.num_copies for run in problem.runs for names in run.states}
+        self.other_states = {name for run in problem.runs for names in run.states for name in names[1:]}
 
     def build(self) -> Problem:
         self._add_sources()
@@ -216,7 +219,7 @@ class _Builder:
                 self.problem.streams[output].uses.append(Use(carry, 0, "next", live))
 
     def _add_output(self, path: str, name: str) -> None:
-        if self.graph.loss not in (None, path) and path not in self.wanted_outputs:
+        if self.graph.loss not in (None, path) and path not in self.problem.pinned_outputs:
             return  # stays as the plan makes it
         key = f"output:{path}"
         stream = self._stream_of(name, None)

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from passes.blocks import find_blocks
+from passes.ir.conversions import COLLECTIVES
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
 from passes.rules import forward_flops, rule_for
-from planner.search.assignment import Assignment, complete, read_choices
+from planner.search.assignment import Assignment, complete, read_choices, used_steps, whole_choices
+from planner.search.constraints import (
+    Constraint,
+    cut_every_matmul,
+    foldable_runs,
+    keep_plan,
+    match,
+    user_constraints,
+)
+from planner.search.explain import Demands, infeasible, restricted
 from planner.search.extract import make_plan
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
 from planner.search.linear import Solution
 from planner.search.options import FlopsOf, RuleFor
 from planner.search.pricing import Prices, Pricing
-from planner.search.problem import build_structure
+from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
 from planner.search.space import fill_options
+
+
+Demanded = Mapping[str, Mapping[str, Any]]
 
 
 def search(
@@ -29,7 +43,7 @@ def search(
     cost_model: Prices,
     cluster_info: Mapping[str, Any],
     memory_limit: float | None = None,
-    constraints: Mapping[str, Mapping[str, Any]] | None = None,
+    constraints: Demanded | None = None,
     forbid_collectives: Collection[str] = (),
     forbid_replicated_matmul: bool = False,
     time_limit: float = 60.0,
@@ -60,23 +74,84 @@ def search(
         ValueError: if no plan satisfies the constraints; the message names those that conflict.
     """
     pricing = Pricing(cost_model, mesh)
-    problem = build_structure(graph, find_blocks(graph) if fold else ())
-    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=memory_limit is not None)
-    lattices = Lattices(pricing, frozenset(forbid_collectives))
-    ilp = build_ilp(problem, lattices, memory_limit=memory_limit)
+    pins = constraints or {}
+    runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
+    problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
+    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=memory_limit is not None or bool(pins))
+    demands = Demands(
+        _constraints(problem, mesh, pins, forbid_replicated_matmul, pinned), _collectives(forbid_collectives), memory_limit
+    )
+    left = restricted(problem, demands)
+    if left is None:
+        raise infeasible(problem, demands, pricing)
+    lattices = Lattices(pricing, frozenset(demands.forbidden))
+    ilp = build_ilp(left, lattices, memory_limit=memory_limit)
     solution = solve(ilp.program, time_limit=time_limit, solver=solver)
-    if solution.values is None:
-        raise ValueError("no plan satisfies the constraints")
-    assignment = complete(problem, read_choices(ilp, solution.values), lattices)
-    assert assignment is not None
+    if solution.infeasible:
+        raise infeasible(problem, demands, pricing)
+    assignment = _assignment(ilp, solution, lattices, memory_limit, time_limit)
     return make_plan(
-        problem,
+        left,
         assignment,
         pricing,
         certificate=_certificate(ilp, solution, assignment),
         cluster=cluster_info,
-        constraints=constraints or {},
+        constraints=pins,
     )
+
+
+def _pinned_outputs(graph: Graph, mesh: MeshShape, pins: Demanded) -> dict[str, tuple[bool, ...]]:
+    """For each output that a pin names, on which axes it may be other than whole (the loss on none)."""
+    found: dict[str, tuple[bool, ...]] = {}
+    for pattern, by_axis in pins.items():
+        for path in match(graph, pattern).outputs:
+            known = found.get(path, (False,) * len(mesh.names))
+            beside_loss = graph.loss is not None
+            found[path] = tuple(
+                path != graph.loss and (was or beside_loss or name in by_axis) for was, name in zip(known, mesh.names)
+            )
+    return found
+
+
+def _constraints(
+    problem: Problem, mesh: MeshShape, pins: Demanded, forbid_replicated_matmul: bool, pinned: Plan | None
+) -> tuple[Constraint, ...]:
+    found = user_constraints(problem, mesh, pins)
+    if forbid_replicated_matmul:
+        found.append(cut_every_matmul(problem, mesh))
+    if pinned is not None:
+        found.append(keep_plan(problem, pinned))
+    return tuple(found)
+
+
+def _collectives(names: Collection[str]) -> tuple[str, ...]:
+    listed = (names,) if isinstance(names, str) else tuple(names)
+    unknown = [name for name in listed if name not in COLLECTIVES]
+    if unknown:
+        raise ValueError(f"unknown collective {unknown[0]!r} in forbid_collectives: expected {', '.join(COLLECTIVES)}")
+    return tuple(dict.fromkeys(listed))
+
+
+def _assignment(
+    ilp: ShardingIlp, solution: Solution, lattices: Lattices, memory_limit: float | None, time_limit: float
+) -> Assignment:
+    """The solver's choices, or if it found none in time, everything whole, or else any plan there is."""
+    limit = float("inf") if memory_limit is None else memory_limit * (1 + 1e-9)
+    if solution.values is not None:
+        choices = read_choices(ilp, solution.values)
+        found = complete(ilp.problem, choices, lattices)
+        if found is not None and found.memory > limit:
+            found = complete(ilp.problem, choices, lattices, allowed=used_steps(ilp, solution.values))
+        assert found is not None  # the flows are a way to do every conversion
+        return found
+    found = complete(ilp.problem, whole_choices(ilp.problem), lattices)
+    if found is not None and found.memory <= limit:
+        return found
+    program = dataclasses.replace(ilp.program, costs=[0.0] * ilp.program.num_variables)
+    anything = solve(program, time_limit=max(60.0, 10 * time_limit))
+    if anything.values is None:
+        raise ValueError(f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the memory limit or constraints")
+    return _assignment(ilp, anything, lattices, memory_limit, time_limit)
 
 
 def _certificate(ilp: ShardingIlp, solution: Solution, assignment: Assignment) -> Certificate:

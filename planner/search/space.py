@@ -80,8 +80,17 @@ class _Filler:
         )
 
     def _output(self, name: str, element: Element) -> list[Option]:
-        whole = (whole_type(self.problem.streams[element.streams[0]].value),) * len(self.mesh.names)
-        return [Option(whole, (whole,), ())]
+        stream = self.problem.streams[element.streams[0]]
+        path = element.key.removeprefix("output:")
+        whole = (whole_type(stream.value),) * len(self.mesh.names)
+        if path not in self.problem.pinned_outputs:
+            return [Option(whole, (whole,), ())]
+        makers = self.problem.elements[stream.source].options or [Option((), (), (whole,) * (stream.output + 1))]
+        types = [{whole[0], *(option.outputs[stream.output][axis] for option in makers)} for axis in range(len(whole))]
+        places = placements_of(stream.value, [sorted(axis) for axis in types], self.mesh)
+        free = self.problem.pinned_outputs[path]
+        kept = [p for p in places if all(t == w for t, w, is_free in zip(p, whole, free) if not is_free)]
+        return [Option(where, (where,), ()) for where in kept]
 
     def _carry(self, name: str, element: Element) -> list[Option]:
         """Any type that the block's users ask for or its makers give."""
