@@ -206,7 +206,8 @@ def _compare(
             gradients = parallel.full_gradients()
             found.append(_difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
             disagreement = layout.disagreement(sharded, _invariant(layout))
-            found += _differences("gradients", gradients, _gradients(single))
+            wanted = _gradients(single)
+            found += _differences("gradients", gradients, wanted, floor=_NEGLIGIBLE * _largest(wanted))
         else:
             found.append(_difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
         with layout.plain():
@@ -214,7 +215,9 @@ def _compare(
             single_optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-    found += _differences(f"weights after {steps} steps", parallel.full_state_dict(), single.state_dict())
+    # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
+    state = parallel.full_state_dict()
+    found += _differences(f"weights after {steps} steps", state, single.state_dict(), floor=learning_rate)
     shards = parallel._shards
     for name, parameter in shards.items():
         disagreement = max(disagreement, layout.disagreement(parameter, shards.placements[name]))
@@ -225,8 +228,7 @@ def _invariant(layout: VirtualLayout) -> tuple[str, ...]:
     return (I,) * len(layout.mesh.names)
 
 
-#: What is smaller than this part of the model's largest is zero but for rounding (the bias of attention's keys has
-#: no gradient; what rounding leaves of it moves the bias a little).
+#: A gradient smaller than this part of the model's largest is zero but for rounding (that of the keys' bias is).
 _NEGLIGIBLE = 1e-6
 
 
@@ -234,13 +236,16 @@ def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
+def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
+    return max((float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
+
+
 def _differences(
-    what: str, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    what: str, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, floor: float
 ) -> Iterator[Comparison]:
     """One comparison for each tensor of ``wanted``; what is not given counts as 0."""
-    largest = max((float(tensor.detach().abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
     for name, tensor in wanted.items():
-        yield _difference(what, name, given.get(name, torch.zeros(())), tensor, floor=_NEGLIGIBLE * largest)
+        yield _difference(what, name, given.get(name, torch.zeros(())), tensor, floor=floor)
 
 
 def _difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor, *, floor: float = 0.0) -> Comparison:
