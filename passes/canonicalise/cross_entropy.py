@@ -23,7 +23,9 @@ from passes.canonicalise.fx import argument, aten, calls, insert, replace, shape
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
-def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> torch.Tensor:
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, label_smoothing: float
+) -> torch.Tensor:
     """Loss of every token: ``logits`` [..., v], ``target`` [...] of integers; 0 where it is ``ignore_index``."""
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),

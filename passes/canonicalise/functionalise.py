@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,15 +57,21 @@ class _Functionaliser:
             first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
             written = writes(node) if node.op == "call_function" else []
             if written and (written != [0] or first is None):
-                raise CaptureError(f"{node.target} writes to an argument other than its first: use the form without out=")
-            if first is not None and not written and _same_memory(node, first):
+                raise CaptureError(f"{node.target} writes to an argument that is not its first: do not use out=")
+            if first is not None and not written and self.is_view(node, first):
                 self.views[node] = first
                 self.current[node] = (self.version.get(self.root(node), 0), node)
             if self.version:
-                _map_inputs(node, lambda used, user=node: self.now(used, user))
+                _map_inputs(node, partial(self.now, user=node))
             if written and first is not None:
                 self.write(node, first)
         self.store_buffers()
+
+    def is_view(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether ``node`` looks at the memory of ``source``; an output of ``split`` does, one of ``topk`` does not."""
+        if node.target is operator.getitem and source not in self.views:
+            return False
+        return _same_memory(node, source)
 
     def root(self, node: fx.Node) -> fx.Node:
         while node in self.views:
@@ -177,7 +184,7 @@ _SPECIAL: dict[str, Callable[[fx.Node, fx.Node], fx.Node]] = {
 def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> fx.Node:
     """``source`` with ``new`` written where ``view`` looks."""
     name = str(view.target)
-    rest = view.args[1:]
+    rest: tuple[Any, ...] = view.args[1:]
     if view.target is operator.getitem:
         return _scatter_piece(view, source, new, before)
     if name == "aten.slice.Tensor":
@@ -189,7 +196,7 @@ def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> f
     if name == "aten.transpose.int":
         return insert(before, aten.transpose.int, (new, *rest))
     if name == "aten.permute.default":
-        order = [dim % len(rest[0]) for dim in rest[0]]  # type: ignore[arg-type,union-attr]
+        order = [dim % len(rest[0]) for dim in rest[0]]
         return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
     if is_tensor(source) and value(source).numel() == value(new).numel():
         same = shape(source) == shape(new)

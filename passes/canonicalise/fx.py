@@ -60,7 +60,8 @@ def insert(
 def evaluate(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The fake value of a call whose tensor arguments are nodes."""
     values = fx.map_arg(args, lambda node: node.meta["val"])
-    mode = next((leaf.fake_mode for leaf in torch.utils._pytree.tree_leaves(values) if hasattr(leaf, "fake_mode")), None)
+    leaves = torch.utils._pytree.tree_leaves(values)
+    mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
     if mode is None:
         return target(*values)
     with mode, torch.no_grad():

@@ -22,7 +22,7 @@ def nodes_with_gradient(graph: fx.Graph, sources: Collection[str]) -> set[fx.Nod
         if node.op == "placeholder":
             carries = node.name in sources
         else:
-            carries = node.op == "call_function" and _passes(node) and any(used in found for used in node.all_input_nodes)
+            carries = node.op == "call_function" and not found.isdisjoint(node.all_input_nodes) and _passes(node)
         if carries:
             found.add(node)
     return found

@@ -37,10 +37,12 @@ def drop_noops(module: fx.GraphModule, trainable: Collection[str]) -> None:
             continue
         if node.target in _CASTS:
             _cast(node, source)
-        elif node.target is aten.detach.default and source not in carrying:
+        elif node.target in _ALIASES or _same(node, source) or _detaches_nothing(node, source, carrying):
             replace(node, source)
-        elif node.target in _ALIASES or _same(node, source):
-            replace(node, source)
+
+
+def _detaches_nothing(node: fx.Node, source: fx.Node, carrying: set[fx.Node]) -> bool:
+    return node.target is aten.detach.default and source not in carrying
 
 
 def _cast(node: fx.Node, source: fx.Node) -> None:
@@ -74,15 +76,15 @@ def _in_order(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _times_one(node: fx.Node, source: fx.Node) -> bool:
-    return node.args[1] == 1 and isinstance(node.args[1], (int, float)) and _unchanged(node, source)
+    return isinstance(node.args[1], (int, float)) and node.args[1] == 1 and _unchanged(node, source)
 
 
 def _plus_zero(node: fx.Node, source: fx.Node) -> bool:
-    return node.args[1] == 0 and isinstance(node.args[1], (int, float)) and _unchanged(node, source)
+    return isinstance(node.args[1], (int, float)) and node.args[1] == 0 and _unchanged(node, source)
 
 
 def _unchanged(node: fx.Node, source: fx.Node) -> bool:
-    return shape(node) == shape(source) and value(node).dtype == value(source).dtype
+    return shape(node) == shape(source) and bool(value(node).dtype == value(source).dtype)
 
 
 def _pads_nothing(node: fx.Node, source: fx.Node) -> bool:

@@ -83,7 +83,8 @@ def _move(node: fx.Node) -> None:
     """``movedim`` as the permutation that it is."""
     rank = len(shape(node))
     source, destination = (
-        [dims] if isinstance(dims, int) else list(dims) for dims in (argument(node, "source"), argument(node, "destination"))
+        [dims] if isinstance(dims, int) else list(dims)
+        for dims in (argument(node, "source"), argument(node, "destination"))
     )
     order: list[int | None] = [None] * rank
     for old, new in zip(source, destination):

@@ -17,7 +17,7 @@ from passes.capture.structure import Path
 from passes.ir.errors import CaptureError
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
 
-OUR_OPERATORS = {cross_entropy: "meshwright.cross_entropy"}
+OUR_OPERATORS: dict[Any, str] = {cross_entropy: "meshwright.cross_entropy"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +90,12 @@ class _Converter:
         self.names.setdefault(node, name)
         dtype = str(entry.dtype).removeprefix("torch.")
         if dtype not in ITEM_SIZE or not all(isinstance(size, int) for size in entry.shape):
-            raise CaptureError(f"{wish} has shape {tuple(entry.shape)} and dtype {dtype}: only static shapes can be planned")
+            raise CaptureError(f"{wish} has shape {tuple(entry.shape)} and dtype {dtype}: shapes must be static")
         return Value(name, tuple(entry.shape), dtype, kind, requires_grad)
 
     def node(self, node: fx.Node) -> Node:
         path, module_class = _place(node)
-        op = OUR_OPERATORS.get(node.target, str(node.target))  # type: ignore[call-overload]
+        op = OUR_OPERATORS.get(node.target, str(node.target))
         leaf = path.rpartition(".")[2]
         short = op.split(".")[1].strip("_")
         alone = self.calls_in[path] == 1 and path not in self.parents and leaf and not leaf.isdigit()

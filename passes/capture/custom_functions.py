@@ -98,8 +98,8 @@ def _is_elementwise(name: str) -> bool:
 
 
 #: Not operators, or operators that give a tensor of the same elements.
-_HARMLESS = {"get", "dim", "size", "ones_like", "zeros_like", "clone", "detach", "to", "float", "type", "type_as", "float_power",
-             "contiguous", "is_floating_point", "pow", "is_complex", "truediv", "numel"}  # fmt: skip
+_HARMLESS = {"get", "dim", "size", "ones_like", "zeros_like", "clone", "detach", "to", "float", "type", "type_as",
+             "float_power", "contiguous", "is_floating_point", "pow", "is_complex", "truediv", "numel"}  # fmt: skip
 
 
 def _refusal(name: str, reason: str) -> CaptureError:

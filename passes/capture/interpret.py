@@ -13,8 +13,8 @@ from passes.ir.graph import Graph, Node, Ref, State
 _OURS: dict[str, Callable[..., Any]] = {"meshwright.cross_entropy": cross_entropy}
 
 #: Operators that make a tensor from no tensor: they need to be told the device.
-_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "scalar_tensor", "linspace", "randint",
-              "tril_indices", "triu_indices", "hann_window", "randperm")  # fmt: skip
+_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "scalar_tensor", "linspace",
+              "randint", "tril_indices", "triu_indices", "hann_window", "randperm")  # fmt: skip
 
 
 def operator(op: str) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def operator(op: str) -> Callable[..., Any]:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
-        raise ValueError(f"unknown operator {op!r}: expected an operator of torch.ops or one of {sorted(_OURS)}") from None
+        raise ValueError(f"unknown operator {op!r}: expected one of torch.ops or of {sorted(_OURS)}") from None
 
 
 def run_node(node: Node, values: Mapping[str, Any], *, device: torch.device | str = "cpu") -> tuple[Any, ...]:

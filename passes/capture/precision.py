@@ -13,7 +13,7 @@ _CASTS = ("to", "float", "type", "type_as")
 _WITH_DTYPE = ("softmax", "log_softmax", "sum", "mean", "cumsum", "prod")
 
 
-class keep_float64(TorchFunctionMode):  # noqa: N801 (used as a context manager)
+class keep_float64(TorchFunctionMode):
     """Inside the block, a float64 tensor stays float64 where the model asks for a narrower float.
 
     For verification alone: run the reference and the capture inside it. Hugging Face models cast logits, norms and

@@ -47,7 +47,8 @@ def replaced_tensors(model: nn.Module, stand_ins: StandIns) -> Iterator[None]:
     """Parameters and buffers (and plain attributes on meta) replaced inside the block, put back after it."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in owners:
             saved.extend((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
         saved.extend(
             (module.__dict__, name, tensor)

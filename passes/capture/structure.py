@@ -116,7 +116,8 @@ def _make(example: Any, keys: tuple[str | int, ...], parts: list[Any]) -> Any:
     if issubclass(example, Mapping):
         fields = dict(zip(keys, parts))
         return example(**fields) if dataclasses.is_dataclass(example) else _mapping(example, fields)
-    return example(*parts) if hasattr(example, "_fields") else example(parts)
+    constructor: Any = example
+    return constructor(*parts) if hasattr(example, "_fields") else constructor(parts)
 
 
 def _mapping(cls: Any, fields: dict[Any, Any]) -> Any:

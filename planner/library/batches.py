@@ -75,7 +75,7 @@ def batch_fields(model_or_config: Any, *, batch_size: int, seq_len: int | None) 
     """What a training batch of the model is made of."""
     config = getattr(model_or_config, "config", model_or_config)
     name = type(model_or_config).__name__
-    if config is model_or_config:
+    if hasattr(config, "model_type") and config is model_or_config:
         name = tasks.training_class(config.model_type, config.architectures).__name__
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -1,0 +1,254 @@
+"""The canonical form, pass by pass: what comes out, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from passes.capture import CaptureError, capture
+from passes.ir.graph import Graph
+from tests.capture_parity import assert_parity
+
+
+class Calls(nn.Module):
+    """``function(x * weight)``; the weight makes gradients flow."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.weight).square().sum()
+
+
+def ops(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+def check(function: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list[str]:
+    """Operators between the product with the weight and the sum of squares."""
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    graph = assert_parity(Calls(function, shape), args=(x,))
+    assert ops(graph)[0] == "aten.mul.Tensor" and ops(graph)[-1] == "aten.sum.default"
+    return ops(graph)[1:-2]
+
+
+def test_views_become_reshapes_with_all_sizes() -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    views = [
+        lambda y: y.view(2, 3, -1, 4),
+        lambda y: y.flatten(0, 1),
+        lambda y: y.unflatten(-1, (2, -1)),
+        lambda y: y.view_as(torch.empty(6, 8)),
+    ]
+    shapes = [(2, 3, 2, 4), (6, 8), (2, 3, 2, 4), (6, 8)]
+    for view, shape in zip(views, shapes):
+        graph = capture(Calls(view, (2, 3, 8)), args=(x,))
+        assert graph.nodes[1].op == "aten.reshape.default" and graph.nodes[1].args[1] == shape
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda y: y.view(6, 8).view(2, 3, 8), []),
+        (lambda y: y.reshape(6, 8).reshape(48), ["aten.reshape.default"]),
+        (lambda y: y.contiguous().clone().to(torch.float64) * 1.0 + 0, []),
+        (lambda y: F.dropout(F.dropout(y, 0.0), 0.5, training=False), []),
+        (lambda y: y.mT.transpose(-1, -2), ["aten.transpose.int", "aten.transpose.int"]),
+        (lambda y: y.chunk(2, -1)[1] + y.split(4, 2)[0], ["aten.split_with_sizes.default"] * 2 + ["aten.add.Tensor"]),
+        (lambda y: torch.concat([y, y], -1), ["aten.cat.default"]),
+        (lambda y: y.detach() * y, ["aten.detach.default", "aten.mul.Tensor"]),
+        (lambda y: y[..., 2:], ["aten.slice.Tensor"]),
+        (lambda y: y[:, :, :], []),
+        (lambda y: y.movedim(0, -1), ["aten.permute.default"]),
+        (lambda y: y.sum(0, keepdim=True).repeat(4, 1, 1), ["aten.sum.dim_IntList", "aten.expand.default"]),
+    ],
+)
+def test_canonical_operators(function: Callable[[torch.Tensor], torch.Tensor], expected: list[str]) -> None:
+    assert check(function, 2, 3, 8) == expected
+
+
+def in_place_add(y: torch.Tensor) -> torch.Tensor:
+    z = y * 2
+    z.add_(1).mul_(y)
+    return z
+
+
+def through_a_slice(y: torch.Tensor) -> torch.Tensor:
+    z = y.clone()
+    before = z[0]
+    z[:, 1:].mul_(3)
+    z[0, 0] = y[1, 1]
+    return z + before
+
+
+def through_views(y: torch.Tensor) -> torch.Tensor:
+    z = y.clone()
+    flat = z.view(-1, 8)
+    turned = flat.transpose(0, 1)
+    turned[2].zero_()
+    z[1].mul_(2)
+    return flat + z.reshape(-1, 8) + turned.transpose(0, 1)
+
+
+def through_pieces(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # autograd itself allows no write to a piece of split
+        z = y.clone()
+        left, right = z.split(4, -1)
+        right.copy_(left)
+        z.unbind(0)[1].relu_()
+    return y * z + right.repeat(1, 1, 2)
+
+
+def masked(y: torch.Tensor) -> torch.Tensor:
+    z = y * 2
+    z.masked_fill_(y > 1, 1.5)
+    z.index_put_((torch.tensor([0, 1]),), y[:2], accumulate=True)
+    return z.clamp_(max=2.0)
+
+
+def shifted(y: torch.Tensor) -> torch.Tensor:
+    z = y.new_zeros(y.shape)
+    z[..., 1:] = y[..., :-1].clone()
+    z[..., 0] = 7
+    return z * y
+
+
+@pytest.mark.parametrize("function", [in_place_add, through_a_slice, through_views, through_pieces, masked, shifted])
+def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert not [op for op in check(function, 2, 3, 8) if op.split(".")[1].endswith("_")]
+
+
+def test_a_written_buffer_is_stored_once_at_the_end() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.add_(x.mean(0))
+            self.seen[0].mul_(2)
+            return (x * self.weight * self.seen).sum()
+
+    graph = assert_parity(Counts(), args=(torch.randn(4, 3, dtype=torch.float64),))
+    assert ops(graph).count("aten.copy_.default") == 1 and ops(graph)[-1] == "aten.copy_.default"
+
+
+def test_writing_a_parameter_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return x * self.weight
+
+    with pytest.raises(CaptureError, match="writes to parameter"):
+        capture(Writes(), args=(torch.ones(3),))
+
+
+def test_no_grad_regions_are_inlined_and_cut_the_gradient() -> None:
+    def partly(y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = y.abs().amax(-1, keepdim=True)
+            with torch.autocast("cpu", enabled=False):
+                scale = scale + 1
+        return y / scale
+
+    assert "aten.detach.default" in check(partly, 2, 3, 8)
+
+
+class Loss(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor], inner: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(inner, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.weight, target).sum()
+
+
+def flattened(logits: torch.Tensor, target: torch.Tensor, **options: object) -> torch.Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("ignored", [-100, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_keeps_batch_and_sequence(reduction: str, smoothing: float, ignored: int, weighted: bool) -> None:
+    torch.manual_seed(0)
+    target = torch.randint(0, 7, (2, 5))
+    target[0, 3:] = ignored
+    weight = torch.rand(7, dtype=torch.float64) if weighted else None
+    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored, "weight": weight}
+    model = Loss(lambda logits, target: flattened(logits, target, **options), (2, 5, 7))
+    graph = assert_parity(model, args=(torch.randn(2, 5, 7, dtype=torch.float64), target))
+    if weighted and smoothing:
+        assert "aten.cross_entropy_loss.default" in ops(graph)
+        return
+    node = next(node for node in graph.nodes if node.op == "meshwright.cross_entropy")
+    assert node.args[2:] == (ignored, smoothing)
+    assert node.output.shape == (2, 5) and node.output.requires_grad
+    assert graph.values[node.inputs[0]].shape == (2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda logits, target: F.cross_entropy(logits.transpose(1, 2), target),
+        lambda logits, target: F.cross_entropy(logits.permute(0, 2, 1), target, reduction="sum"),
+        lambda logits, target: F.cross_entropy(logits.view(-1, 7).to(torch.float32), target.view(-1)).double(),
+        lambda logits, target: F.nll_loss(F.log_softmax(logits.view(-1, 7), -1), target.view(-1)),
+        lambda logits, target: F.cross_entropy(logits[0, 0], target[0, 0]),
+    ],
+)
+def test_other_ways_to_call_cross_entropy(function: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    args = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 7, (2, 5))
+    graph = assert_parity(Loss(function, (2, 5, 7)), args=args)
+    assert ops(graph).count("meshwright.cross_entropy") == 1
+    assert "aten.log_softmax.int" not in ops(graph)
+
+
+def test_probabilities_as_targets_are_left_alone() -> None:
+    target = torch.rand(2, 7, dtype=torch.float64)
+    graph = assert_parity(Loss(F.cross_entropy, (2, 7)), args=(torch.randn(2, 7, dtype=torch.float64), target))
+    assert "aten.cross_entropy_loss.default" in ops(graph)
+
+
+def test_constants_are_marked_and_shared() -> None:
+    def masked_twice(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            causal = torch.ones(8, 8, dtype=torch.bool).tril()
+            y = torch.where(causal, y, 0.0) + torch.rand_like(y) * 0
+        return y
+
+    torch.manual_seed(0)
+    graph = capture(Calls(masked_twice, (8, 8)), args=(torch.randn(8, 8, dtype=torch.float64),))
+    assert [node.op for node in graph.nodes if node.constant] == ["aten.ones.default", "aten.tril.default"]
+    assert ops(graph).count("aten.rand_like.default") == 2
+
+
+def test_flattened_linears_keep_their_dims() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
+            self.bias = nn.Parameter(torch.randn(6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(2, 3, 6).square().sum()
+
+    graph = assert_parity(Conv1D(), args=(torch.randn(2, 3, 8, dtype=torch.float64),))
+    assert ops(graph)[:2] == ["aten.transpose.int", "aten.linear.default"]
+    assert graph.nodes[1].output.shape == (2, 3, 6)
