@@ -34,7 +34,7 @@ FUNCTIONS: dict[str, str] = {
     **_each("div.Tensor_mode div.Scalar_mode", "torch."),
     **_each(
         "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu softplus "
-        "softshrink tanhshrink threshold glu",
+        "softshrink threshold glu",
         "F.",
     ),
     "aten.log_sigmoid.default": "F.logsigmoid",
@@ -125,10 +125,10 @@ FUNCTIONS: dict[str, str] = {
     "aten.empty.memory_format": "torch.zeros(size, dtype=dtype)",
     "aten.eye.default": "torch.eye(n, dtype=dtype)",
     "aten.eye.m": "torch.eye(n, m, dtype=dtype)",
-    "aten.new_zeros.default": "torch.zeros(size, dtype=dtype)",
-    "aten.new_empty.default": "torch.zeros(size, dtype=dtype)",
-    "aten.new_ones.default": "torch.ones(size, dtype=dtype)",
-    "aten.new_full.default": "torch.full(size, fill_value, dtype=dtype)",
+    "aten.new_zeros.default": "self.new_zeros(size, dtype=dtype)",
+    "aten.new_empty.default": "self.new_zeros(size, dtype=dtype)",
+    "aten.new_ones.default": "self.new_ones(size, dtype=dtype)",
+    "aten.new_full.default": "self.new_full(size, fill_value, dtype=dtype)",
 }  # fmt: skip
 
 #: Operators written between or before their operands; ``alpha`` and the like must be at their default.
