@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from cost_models import Cluster
     from passes.capture import CaptureError
     from passes.plan import Plan
-    from planner.compile import compile
+    from planner.compilation import compile
     from planner.planning import plan
-    from planner.verify import verify
+    from planner.verification import verify
     from runtime.parallel_module import ParallelModule
 
 #: Public name → the module that has it.
@@ -23,9 +23,9 @@ _HOMES = {
     "Cluster": "cost_models",
     "ParallelModule": "runtime.parallel_module",
     "Plan": "passes.plan",
-    "compile": "planner.compile",
+    "compile": "planner.compilation",
     "plan": "planner.planning",
-    "verify": "planner.verify",
+    "verify": "planner.verification",
 }
 
 __all__ = ["CaptureError", "Cluster", "ParallelModule", "Plan", "compile", "plan", "verify"]
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found  # also hides the submodule of the same name (planner.compile, planner.verify)
+    globals()[name] = found
     return found
 
 

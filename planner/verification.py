@@ -19,7 +19,8 @@ from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
 from passes.plan_summary import format_table
-from planner.compile import parallelise
+from planner.comparison import NEGLIGIBLE, Comparison, difference, differences, gradients_of, largest_of, single_loss
+from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout
@@ -29,15 +30,6 @@ from runtime.virtual import virtual_mesh
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 MAX_RANKS = 64
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One tensor of the sharded model against the same on one device: largest difference over largest value."""
-
-    what: str
-    name: str
-    error: float
 
 
 @dataclass(frozen=True)
@@ -204,12 +196,12 @@ def _compare(
         if step == 0:
             counted = counter.collectives
             gradients = parallel.full_gradients()
-            found.append(_difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
+            found.append(difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
             disagreement = layout.disagreement(sharded, _invariant(layout))
-            wanted = _gradients(single)
-            found += _differences("gradients", gradients, wanted, floor=_NEGLIGIBLE * _largest(wanted))
+            wanted = gradients_of(single)
+            found += differences("gradients", gradients, wanted, floor=NEGLIGIBLE * largest_of(wanted))
         else:
-            found.append(_difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
+            found.append(difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
         with layout.plain():
             single_optimizer.step()
             single_optimizer.zero_grad()
@@ -217,7 +209,7 @@ def _compare(
         optimizer.zero_grad()
     # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
     state = parallel.full_state_dict()
-    found += _differences(f"weights after {steps} steps", state, single.state_dict(), floor=learning_rate)
+    found += differences(f"weights after {steps} steps", state, single.state_dict(), floor=learning_rate)
     shards = parallel._shards
     for name, parameter in shards.items():
         disagreement = max(disagreement, layout.disagreement(parameter, shards.placements[name]))
@@ -226,50 +218,6 @@ def _compare(
 
 def _invariant(layout: VirtualLayout) -> tuple[str, ...]:
     return (I,) * len(layout.mesh.names)
-
-
-#: A gradient smaller than this part of the model's largest is zero but for rounding (that of the keys' bias is).
-_NEGLIGIBLE = 1e-6
-
-
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-
-
-def _largest(tensors: Mapping[str, torch.Tensor]) -> float:
-    return max((float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
-
-
-def _differences(
-    what: str, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, floor: float
-) -> Iterator[Comparison]:
-    """One comparison for each tensor of ``wanted``; what is not given counts as 0."""
-    for name, tensor in wanted.items():
-        yield _difference(what, name, given.get(name, torch.zeros(())), tensor, floor=floor)
-
-
-def _difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor, *, floor: float = 0.0) -> Comparison:
-    """Largest difference relative to the largest value, or to ``floor`` if that is more (both 0: no error)."""
-    if not wanted.numel():
-        return Comparison(what, name, 0.0)
-    scale = max(float(wanted.detach().abs().max().double()), floor)
-    difference = float((given.double() - wanted.detach().double()).abs().max())
-    return Comparison(what, name, difference / scale if scale else difference)
-
-
-def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
-    """The loss of the unsharded model."""
-    if loss_fn is None:
-        outputs = model(*args, **kwargs)
-        return outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None) or outputs[0]
-    import inspect
-
-    known = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    mine = {name: value for name, value in kwargs.items() if takes_any or name in known}
-    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known.values())
-    batch: Any = kwargs if kwargs else (args[0] if len(args) == 1 else args)
-    return loss_fn(model(*args[:count], **mine), batch)
 
 
 def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -1,0 +1,63 @@
+"""Comparing a sharded model with the same model on one device, tensor by tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+#: A gradient smaller than this part of the model's largest is zero but for rounding (that of the keys' bias is).
+NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of the sharded model against the same on one device: largest difference over largest value."""
+
+    what: str
+    name: str
+    error: float
+
+
+def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def largest_of(tensors: Mapping[str, torch.Tensor]) -> float:
+    return max((float(tensor.detach().abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
+
+
+def differences(
+    what: str, given: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, floor: float
+) -> Iterator[Comparison]:
+    """One comparison for each tensor of ``wanted``; what is not given counts as 0."""
+    for name, tensor in wanted.items():
+        yield difference(what, name, given.get(name, torch.zeros(())), tensor, floor=floor)
+
+
+def difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor, *, floor: float = 0.0) -> Comparison:
+    """Largest difference relative to the largest value, or to ``floor`` if that is more (both 0: no error)."""
+    if not wanted.numel():
+        return Comparison(what, name, 0.0)
+    scale = max(float(wanted.detach().abs().max().double()), floor)
+    difference = float((given.double() - wanted.detach().double()).abs().max())
+    return Comparison(what, name, difference / scale if scale else difference)
+
+
+def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
+    """The loss of the unsharded model."""
+    if loss_fn is None:
+        outputs = model(*args, **kwargs)
+        if isinstance(outputs, torch.Tensor):
+            return outputs
+        return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    mine = {name: value for name, value in kwargs.items() if takes_any or name in known}
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known.values())
+    batch: Any = kwargs if kwargs else (args[0] if len(args) == 1 else args)
+    return loss_fn(model(*args[:count], **mine), batch)

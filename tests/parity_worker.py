@@ -1,0 +1,79 @@
+"""One rank of the parity tests: trains models sharded on real processes; rank 0 also trains them alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import planner
+from passes.capture import keep_float64
+from planner.comparison import NEGLIGIBLE, difference, differences, gradients_of, largest_of, single_loss
+from planner.library import random_batch
+from planner.verification import real_module
+from runtime.counter import CommunicationCounter
+from tests.ranks import answer, task
+from tests.small_models import Mlp, mlp_batch, seeded, squared_error
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+
+
+def main() -> None:
+    answer({f"{model} {mesh}": compare(model, mesh) for model, mesh in task()})
+
+
+def build(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    """The model, one batch (args, kwargs), and a loss function."""
+    if name == "mlp":
+        return seeded(Mlp), mlp_batch(), {}, squared_error
+    module = real_module(name, dtype=torch.float64, seed=0)
+    return module, (), random_batch(module, batch_size=8, seq_len=12), None
+
+
+def compare(name: str, mesh: str) -> dict[str, Any]:
+    """Largest relative error of loss, gradients and weights after three AdamW steps."""
+    single, args, kwargs, loss_fn = build(name)
+    with keep_float64():
+        parallel = planner.compile(
+            copy.deepcopy(single), mesh, loss_fn=loss_fn, example_inputs=args or kwargs, forbid_replicated_matmul=True
+        )
+        alone = dist.get_rank() == 0
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
+        single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE)
+        found = []
+        counted = None
+        for step in range(STEPS):
+            with CommunicationCounter(parallel.layout.device_mesh) as counter:
+                loss = parallel(*args, **kwargs).loss
+                loss.backward()
+            counted = counted or counter.collectives
+            gradients = parallel.full_gradients() if step == 0 else {}
+            if alone:
+                wanted_loss = single_loss(single, args, kwargs, loss_fn)
+                wanted_loss.backward()
+                found.append(difference("loss", f"loss {step}", loss.detach(), wanted_loss))
+                if step == 0:
+                    wanted = gradients_of(single)
+                    found += differences("gradients", gradients, wanted, floor=NEGLIGIBLE * largest_of(wanted))
+                single_optimizer.step()
+                single_optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+    if not alone:
+        return {}
+    found += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
+    worst = max(found, key=lambda comparison: comparison.error)
+    return {
+        "error": worst.error,
+        "worst": f"{worst.what}: {worst.name}",
+        "as_planned": set(counted or ()) == {entry for entry in parallel.plan.collectives if entry.count},
+        "tensors": len(found),
+    }
+
+
+if __name__ == "__main__":
+    main()
