@@ -239,6 +239,35 @@ def test_constants_are_marked_and_shared() -> None:
     assert ops(graph).count("aten.rand_like.default") == 2
 
 
+def causal_mask(y: torch.Tensor) -> torch.Tensor:
+    batch, length = torch.arange(4)[:, None, None], torch.arange(6)
+    positions = length.expand(4, 6)
+    mask = positions[batch, length[:, None]] >= positions[batch, length[None, :]]
+    return torch.where(mask.expand(4, 6, 6), y, 0.5)
+
+
+def mask_of_samples(y: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.arange(4)[:, None, None].expand(4, 6, 6) > 1, y, 0.5)
+
+
+def mask_in_place_of_values(y: torch.Tensor) -> torch.Tensor:
+    ones = torch.arange(6.0).expand(4, 6, 6) + 1
+    return torch.cat([y, ones * 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "size"), [(causal_mask, 1), (mask_of_samples, 4), (mask_in_place_of_values, 4)]
+)
+def test_constants_are_narrow_where_they_are_uniform(
+    function: Callable[[torch.Tensor], torch.Tensor], size: int
+) -> None:
+    x = torch.randn(4, 6, 6, dtype=torch.float64)
+    graph = assert_parity(Calls(function, (4, 6, 6)), args=(x,))
+    constants = {value.name: value for node in graph.nodes if node.constant for value in node.outputs}
+    used = {name for node in graph.nodes if not node.constant for name in node.inputs if name in constants}
+    assert {constants[name].shape[0] for name in used} == {size}
+
+
 def test_flattened_linears_keep_their_dims() -> None:
     class Conv1D(nn.Module):
         def __init__(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from passes.canonicalise.asserts import drop_asserts
+from passes.canonicalise.broadcasts import narrow_constants
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
@@ -43,5 +44,9 @@ def canonicalise(
     split_cross_entropy(module)
     unflatten_linears(module)
     fold_reshapes(module)
+    mark_constants(module, literals)
+    narrow_constants(module)
+    drop_dead_code(module)
+    drop_noops(module, trainable)
     mark_constants(module, literals)
     drop_dead_code(module)
