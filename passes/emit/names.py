@@ -12,6 +12,11 @@ from passes.ir.graph import Node
 RESERVED = frozenset(
     {"torch", "F", "spmd", "ops", "math", "I", "P", "R", "S", "V", "w", "self", "Block", "Program", "layer", "layers"}
 )
+#: Names for values whose operator is called like a builtin.
+_INSTEAD = {
+    "abs": "magnitude", "all": "all_true", "any": "any_true", "max": "largest", "min": "smallest", "pow": "power",
+    "round": "rounded", "slice": "part", "sum": "total",
+}  # fmt: skip
 _NOT_A_NAME = re.compile(r"\W+")
 _NUMBER_AT_END = re.compile(r"(_\d+)+$")
 
@@ -36,6 +41,7 @@ def identifier(text: str) -> str:
     name = _NOT_A_NAME.sub("_", text).strip("_") or "value"
     if name[0].isdigit():
         name = f"value_{name}"
+    name = _INSTEAD.get(name, name)
     if keyword.iskeyword(name) or hasattr(builtins, name):
         name += "_"
     return name

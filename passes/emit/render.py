@@ -18,9 +18,19 @@ Expression = Callable[[LocalCall], str]
 COMMENT_COLUMN = 72
 
 
-def with_comment(line: str, comment: str) -> str:
-    """A line with a comment to its right."""
-    return f"{line.ljust(COMMENT_COLUMN)}  # {comment}" if comment else line
+#: A comment that would end behind this column stands on a line of its own, above.
+LINE_WIDTH = 132
+
+
+def with_comment(line: str, comment: str) -> list[str]:
+    """A line with a comment to its right, or above it where there is no room."""
+    if not comment:
+        return [line]
+    together = f"{line.ljust(COMMENT_COLUMN)}  # {comment}"
+    if len(together) <= LINE_WIDTH:
+        return [together]
+    indent = line[: len(line) - len(line.lstrip())]
+    return [f"{indent}# {comment}", line]
 
 
 def attribute(base: str, path: str) -> str:
@@ -62,6 +72,7 @@ class Renderer:
         roots: tuple[str, ...] = (),
         block_names: dict[int, str] | None = None,
         constants: Sequence[Local] = (),
+        carried: Iterable[Local] = (),
     ) -> None:
         self.section = section
         self.mesh = mesh
@@ -73,11 +84,16 @@ class Renderer:
         self.last_use = _last_uses(section)
         self.lines: list[str] = []
         self.module_path: str | None = None
+        # What goes from layer to layer is x; the first layer's comes from here.
+        self.preferred = dict.fromkeys(carried, "x")
+        for operation in section.body:
+            if isinstance(operation, Repeat):
+                self.preferred.update((operation.entries[index], "x") for index, _ in operation.carried)
         self.arguments = [self._bind(local, base_name(local.value.name)) for local in section.arguments]
         self.constants = [self._bind(local, base_name(local.value.name)) for local in constants]
 
     def _bind(self, local: Local, base: str) -> str:
-        name = self.names.new(base)
+        name = self.names.new(self.preferred.get(local, base))
         self.variables[local] = name
         return name
 
@@ -115,8 +131,14 @@ class Renderer:
             rule=compute.rule,
         )
         value = self.expression(call)
+        of_weights = bool(compute.inputs) and all(local.state is not None for local in compute.inputs)
         targets = [
-            self._bind(local, name_of_output(compute.node, index, has_state=has_state))
+            self._bind(
+                local,
+                _state_name(compute.inputs[0])
+                if of_weights
+                else name_of_output(compute.node, index, has_state=has_state),
+            )
             for index, local in enumerate(compute.outputs)
         ]
         before = next((local for local in compute.inputs if local.state is None), None)
@@ -134,7 +156,7 @@ class Renderer:
         )
 
     def _write(self, line: str, comment: str = "") -> None:
-        self.lines.append(with_comment(line, comment))
+        self.lines.extend(with_comment(line, comment))
 
     def _module_comment(self, path: str) -> None:
         for root in self.roots:
@@ -166,8 +188,7 @@ class Renderer:
 
     def _converted_name(self, convert: Convert) -> str:
         if convert.source.state is not None:
-            parts = [part for part in convert.source.state.path.split(".") if not part.isdigit()]
-            return "_".join(parts[-2:])
+            return _state_name(convert.source)
         return self.variables[convert.source]
 
     def _repeat(self, repeat: Repeat, position: int) -> None:
@@ -179,7 +200,7 @@ class Renderer:
         for index in carried:
             entry = repeat.entries[index]
             if entry.state is not None or self.last_use.get(entry) != position or variables.count(variables[index]) > 1:
-                name = self.names.new(base_name(entry.value.name))
+                name = self.names.new("x")
                 self._write(f"{name} = {variables[index]}")
                 variables[index] = name
         between = self._name_results(repeat, variables, carried)
@@ -203,7 +224,7 @@ class Renderer:
         for convert in repeat.between:
             axis = self.mesh.names[convert.step.axis]
             call = conversion_call(convert, self.variables[convert.source], axis)
-            lines.append(with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert)))
+            lines += with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert))
         return lines
 
     def _loops(self, block: Block, call: str, between: list[str]) -> None:
@@ -217,6 +238,12 @@ class Renderer:
         self.lines.extend(between)
         if between:
             self._write(call.format(", ".join(attribute("w", root) for root in block.roots[-1])))
+
+
+def _state_name(local: Local) -> str:
+    """``q_proj_weight``: a name for what is made from a weight alone."""
+    assert local.state is not None
+    return "_".join([part for part in local.state.path.split(".") if not part.isdigit()][-2:])
 
 
 def list_slice(paths: Sequence[str]) -> str:

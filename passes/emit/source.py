@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from passes.emit.names import RESERVED, Names, class_name
 from passes.emit.program import ENTRY_POINT
-from passes.emit.render import Expression, Renderer, describe_local, roots_title, with_comment
-from passes.shard import Block, Local, Repeat, Section, ShardedGraph
+from passes.emit.render import Expression, Renderer, describe_local, roots_title
+from passes.shard import Local, Repeat, Section, ShardedGraph
 
 _HEADER = '''\
 """{model} on mesh {mesh}, written by Meshwright.
@@ -32,22 +32,23 @@ from runtime.program import Block
 
 def render(sharded: ShardedGraph, expression: Expression) -> str:
     """The whole file."""
-    blocks = [operation.block for operation in sharded.main.body if isinstance(operation, Repeat)]
+    loops = [operation for operation in sharded.main.body if isinstance(operation, Repeat)]
     names = Names(RESERVED | {ENTRY_POINT})
-    block_names = {id(block): names.new(class_name(block.module_class)) for block in blocks}
+    block_names = {id(loop.block): names.new(class_name(loop.block.module_class)) for loop in loops}
     parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh)]
-    for block in blocks:
-        parts.append(_block_class(block, block_names[id(block)], sharded, expression))
+    parts += [_block_class(loop, block_names[id(loop.block)], sharded, expression) for loop in loops]
     parts.append(_program_class(sharded, block_names, expression))
     return "\n\n".join(parts)
 
 
-def _block_class(block: Block, name: str, sharded: ShardedGraph, expression: Expression) -> str:
-    renderer = Renderer(block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0])
+def _block_class(loop: Repeat, name: str, sharded: ShardedGraph, expression: Expression) -> str:
+    block = loop.block
+    carried = [block.section.arguments[index] for index, _ in loop.carried]
+    renderer = Renderer(block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0], carried=carried)
     body = list(renderer.body())
     weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
     lines = [
-        with_comment(f"class {name}(Block):", roots_title(block.roots)),
+        f"class {name}(Block):  # {roots_title(block.roots)}",
         _signature("forward", renderer.arguments),
         *_weights_lines(weights),
         *_argument_comments(block.section.arguments, renderer.arguments, sharded),
@@ -91,7 +92,8 @@ def _constants_method(section: Section, sharded: ShardedGraph, expression: Expre
     results = ", ".join(renderer.source_of(local) for local in section.results)
     comma = "," if len(section.results) == 1 else ""
     return [
-        with_comment("    def constants(self):", "they depend on the shapes alone: computed once, whole on every rank"),
+        "    def constants(self):",
+        "# They depend on the shapes alone: computed once, whole on every rank.",
         "w = self.weights",
         *body,
         f"return ({results}{comma})",

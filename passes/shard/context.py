@@ -58,6 +58,7 @@ class Context:
         self.nodes = {node.name: node for node in graph.nodes}
         self.whole: Placement = (R,) * len(plan.mesh.names)
         _check_same_model(graph, plan)
+        self._check_inputs()
         self.runs = self._runs()
         self._steps: dict[str, list[ConversionPlan]] = {}
         for conversion in plan.conversions:
@@ -114,6 +115,12 @@ class Context:
                     f"{what} has size {size} in dim {dim}, which cannot be divided over mesh axis {', '.join(axes)} "
                     "as the plan says: pad it to a multiple, or plan again for this shape"
                 )
+
+    def _check_inputs(self) -> None:
+        for path, value in zip(self.graph.input_paths, self.graph.inputs):
+            planned = self.plan.inputs.get(input_key(path))
+            if planned is not None:
+                self.check_divides(value, self.normal(planned.placement, value))
 
     def _plan_keys(self) -> dict[str, str]:
         """Node name → the key under which the plan knows it (that of the first copy, in a repeated block)."""
