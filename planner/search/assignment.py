@@ -99,7 +99,7 @@ def complete(
         trees[name] = tree
         for item in tree:
             seconds += item.copies * item.arc.forward + item.backward_copies * item.arc.backward
-            memory += stream.copies * item.arc.memory
+            memory += item.copies * item.arc.memory
     for name, element in problem.elements.items():
         seconds += element.copies * chosen[name].seconds
         memory += element.copies * chosen[name].memory

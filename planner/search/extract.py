@@ -180,11 +180,11 @@ def _costs(problem: Problem, assignment: Assignment, pricing: Pricing) -> Costs:
             memory["optimizer"] += element.copies * state.optimizer
         else:
             activations += element.copies * option.memory
-    for name, stream in problem.streams.items():
-        for item in assignment.trees[name]:
+    for tree in assignment.trees.values():
+        for item in tree:
             communication[0] += item.copies * item.arc.forward
             communication[1] += item.backward_copies * item.arc.backward
-            converted += stream.copies * item.arc.memory
+            converted += item.copies * item.arc.memory
     memory.update(activations=activations, converted=converted)
     return Costs(compute[0], compute[1], communication[0], communication[1], memory)
 

@@ -23,7 +23,8 @@ Program::
     Σ_{s: source of v gives p} x[source(v),s] + Σ_{a into p} y[u,a]
         = Σ_{s: u needs p} x[element(u),s] + Σ_{a out of p} y[u,a]        every v, u ∈ U(v), p ∈ N(v) (conserve)
     w[v,g,a] ≥ y[u,a]                                                     every v, g, u ∈ g, a        (share)
-    Σ_o n(o) Σ_s bytes(o,s) x[o,s] + Σ_v n(v) Σ_a bytes(v,a) w[v,·,a] ≤ limit                         (remember)
+    Σ_o n(o) Σ_s bytes(o,s) x[o,s] + Σ_v Σ_g n(g) Σ_a bytes(v,a) w[v,g,a] ≤ limit                      (remember)
+    with g over the forward groups
 
 Bytes: parameters, gradients and AdamW state where they are stored, values that the backward pass needs, and the
 copies of such values that conversions make. With x fixed, a stream with one use is a shortest path and its flow is
@@ -119,9 +120,6 @@ def add_stream(ilp: ShardingIlp, name: str, stream: Stream, lattices: Lattices) 
     for members, forward, backward in groups.parts:
         add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward, used)
     ilp.arcs[name] = used
-    for arc, columns in zip(lattice.arcs, used):
-        if arc.memory:
-            ilp.memory_terms.append((columns[0], float(stream.copies * arc.memory)))
 
 
 @dataclass
@@ -147,9 +145,7 @@ def _groups(problem: Problem, stream: Stream) -> _Groups:
     for phase, copies, uses in problem.parts(stream):
         members = tuple(sorted({position[use] for use in uses}))
         merged.setdefault(members, [0, 0])[phase == "backward"] += copies
-    # the largest group first: it is the one that says whether a step is done at all
-    parts = sorted(((m, f, b) for m, (f, b) in merged.items()), key=lambda part: -len(part[0]))
-    return _Groups(representatives, parts)
+    return _Groups(representatives, [(members, f, b) for members, (f, b) in merged.items()])
 
 
 def add_flow(ilp: ShardingIlp, stream: Stream, use_index: int, lattice: Lattice) -> list[int]:
@@ -193,6 +189,8 @@ def add_sharing(
             for flow in flows:
                 program.row(((column, 1.0), (flow[position], -1.0)), lower=0.0)
         used[position].append(column)
+        if arc.memory and forward:
+            ilp.memory_terms.append((column, float(forward * arc.memory)))
 
 
 def add_memory_limit(ilp: ShardingIlp, limit: float) -> None:

@@ -13,8 +13,8 @@ from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
 from passes.rules import forward_flops, rule_for
 from planner.search.assignment import Assignment, complete, read_choices, used_steps, whole_choices
+from planner.search.baselines import alike, baseline_named, restrict, roles
 from planner.search.constraints import (
-    Constraint,
     cut_every_matmul,
     foldable_runs,
     keep_plan,
@@ -50,6 +50,7 @@ def search(
     pinned: Plan | None = None,
     fold: bool = True,
     solver: str | None = None,
+    baseline: str | None = None,
     rules: RuleFor = rule_for,
     flops: FlopsOf = forward_flops,
 ) -> Plan:
@@ -68,6 +69,7 @@ def search(
         pinned: keep the parameter placements of this plan, and its strategies where they are still possible.
         fold: solve repeated blocks once (turn off only to check that folding changes nothing).
         solver: ``"highs"`` or ``"cbc"``; None for the first that there is.
+        baseline: only plans of this kind, see ``planner.search.baselines``.
         rules, flops: the sharding rule and the forward flops of a node.
 
     Raises:
@@ -76,11 +78,18 @@ def search(
     pricing = Pricing(cost_model, mesh)
     pins = constraints or {}
     runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
+    layers = roles(graph) if baseline is not None else {}
+    runs = alike(runs, layers)
     problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
-    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=memory_limit is not None or bool(pins))
-    demands = Demands(
-        _constraints(problem, mesh, pins, forbid_replicated_matmul, pinned), _collectives(forbid_collectives), memory_limit
-    )
+    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=memory_limit is not None or bool(pins) or baseline is not None)
+    demanded = user_constraints(problem, mesh, pins)
+    if forbid_replicated_matmul:
+        demanded.append(cut_every_matmul(problem, mesh))
+    if pinned is not None:
+        demanded.append(keep_plan(problem, pinned))
+    if baseline is not None:
+        demanded.extend(restrict(problem, baseline_named(baseline), layers))
+    demands = Demands(tuple(demanded), _collectives(forbid_collectives), memory_limit)
     left = restricted(problem, demands)
     if left is None:
         raise infeasible(problem, demands, pricing)
@@ -111,17 +120,6 @@ def _pinned_outputs(graph: Graph, mesh: MeshShape, pins: Demanded) -> dict[str, 
                 path != graph.loss and (was or beside_loss or name in by_axis) for was, name in zip(known, mesh.names)
             )
     return found
-
-
-def _constraints(
-    problem: Problem, mesh: MeshShape, pins: Demanded, forbid_replicated_matmul: bool, pinned: Plan | None
-) -> tuple[Constraint, ...]:
-    found = user_constraints(problem, mesh, pins)
-    if forbid_replicated_matmul:
-        found.append(cut_every_matmul(problem, mesh))
-    if pinned is not None:
-        found.append(keep_plan(problem, pinned))
-    return tuple(found)
 
 
 def _collectives(names: Collection[str]) -> tuple[str, ...]:
