@@ -226,6 +226,8 @@ class Inner(nn.Module):
             return y * y.sum().item()
         if self.mode == "select":
             return y[y > 0]
+        if self.mode == "cond":
+            return torch.cond(y.sum() > 0, lambda y: y + 1, lambda y: y - 1, (y,))
         if self.mode == "custom":
             return Mixing.apply(y)
         if self.mode == "parameter":
@@ -254,6 +256,11 @@ def test_what_cannot_be_captured_names_module_and_line(mode: str, line: str, rea
     assert "cannot capture Reads" in message and "'inner'" in message
     assert line in message and "test_capture.py" in message
     assert reason in message
+
+
+def test_control_flow_operators_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"in module 'inner' \(Inner\): cond cannot be planned"):
+        capture(Reads("cond"), args=(torch.ones(4, 4),))
 
 
 def test_autocast_inside_the_model_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.canonicalise.fx import aten, insert, is_tensor
@@ -68,7 +67,3 @@ def _splice(node: fx.Node, body: fx.Graph, arguments: list[Any]) -> None:
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
-
-def is_region(target: Any) -> bool:
-    """Whether a call's target is an operator of higher order (``cond``, ``while_loop``) that is left in the graph."""
-    return isinstance(target, torch._ops.HigherOrderOperator)

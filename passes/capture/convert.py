@@ -95,6 +95,9 @@ class _Converter:
 
     def node(self, node: fx.Node) -> Node:
         path, module_class = _place(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"in module {path!r} ({module_class}): {node.target} cannot be planned: its branches or "
+                               "loops run by the values of tensors")  # fmt: skip
         op = OUR_OPERATORS.get(node.target, str(node.target))
         leaf = path.rpartition(".")[2]
         short = op.split(".")[1].strip("_")

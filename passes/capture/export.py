@@ -27,7 +27,7 @@ def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces
     """
     with warnings.catch_warnings(), _quiet(), _lazy_code(), traced_custom_functions():
         warnings.simplefilter("ignore")
-        with _setting(torch.fx.config, "do_not_emit_stack_traces", not stack_traces):
+        with _setting(getattr(torch.fx, "config", None), "do_not_emit_stack_traces", not stack_traces):
             return torch.export.export(module, tensors, {}, strict=False)
 
 
