@@ -102,8 +102,9 @@ def restrict(problem: Problem, baseline: Baseline, found: Mapping[str, Role]) ->
     tensor = _tensor_axis(mesh) if baseline.tensor else None
     batch = [axis for axis, size in enumerate(mesh.sizes) if size > 1 and axis != tensor]
     constraint = Constraint("baseline")
+    activations = _activations(problem.graph)
     for name, element in problem.elements.items():
-        if element.kind == "op" and element.node is not None and element.node.output.requires_grad:
+        if element.kind == "op" and element.node is not None and name in activations:
             for axis in batch:
                 _demand(constraint, name, element, _gives(axis, shard(0)))
             if tensor is not None and mesh.sizes[tensor] > 1:
@@ -114,6 +115,18 @@ def restrict(problem: Problem, baseline: Baseline, found: Mapping[str, Role]) ->
     if tensor is not None and mesh.sizes[tensor] > 1:
         _store_as_used(problem, constraint, found, tensor, baseline)
     return [constraint]
+
+
+def _activations(graph: Graph) -> set[str]:
+    """Nodes that carry a gradient and depend on the inputs, not on parameters alone."""
+    reached = {value.name for value in graph.inputs}
+    found = set()
+    for node in graph.nodes:
+        if any(name in reached for name in node.inputs):
+            reached.update(value.name for value in node.outputs)
+            if node.output.requires_grad:
+                found.add(node.name)
+    return found
 
 
 def _tensor_axis(mesh: MeshShape) -> int:
@@ -184,13 +197,26 @@ def _store_as_used(
     for name in found:
         if name not in problem.elements or (found[name] == "embedding" and not baseline.vocabulary):
             continue
-        element = problem.elements[name]
-        left = [o for o in element.options if all(allowed(o) for allowed in constraint.filters.get(name, []))]
-        for index, stream in enumerate(element.streams):
+        for index, stream in enumerate(problem.elements[name].streams):
             source = problem.streams[stream].source
-            if problem.elements[source].kind == "parameter" and source not in asked:
-                asked[source] = {option.inputs[index][axis] for option in left}
+            types = {option.inputs[index][axis] for option in _left(problem, constraint, name)}
+            if _is_view_of_parameter(problem, source):
+                _demand(constraint, source, problem.elements[source], _gives_one_of(axis, types))
+                types = {option.inputs[0][axis] for option in _left(problem, constraint, source)}
+                source = problem.streams[problem.elements[source].streams[0]].source
+            if problem.elements[source].kind == "parameter":
+                asked.setdefault(source, types)
     for name, element in problem.elements.items():
         if element.kind == "parameter":
-            types = {t for t in asked.get(name, ()) if shard_dim(t) is not None} or {I, R}
-            _demand(constraint, name, element, lambda option, t=frozenset(types): option.outputs[0][axis] in t)  # type: ignore[misc]
+            shards = {spmd_type for spmd_type in asked.get(name, ()) if shard_dim(spmd_type) is not None}
+            _demand(constraint, name, element, _gives_one_of(axis, shards or {I, R}))
+
+
+def _left(problem: Problem, constraint: Constraint, name: str) -> list[Option]:
+    """The options of an element that the filters so far allow."""
+    filters = constraint.filters.get(name, [])
+    return [option for option in problem.elements[name].options if all(allowed(option) for allowed in filters)]
+
+
+def _gives_one_of(axis: int, types: Collection[SpmdType]) -> Filter:
+    return lambda option: option.outputs[0][axis] in types
