@@ -49,7 +49,8 @@ def plan_from_dict(data: Any) -> Plan:
         raise ValueError(f"expected a JSON object, got {type(data).__name__}")
     if data.get("version") != PLAN_VERSION:
         raise ValueError(
-            f"plan version {data.get('version')!r} is not supported: this program reads version {PLAN_VERSION}; plan again"
+            f"plan version {data.get('version')!r} is not supported: this program reads version {PLAN_VERSION}; "
+            "plan again"
         )
     plan: Plan = _build(Plan, data, "plan")
     _check_placements(plan)

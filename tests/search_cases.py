@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Linears(nn.Module):
 
     def __init__(self, *sizes: int, activation: bool = False, bias: bool = False) -> None:
         super().__init__()
-        pairs = zip(sizes, sizes[1:])
+        pairs = itertools.pairwise(sizes)
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=bias, device="meta") for a, b in pairs)
         self.activation = activation
 

@@ -146,7 +146,8 @@ class BruteForce:
         if value.kind == "input":
             return self.convert(name, ("R",) * len(self.mesh.names), needs)
         types = ["I", *(f"S({dim})" for dim in range(len(value.shape)))]
-        stored = [p for p in itertools.product(types, repeat=len(self.mesh.names)) if divides(p, value.shape, self.mesh)]
+        places = itertools.product(types, repeat=len(self.mesh.names))
+        stored = [place for place in places if divides(place, value.shape, self.mesh)]
         return min(self.convert(name, placement, needs) for placement in stored)
 
     def convert(self, name: str, root: Placement, needs: list) -> float:

@@ -53,9 +53,7 @@ def test_attention_forward_is_one_all_reduce() -> None:
     """Batch 4, sequence 128, hidden 512, 16 heads: weights stay in shards, gathers forbidden, output whole."""
     model = Attention(512, 16).requires_grad_(False)
     graph = capture_on(model, 4, 128, 512, loss=False)
-    plan = plan_with_unit_costs(
-        graph, DEVICES, constraints={"*.weight": {"x": "S"}}, forbid_collectives=["all_gather"]
-    )
+    plan = plan_with_unit_costs(graph, DEVICES, constraints={"*.weight": {"x": "S"}}, forbid_collectives=["all_gather"])
     assert plan.certificate.objective == all_reduce(4 * 128 * 512 * 4)
     assert counted(plan) == {("all_reduce", "forward"): (1, 4 * 128 * 512 * 4)}
     assert [plan.states[f"{name}.weight"].placement for name in "qkvo"] == [("S(0)",)] * 3 + [("S(1)",)]

@@ -13,7 +13,6 @@ from planner.search.options import Option
 from planner.search.problem import Problem, Stream
 from planner.search.tree import cheapest_tree
 
-
 PHASES = ("forward", "backward")
 
 
@@ -85,7 +84,7 @@ def complete(
     None if some conversion is not possible.
     """
     chosen = dict(options)
-    for name, stream in problem.streams.items():
+    for stream in problem.streams.values():
         element = problem.elements[stream.source]
         if element.kind == "input" and stream.uses and is_free(problem, stream) and len(element.options) > 1:
             chosen[stream.source] = _input_option(problem, stream, chosen, lattices)
@@ -180,5 +179,3 @@ def _input_option(problem: Problem, stream: Stream, chosen: Mapping[str, Option]
             if tree is not None and not any(item.arc.forward for item in tree):
                 return option
     return whole
-
-

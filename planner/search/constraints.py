@@ -153,10 +153,9 @@ def _check_known(constraint: Constraint, problem: Problem, pattern: str, axis: s
     for name, filters in constraint.filters.items():
         options = problem.elements[name].options
         if options and not any(all(allowed(option) for allowed in filters) for option in options):
-            place = axis_types(problem, name, axis)
+            key, can_be = problem.elements[name].key, axis_types(problem, name, axis)
             raise ValueError(
-                f"constraint {constraint.text} cannot be met by {problem.elements[name].key!r}: on axis {axis!r} it can "
-                f"be {place}"
+                f"constraint {constraint.text} cannot be met by {key!r}: on axis {axis!r} it can be {can_be}"
             )
 
 

@@ -122,9 +122,7 @@ def operator_options(
     return list(best.values())
 
 
-def placements_of(
-    value: Value, types: Sequence[Sequence[SpmdType]], mesh: MeshShape
-) -> list[Placement]:
+def placements_of(value: Value, types: Sequence[Sequence[SpmdType]], mesh: MeshShape) -> list[Placement]:
     """Every placement with one of ``types`` per axis that divides the value."""
     return [where for where in itertools.product(*types) if divides(where, value.shape, mesh)]
 

@@ -17,27 +17,27 @@ from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import MeshShape, Placement, shard_dim
 from passes.rules.rule import AxisChoice, ShardingRule
 
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
 #: Operators that only rename memory: no time, and their output shares its input's storage.
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view reshape _unsafe_view transpose permute t numpy_T mT expand expand_as unsqueeze squeeze select slice "
-        "narrow split split_with_sizes chunk unbind alias detach flatten unflatten view_as movedim swapaxes diagonal "
-        "tensor_split unfold"
-    ).split()
+VIEWS = _aten(
+    "view reshape _unsafe_view transpose permute t numpy_T mT expand expand_as unsqueeze squeeze select slice narrow "
+    "split split_with_sizes chunk unbind alias detach flatten unflatten view_as movedim swapaxes diagonal "
+    "tensor_split unfold"
 )
 
 #: Operators whose backward needs none of their inputs or outputs (views need none either).
-SAVES_NOTHING = frozenset(
-    f"aten.{name}"
-    for name in (
-        "add sub rsub neg sum mean cat stack clone contiguous to _to_copy type_as pad constant_pad_nd roll flip "
-        "embedding index index_select gather masked_fill where cumsum repeat zeros_like ones_like full_like new_zeros new_ones avg_pool2d upsample_nearest2d"
-    ).split()
+SAVES_NOTHING = _aten(
+    "add sub rsub neg sum mean cat stack clone contiguous to _to_copy type_as pad constant_pad_nd roll flip embedding "
+    "index index_select gather masked_fill where cumsum repeat zeros_like ones_like full_like new_zeros new_ones "
+    "avg_pool2d upsample_nearest2d"
 )
 
 #: Operators that read as many bytes of their first input as they write, however large that input is (tables).
-READS_ROWS = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
+READS_ROWS = _aten("embedding index_select gather index")
 
 
 class Prices(Protocol):

@@ -109,7 +109,11 @@ class Problem:
 
 
 def build_structure(
-    graph: Graph, runs: tuple[BlockRun, ...], mesh: MeshShape, *, pinned_outputs: Mapping[str, tuple[bool, ...]] | None = None
+    graph: Graph,
+    runs: tuple[BlockRun, ...],
+    mesh: MeshShape,
+    *,
+    pinned_outputs: Mapping[str, tuple[bool, ...]] | None = None,
 ) -> Problem:
     """The problem of ``graph`` without its options.
 
@@ -228,6 +232,9 @@ class _Builder:
         self.problem.streams[stream].uses.append(Use(key, 0, self._scope(name), live))
 
 
-def _value_pairs(nodes: Mapping[str, Node], these: tuple[str, ...], those: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _value_pairs(
+    nodes: Mapping[str, Node], these: tuple[str, ...], those: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    """Names of the outputs of nodes that match, pair by pair."""
     for this, that in zip(these, those):
         yield from ((a.name, b.name) for a, b in zip(nodes[this].outputs, nodes[that].outputs))

@@ -28,10 +28,9 @@ from planner.search.lattice import Lattices
 from planner.search.linear import Solution
 from planner.search.options import FlopsOf, RuleFor
 from planner.search.pricing import Prices, Pricing
-from planner.search.problem import Problem, build_structure
+from planner.search.problem import build_structure
 from planner.search.solver import solve
 from planner.search.space import fill_options
-
 
 Demanded = Mapping[str, Mapping[str, Any]]
 
@@ -81,7 +80,8 @@ def search(
     layers = roles(graph) if baseline is not None else {}
     runs = alike(runs, layers)
     problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
-    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=memory_limit is not None or bool(pins) or baseline is not None)
+    divide_frozen = memory_limit is not None or bool(pins) or baseline is not None
+    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=divide_frozen)
     demanded = user_constraints(problem, mesh, pins)
     if forbid_replicated_matmul:
         demanded.append(cut_every_matmul(problem, mesh))
@@ -148,7 +148,9 @@ def _assignment(
     program = dataclasses.replace(ilp.program, costs=[0.0] * ilp.program.num_variables)
     anything = solve(program, time_limit=max(60.0, 10 * time_limit))
     if anything.values is None:
-        raise ValueError(f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the memory limit or constraints")
+        raise ValueError(
+            f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the constraints"
+        )
     return _assignment(ilp, anything, lattices, memory_limit, time_limit)
 
 

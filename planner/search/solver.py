@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from planner.search.linear import LinearProgram, Solution
 
@@ -47,7 +48,7 @@ def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> 
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     model.integrality_ = [kinds[integer] for integer in program.integers]
     highs = highspy.Highs()
-    options = {
+    options: dict[str, Any] = {
         "output_flag": False, "random_seed": 0, "threads": 1, "parallel": "off", "time_limit": float(time_limit),
         "mip_rel_gap": RELATIVE_GAP, "mip_abs_gap": 0.0,
     }  # fmt: skip
@@ -88,7 +89,7 @@ def _solve_cbc(program: LinearProgram, *, scale: float, time_limit: float) -> So
     )
 
 
-def to_pulp(program: LinearProgram, *, scale: float = 1.0) -> tuple[object, list[object]]:
+def to_pulp(program: LinearProgram, *, scale: float = 1.0) -> tuple[Any, list[Any]]:
     """The program as a ``pulp.LpProblem`` with its variables in column order."""
     import pulp
 

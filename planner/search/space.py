@@ -18,7 +18,6 @@ from planner.search.options import (
 from planner.search.pricing import Pricing, is_view
 from planner.search.problem import Element, Problem
 
-
 #: Label of the one option of a source that is whole on every rank.
 WHOLE = "whole"
 
@@ -95,13 +94,11 @@ class _Filler:
     def _carry(self, name: str, element: Element) -> list[Option]:
         """Any type that the block's users ask for or its makers give."""
         value = self.problem.streams[name].value
-        makers = [
-            stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)
-        ]
+        makers = [stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)]
         given = [where for stream in makers for where in self.problem.given(stream)]
         asked = [*self._asked(name), *given]
         types = [
-            tuple(sorted({whole_type(value), R, *(where[axis] for where in asked)})) if size > 1 else (whole_type(value),)
+            sorted({whole_type(value), R, *(where[axis] for where in asked)}) if size > 1 else [whole_type(value)]
             for axis, size in enumerate(self.mesh.sizes)
         ]
         return [Option(where, (where,), (where,)) for where in placements_of(value, types, self.mesh)]

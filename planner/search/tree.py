@@ -60,9 +60,7 @@ class _TreeSearch:
                 pending.append((taken.target, mask))
         return with_masks(tree, self.root, self.ends)
 
-    def _for_mask(
-        self, mask: int, best: dict[int, dict[int, float]]
-    ) -> tuple[dict[int, float], dict[int, Arc | int]]:
+    def _for_mask(self, mask: int, best: dict[int, dict[int, float]]) -> tuple[dict[int, float], dict[int, Arc | int]]:
         """Cheapest tree from every node to the ends in ``mask``: split the set here, or take a step first."""
         costs: dict[int, float] = {}
         choice: dict[int, Arc | int] = {}
