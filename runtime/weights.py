@@ -25,7 +25,8 @@ class Weights(nn.Module):
     def __getitem__(self, key: int | str | slice) -> Any:
         if isinstance(key, slice):
             indices = range(key.start or 0, key.stop, key.step or 1)
-            return [self[index] for index in indices[: self.max_copies]]
+            # An entry without weights (an activation between two linears) is not in the tree.
+            return [self._modules.get(str(index), type(self)()) for index in indices[: self.max_copies]]
         return getattr(self, str(key))
 
     def __iter__(self) -> Iterator[Any]:
