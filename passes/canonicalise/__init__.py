@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from passes.canonicalise.asserts import drop_asserts
+from passes.canonicalise.batch_norm import write_out_batch_norm
 from passes.canonicalise.broadcasts import narrow_constants
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
@@ -36,6 +37,7 @@ def canonicalise(
     """
     inline_regions(module)
     drop_asserts(module)
+    write_out_batch_norm(module)
     functionalise(module, buffers)
     replace_synonyms(module)
     drop_noops(module, trainable)

@@ -2,8 +2,7 @@
 
 A write through a view is carried to the tensor it views (``slice_scatter`` and the like), and other views of that
 tensor are taken again where they are used later. A buffer that was written gets its final value by one
-``aten.copy_`` at the end of the graph; ``aten.batch_norm`` in training mode is left as it is and updates its running
-statistics itself. Writes to graph inputs do not reach the caller's tensors.
+``aten.copy_`` at the end of the graph. Writes to graph inputs do not reach the caller's tensors.
 """
 
 from __future__ import annotations
