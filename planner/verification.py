@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._local_tensor import LocalTensorMode
 
 from cost_models import Cluster
 from passes.capture import keep_float64
@@ -23,9 +21,8 @@ from planner.comparison import NEGLIGIBLE, Comparison, difference, differences, 
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
-from runtime.layout import VirtualLayout
+from runtime.layout import VirtualLayout, virtual_ranks
 from runtime.parallel_module import ParallelModule
-from runtime.virtual import virtual_mesh
 
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -143,7 +140,7 @@ def verify(
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)
 
-    with keep_float64(), _virtual_ranks(shape) as layout:
+    with keep_float64(), virtual_ranks(shape) as layout:
         parallel = parallelise(copy.deepcopy(single), layout, plan=plan, planner=find_plan, loss_fn=loss_fn)
         comparisons, disagreement, counted = _compare(
             single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
@@ -157,12 +154,6 @@ def verify(
             counted,
             parallel.source,
         )
-
-
-@contextmanager
-def _virtual_ranks(shape: MeshShape) -> Iterator[VirtualLayout]:
-    with virtual_mesh(shape) as device_mesh, LocalTensorMode(shape.num_devices):
-        yield VirtualLayout(device_mesh, shape)
 
 
 def _compare(

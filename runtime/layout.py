@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, P, Placement, shard_dim
+from runtime.virtual import virtual_mesh
 
 
 class Layout(Protocol):
@@ -98,9 +100,12 @@ class VirtualLayout:
         from torch.distributed._local_tensor import LocalTensor
 
         with self.plain():
+            ranks = range(self.mesh.num_devices)
+            # A tensor made among the virtual ranks is one per rank already.
+            wholes = whole._local_tensors if isinstance(whole, LocalTensor) else dict.fromkeys(ranks, whole)
             parts = {
-                rank: part_of(whole, placement, self.mesh, self._coordinate(rank)).clone().contiguous()
-                for rank in range(self.mesh.num_devices)
+                rank: part_of(wholes[rank], placement, self.mesh, self._coordinate(rank)).clone().contiguous()
+                for rank in ranks
             }
         return LocalTensor(parts)
 
@@ -144,3 +149,12 @@ class VirtualLayout:
             difference = (part.detach() - parts[self._rank(first)].detach()).abs()
             worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
         return worst
+
+
+@contextlib.contextmanager
+def virtual_ranks(mesh: MeshShape) -> Iterator[VirtualLayout]:
+    """Every rank of ``mesh`` in this process: inside the block, tensors of a parallel module are ``LocalTensor``."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices):
+        yield VirtualLayout(device_mesh, mesh)

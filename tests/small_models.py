@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
 
 
 class Mlp(nn.Module):
@@ -64,20 +65,22 @@ def squared_error(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def mlp_batch(*, batch: int = 8, size: int = 16, outputs: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(batch, size, generator=generator, dtype=torch.float64),
-        torch.randn(batch, outputs, generator=generator, dtype=torch.float64),
-    )
+    with maybe_disable_local_tensor_mode():
+        generator = torch.Generator().manual_seed(seed)
+        return (
+            torch.randn(batch, size, generator=generator, dtype=torch.float64),
+            torch.randn(batch, outputs, generator=generator, dtype=torch.float64),
+        )
 
 
 def token_batch(*, batch: int = 8, length: int = 6, vocabulary: int = 32, seed: int = 0) -> dict[str, torch.Tensor]:
     """Tokens and labels; each sample ignores another number of labels."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
-    labels = tokens.clone()
-    for sample in range(batch):
-        labels[sample, : sample % length] = -100
+    with maybe_disable_local_tensor_mode():
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(vocabulary, (batch, length), generator=generator)
+        labels = tokens.clone()
+        for sample in range(batch):
+            labels[sample, : sample % length] = -100
     return {"tokens": tokens, "labels": labels}
 
 

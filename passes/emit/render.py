@@ -120,8 +120,6 @@ class Renderer:
 
     def _compute(self, compute: Compute) -> None:
         self._module_comment(compute.node.module_path)
-        # A module's name goes to what is made from its weights; other operators are named after themselves.
-        has_state = any(local.state is not None or local.value.kind == "parameter" for local in compute.inputs)
         call = LocalCall(
             node=compute.node,
             inputs=tuple(self.tensor(local) for local in compute.inputs),
@@ -131,20 +129,18 @@ class Renderer:
             rule=compute.rule,
         )
         value = self.expression(call)
-        of_weights = bool(compute.inputs) and all(local.state is not None for local in compute.inputs)
-        targets = [
-            self._bind(
-                local,
-                _state_name(compute.inputs[0])
-                if of_weights
-                else name_of_output(compute.node, index, has_state=has_state),
-            )
-            for index, local in enumerate(compute.outputs)
-        ]
+        targets = [self._bind(local, self._output_name(compute, index)) for index, local in enumerate(compute.outputs)]
         before = next((local for local in compute.inputs if local.state is None), None)
         first = compute.outputs[0]
         same = before is not None and (before.value.shape, before.placement) == (first.value.shape, first.placement)
         self._write(f"{', '.join(targets)} = {value}", "" if same else describe_local(first, self.mesh))
+
+    def _output_name(self, compute: Compute, index: int) -> str:
+        """A weight's name for what is made from weights, a module's for what is made with its weights."""
+        if compute.inputs and all(local.state is not None for local in compute.inputs):
+            return _state_name(compute.inputs[0])
+        has_state = any(local.state is not None or local.value.kind == "parameter" for local in compute.inputs)
+        return name_of_output(compute.node, index, has_state=has_state)
 
     def tensor(self, local: Local, *, name: str | None = None) -> LocalTensor:
         return LocalTensor(
@@ -173,7 +169,7 @@ class Renderer:
             self._module_comment(self._next_path(position))
         source = self.source_of(convert.source)
         reusable = convert.source.state is None and self.last_use.get(convert.source) == position
-        if reusable:
+        if reusable and convert.target not in self.preferred:
             name = self.variables[convert.source]
             self.variables[convert.target] = name
         else:

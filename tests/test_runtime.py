@@ -1,0 +1,228 @@
+"""The parallel module, on every rank of a mesh in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
+from passes.plan import Plan
+from planner.compilation import parallelise
+from planner.planning import as_cluster, plan_graph
+from runtime.counter import CommunicationCounter
+from runtime.layout import VirtualLayout, virtual_ranks
+from runtime.outputs import ParallelOutput
+from runtime.parallel_module import ParallelModule
+from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
+
+DP_TP = "dp=2,tp=2"
+
+
+class Planner:
+    """Plans as compile does, and counts how often."""
+
+    def __init__(self, mesh: str, **options: Any) -> None:
+        self.mesh = MeshShape.parse(mesh)
+        self.options = options
+        self.calls: list[Plan | None] = []
+
+    def __call__(self, graph: Graph, pinned: Plan | None) -> Plan:
+        self.calls.append(pinned)
+        cluster = as_cluster(None, num_devices=self.mesh.num_devices)
+        return plan_graph(graph, cluster, mesh=self.mesh, pinned=pinned, forbid_replicated_matmul=True, **self.options)
+
+
+@contextmanager
+def sharded(
+    model: nn.Module, mesh: str = DP_TP, *, loss_fn: Callable[..., Any] | None = None, **options: Any
+) -> Iterator[tuple[ParallelModule, Planner, VirtualLayout]]:
+    planner = Planner(mesh, **options)
+    with virtual_ranks(planner.mesh) as layout:
+        yield parallelise(copy.deepcopy(model), layout, plan=None, planner=planner, loss_fn=loss_fn), planner, layout
+
+
+def joined(output: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:
+    return layout.join(output, ("I",) * len(layout.mesh.names))
+
+
+BATCH_PINS = {"input:*": {"dp": "S(0)"}}
+
+
+def test_names_and_shapes_of_parameters_are_the_originals() -> None:
+    model = seeded(TiedClassifier)
+    with sharded(model) as (parallel, _, _):
+        parallel(**token_batch())
+        assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert parallel.embedding.weight is parallel.output.weight
+        whole = parallel.full_state_dict()
+    assert list(whole) == list(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(whole[name], tensor)
+
+
+def test_optimizer_made_before_the_first_call_trains_the_shards() -> None:
+    model = seeded(Mlp)
+    batch = mlp_batch()
+    with sharded(model, "tp=2", loss_fn=squared_error) as (parallel, _, layout):
+        parallel(*batch).loss.backward()
+        gradients = parallel.full_gradients()
+        with layout.plain():
+            squared_error(model(batch[0]), batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_parameters_stay_frozen_and_unused_ones_stay() -> None:
+    with sharded(seeded(TiedClassifier)) as (parallel, _, _):
+        parallel(**token_batch()).loss.backward()
+        assert not parallel.scale.requires_grad and parallel.scale.grad is None
+        assert parallel.unused.weight.grad is None
+        parallel.scale.requires_grad_(True)
+        with pytest.raises(ValueError, match="frozen"):
+            parallel(**token_batch())
+
+
+def test_other_shapes_use_the_same_plan_without_a_search() -> None:
+    model = seeded(TiedClassifier)
+    with sharded(model) as (parallel, planner, layout):
+        parallel(**token_batch(batch=8))
+        for batch in (token_batch(batch=4), token_batch(length=10), token_batch(batch=8)):
+            loss = joined(parallel(**batch).loss, layout)
+            with layout.plain():
+                torch.testing.assert_close(loss, model(**batch)["loss"].detach(), rtol=1e-9, atol=0)
+        parallel.eval()
+        with torch.no_grad():
+            logits = parallel(token_batch()["tokens"])["logits"]
+        with layout.plain():
+            torch.testing.assert_close(joined(logits, layout), model(token_batch()["tokens"])["logits"].detach())
+        assert planner.calls == [None]
+
+
+def test_gradients_accumulate() -> None:
+    model = seeded(TiedClassifier)
+    with sharded(model) as (parallel, _, layout):
+        for seed in (1, 2):
+            parallel(**token_batch(seed=seed)).loss.backward()
+            with layout.plain():
+                model(**token_batch(seed=seed))["loss"].backward()
+        gradients = parallel.full_gradients()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-15)
+
+
+def test_sharded_outputs_are_gathered_on_access_and_differentiable() -> None:
+    model = seeded(TiedClassifier)
+    pins = {"output:logits": {"tp": "S(2)"}}
+    with sharded(model, "tp=2", constraints=pins) as (parallel, _, layout):
+        outputs = parallel(**token_batch())
+        assert isinstance(outputs, ParallelOutput)
+        assert set(outputs) == {"loss", "logits"}
+        (outputs["logits"] ** 2).mean().backward()
+        gradients = parallel.full_gradients()
+        with layout.plain():
+            wanted = model(**token_batch())
+            (wanted["logits"] ** 2).mean().backward()
+        torch.testing.assert_close(joined(outputs.logits, layout), wanted["logits"].detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(joined(outputs[0], layout), wanted["loss"].detach(), rtol=1e-9, atol=0)
+        with pytest.raises(AttributeError, match="no 'hidden', only loss, logits"):
+            _ = outputs.hidden
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-15)
+
+
+def test_indivisible_inputs_are_refused() -> None:
+    with sharded(seeded(TiedClassifier), "dp=4", constraints=BATCH_PINS) as (parallel, _, _):
+        parallel(**token_batch(batch=8))
+        with pytest.raises(ValueError, match="'tokens' has size 6 in dim 0, .* dp=4"):
+            parallel(**token_batch(batch=6))
+
+
+def test_state_dict_round_trip_and_its_errors() -> None:
+    model, other = seeded(TiedClassifier), seeded(TiedClassifier)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    with sharded(model) as (parallel, _, layout):
+        parallel(**token_batch())
+        parallel.load_full_state_dict(other.state_dict())
+        loss = joined(parallel(**token_batch()).loss, layout)
+        with layout.plain():
+            torch.testing.assert_close(loss, other(**token_batch())["loss"].detach(), rtol=1e-9, atol=0)
+        state = dict(other.state_dict())
+        del state["middle.bias"]
+        with pytest.raises(ValueError, match=r"missing 'middle.bias', unknown none"):
+            parallel.load_full_state_dict(state)
+        with pytest.raises(ValueError, match=r"'middle.bias' has shape \[4\]"):
+            parallel.load_full_state_dict(state | {"middle.bias": torch.zeros(4)})
+
+
+def test_local_inputs_give_the_same_loss() -> None:
+    with sharded(seeded(TiedClassifier), "dp=2") as (parallel, _, layout):
+        batch = token_batch()
+        whole = joined(parallel(**batch).loss, layout)
+        placements = {name: parallel.plan.inputs[name].placement for name in batch}
+        local = {name: layout.split(tensor, placements[name]) for name, tensor in batch.items()}
+        assert torch.equal(joined(parallel(**local, local_inputs=True).loss, layout), whole)
+
+
+def test_collectives_are_as_planned() -> None:
+    with sharded(seeded(TiedClassifier)) as (parallel, _, layout):
+        parallel(**token_batch())
+        with CommunicationCounter(layout.device_mesh) as counter:
+            parallel(**token_batch()).loss.backward()
+        assert set(counter.collectives) == {entry for entry in parallel.plan.collectives if entry.count}
+
+
+def test_bfloat16_trains() -> None:
+    model = seeded(TiedClassifier).bfloat16()
+    with sharded(model) as (parallel, _, layout):
+        loss = parallel(**token_batch()).loss
+        loss.backward()
+        assert all(
+            parameter.grad.dtype == torch.bfloat16 for parameter in parallel.parameters() if parameter.grad is not None
+        )
+        with layout.plain():
+            torch.testing.assert_close(
+                joined(loss, layout).float(), model(**token_batch())["loss"].detach().float(), rtol=2e-2, atol=0
+            )
+
+
+def test_meta_models_are_initialised_alike_on_every_mesh() -> None:
+    states = []
+    for mesh in ("tp=2", "dp=4"):
+        with torch.device("meta"):
+            model = Mlp()
+        with sharded(model, mesh, loss_fn=squared_error) as (parallel, _, _):
+            batch = tuple(tensor.float() for tensor in mlp_batch())
+            with pytest.raises(ValueError, match=r"meta device.*load_full_state_dict"):
+                parallel(*batch)
+            parallel.initialise(seed=7)
+            parallel(*batch).loss.backward()
+            states.append(parallel.full_state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert float(states[0]["first.weight"].std()) > 0
+
+
+def test_a_changed_dtype_is_refused() -> None:
+    with sharded(seeded(Mlp), "tp=2") as (parallel, _, _), pytest.raises(ValueError, match="keeps the dtypes"):
+        parallel.half()
+
+
+def test_plan_and_source_are_there_after_the_first_call() -> None:
+    with sharded(seeded(Mlp), "tp=2", loss_fn=squared_error) as (parallel, _, _):
+        with pytest.raises(ValueError, match="first call"):
+            _ = parallel.plan
+        with pytest.raises(ValueError, match="first call"):
+            _ = parallel.source
+        parallel(*mlp_batch())
+        assert "class Residual(Block):  # layers.{0..2}" in parallel.source
+        assert parallel.plan.mesh == MeshShape(("tp",), (2,))
