@@ -151,7 +151,7 @@ def test_constraints_that_make_no_sense(mlp: Graph, constraints: dict, message: 
 def test_forbidden_collectives_are_not_used(mlp: Graph) -> None:
     plan = plan_with_unit_costs(mlp, AXES, forbid_replicated_matmul=True, forbid_collectives=["all_reduce"])
     assert plan.collectives and "all_reduce" not in {item.collective for item in plan.collectives}
-    with pytest.raises(ValueError, match="unknown collective 'allreduce'.*all_reduce"):
+    with pytest.raises(ValueError, match="unknown collective 'allreduce'"):
         plan_with_unit_costs(mlp, AXES, forbid_collectives=["allreduce"])
 
 
