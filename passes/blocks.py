@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from passes.ir.graph import Graph, Node, Ref, State, map_refs
+from passes.ir.graph import Graph, Node, State
 
 #: A block may be made of up to this many consecutive list entries (Linear, ReLU, Linear, ReLU, …).
 MAX_ENTRIES_PER_COPY = 6
@@ -182,7 +181,7 @@ class _Comparison:
     def _same_call(self, node: Node, model: Node) -> bool:
         if node.op != model.op or len(node.inputs) != len(model.inputs):
             return False
-        if _shape_of(node.args) != _shape_of(model.args) or _shape_of(node.kwargs) != _shape_of(model.kwargs):
+        if node.constants != model.constants:
             return False
         pairs = [
             *((self.finder.values[a], self.finder.values[b]) for a, b in zip(node.inputs, model.inputs)),
@@ -238,10 +237,10 @@ class _Comparison:
 
     def run(self) -> BlockRun | None:
         """The run found, or None if a copy's own state is used outside of its copy."""
+        inside = [{node.name for node in nodes} for nodes in self.copies]
         for names in self.states.values():
-            for name, nodes in zip(names, self.copies):
-                if not self.finder.users[name] <= {node.name for node in nodes}:
-                    return None
+            if not all(self.finder.users[name] <= own for name, own in zip(names, inside)):
+                return None
         slots = sorted(self.carried)
         return BlockRun(
             copies=tuple(tuple(node.name for node in nodes) for nodes in self.copies),
@@ -258,12 +257,6 @@ def _output_places(nodes: Iterable[Node]) -> dict[str, tuple[int, int]]:
     return {
         value.name: (position, index) for position, node in enumerate(nodes) for index, value in enumerate(node.outputs)
     }
-
-
-def _shape_of(args: Any) -> Any:
-    """Arguments with every tensor blanked out, for comparing constants."""
-    blank = map_refs(dict(args) if isinstance(args, Mapping) else args, lambda ref: Ref(""))
-    return repr(blank)
 
 
 def _split_path(path: str, level: int) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ returns a graph. Shapes are global (the whole model on one device) and static.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -88,10 +89,15 @@ class Node:
     constant: bool = False
     key: str = ""
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensor inputs in call order (args, then kwargs), with repeats."""
         return tuple(ref.name for ref in iterate_refs((self.args, tuple(self.kwargs.values()))))
+
+    @functools.cached_property
+    def constants(self) -> str:
+        """The arguments with every tensor blanked out, for telling whether two calls differ in a constant."""
+        return repr(map_refs((self.args, dict(self.kwargs)), lambda ref: Ref("")))
 
     @property
     def output(self) -> Value:

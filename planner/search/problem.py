@@ -120,24 +120,24 @@ def build_structure(
     Beside a loss, other outputs stay as they are made and are no uses, except ``pinned_outputs``: for
     each path, which axes may be other than whole.
     """
-    foldable = tuple(run for run in runs if _can_fold(graph, run))
-    return _Builder(Problem(graph, foldable, mesh, dict(pinned_outputs or {}))).build()
-
-
-def _can_fold(graph: Graph, run: BlockRun) -> bool:
-    """Whether all copies see their gradients alike, and no value is both handed on and shared by all copies."""
     live = live_nodes(graph)
+    foldable = tuple(run for run in runs if _can_fold(run, live))
+    return _Builder(Problem(graph, foldable, mesh, dict(pinned_outputs or {})), live).build()
+
+
+def _can_fold(run: BlockRun, live: frozenset[str]) -> bool:
+    """Whether all copies see their gradients alike, and no value is both handed on and shared by all copies."""
     alive = {tuple(name in live for name in copy) for copy in run.copies}
     entries = {names[0] for names in run.carried}
     return len(alive) == 1 and not entries & set(run.shared)
 
 
 class _Builder:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, live: frozenset[str]) -> None:
         self.problem = problem
         self.graph = graph = problem.graph
         self.values = graph.values
-        self.live = live_nodes(graph)
+        self.live = live
         self.saved = saved_values(graph, self.live)
         self.nodes = {node.name: node for node in graph.nodes}
         self.run_of: dict[str, int] = {}  # nodes of first copies → their run
