@@ -54,6 +54,8 @@ def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[...,
         outputs = model(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
             return outputs
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            return outputs["loss"]
         return outputs.loss if hasattr(outputs, "loss") else outputs[0]
     known = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
