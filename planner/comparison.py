@@ -48,15 +48,19 @@ def difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor, 
     return Comparison(what, name, difference / scale if scale else difference)
 
 
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returns: the only tensor, ``loss`` by key or attribute, or the first of a tuple."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+
+
 def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
     """The loss of the unsharded model."""
     if loss_fn is None:
-        outputs = model(*args, **kwargs)
-        if isinstance(outputs, torch.Tensor):
-            return outputs
-        if isinstance(outputs, Mapping) and "loss" in outputs:
-            return outputs["loss"]
-        return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+        return loss_of(model(*args, **kwargs))
     known = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     mine = {name: value for name, value in kwargs.items() if takes_any or name in known}

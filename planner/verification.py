@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,16 @@ from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
 from passes.plan_summary import format_table
-from planner.comparison import NEGLIGIBLE, Comparison, difference, differences, gradients_of, largest_of, single_loss
+from planner.comparison import (
+    NEGLIGIBLE,
+    Comparison,
+    difference,
+    differences,
+    gradients_of,
+    largest_of,
+    loss_of,
+    single_loss,
+)
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
@@ -180,11 +190,11 @@ def _compare(
         with layout.plain():
             loss = single_loss(single, args, kwargs, loss_fn)
             loss.backward()
-        with CommunicationCounter(layout.device_mesh) as counter:
-            outputs = parallel(*args, **kwargs)
-            sharded = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+        counter = CommunicationCounter(layout.device_mesh) if step == 0 else None
+        with counter or contextlib.nullcontext():
+            sharded = loss_of(parallel(*args, **kwargs))
             sharded.backward()
-        if step == 0:
+        if counter is not None:
             counted = counter.collectives
             gradients = parallel.full_gradients()
             found.append(difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
