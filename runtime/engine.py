@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from passes.capture import capture
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
 from passes.ir.graph import Graph
-from passes.ir.types import shard_dim
+from passes.ir.types import I, R, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
@@ -137,7 +138,7 @@ class Engine:
         try:
             return shard(graph, self.plan)
         except PlanMismatch:
-            plan = self.planner(graph, self.plan)
+            plan = self.planner(graph, _as_seen_by(graph, self.plan))
             self.shards.adopt(plan, self.plan)
             return shard(graph, plan)
 
@@ -185,6 +186,18 @@ class Engine:
             if self.layout.device.type != "cpu":
                 stack.enter_context(torch.device(self.layout.device))
             yield
+
+
+def _as_seen_by(graph: Graph, plan: Plan) -> Plan:
+    """``plan`` for a graph in which fewer tensors have a gradient: without one, what was I is R."""
+    no_grad = {state.path for state in graph.states if not state.value.requires_grad}
+    states = {
+        path: dataclasses.replace(planned, placement=tuple(R if t == I else t for t in planned.placement))
+        if path in no_grad
+        else planned
+        for path, planned in plan.states.items()
+    }
+    return dataclasses.replace(plan, states=states)
 
 
 def skeleton(model: nn.Module) -> nn.Module:

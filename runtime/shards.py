@@ -82,7 +82,8 @@ class Shards:
             self.placements.update((other, placement) for other in names)
 
     def _same(self, first: Placement, second: Placement) -> bool:
-        return all(size == 1 or a == b for size, a, b in zip(self.layout.mesh.sizes, first, second))
+        """Whether a rank holds the same in both: R and I differ in the gradient only."""
+        return all(size == 1 or a == b or {a, b} == {R, I} for size, a, b in zip(self.layout.mesh.sizes, first, second))
 
     def _replace(self, names: list[str], local: torch.Tensor) -> None:
         """Put ``local`` in place of the tensor at ``names``; a parameter stays the same object for its optimizer."""
