@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--baseline")
     parser.add_argument("--time-limit", type=float, default=120.0)
     given = parser.parse_args()
-    problems = DEFAULT
+    problems: tuple[Problem, ...] = DEFAULT
     if given.model:
         problems = (
             Problem(

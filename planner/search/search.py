@@ -148,9 +148,7 @@ def _assignment(
     program = dataclasses.replace(ilp.program, costs=[0.0] * ilp.program.num_variables)
     anything = solve(program, time_limit=max(60.0, 10 * time_limit))
     if anything.values is None:
-        raise ValueError(
-            f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the constraints"
-        )
+        raise ValueError(f"no plan was found in {time_limit:g} s: raise time_limit, or loosen the constraints")
     return _assignment(ilp, anything, lattices, memory_limit, time_limit)
 
 

@@ -1,4 +1,8 @@
-"""Run a linear program: HiGHS by default, CBC (through PuLP) where HiGHS is missing or fails."""
+"""Run a linear program: HiGHS by default, CBC (through PuLP) where HiGHS is missing.
+
+HiGHS is given the arrays directly: for 31,000 variables building the program in PuLP takes 0.46 s where HiGHS builds and
+solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,9 @@ from planner.search.linear import LinearProgram, Solution
 
 #: Relative gap at which a plan counts as optimal.
 RELATIVE_GAP = 1e-7
+#: HiGHS' heuristics that solve smaller integer programs at the root: the relaxation is so nearly integral that
+#: branching finds the same plan in a tenth of the time (Llama-3-8B in 16 GiB: 10 s with these off, 89 s with them on).
+SLOW_HEURISTICS = ("mip_heuristic_run_rins", "mip_heuristic_run_rens", "mip_heuristic_run_root_reduced_cost")
 #: The largest cost is scaled to this, so that seconds (1e-6 …) stand well above the solver's tolerances.
 LARGEST_COST = 1e5
 
@@ -54,6 +61,8 @@ def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> 
     }  # fmt: skip
     for name, value in options.items():
         highs.setOptionValue(name, value)
+    for name in SLOW_HEURISTICS:
+        highs.setOptionValue(name, False)
     highs.passModel(model)
     highs.run()
     status = highs.getModelStatus()
