@@ -1,7 +1,7 @@
 """Run a linear program: HiGHS by default, CBC (through PuLP) where HiGHS is missing.
 
-HiGHS is given the arrays directly: for 31,000 variables building the program in PuLP takes 0.46 s where HiGHS builds and
-solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
+HiGHS is given the arrays directly: for 31,000 variables building the program in PuLP takes 0.46 s where HiGHS builds
+and solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
 """
 
 from __future__ import annotations
