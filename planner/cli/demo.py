@@ -12,6 +12,7 @@ import copy
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ BATCH_SIZE = 16
 SEQ_LEN = 128
 CORPUS_BYTES = 2_000_000
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
     "intermediate_size": 384,
