@@ -19,7 +19,10 @@ COMMENT_COLUMN = 72
 
 
 #: A comment that would end behind this column stands on a line of its own, above.
-LINE_WIDTH = 132
+LINE_WIDTH = 140
+
+#: Operators whose result keeps the name of what they convert.
+_CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.to.dtype_layout", "aten.type_as.default"})
 
 
 def with_comment(line: str, comment: str) -> list[str]:
@@ -139,6 +142,8 @@ class Renderer:
         """A weight's name for what is made from weights, a module's for what is made with its weights."""
         if compute.inputs and all(local.state is not None for local in compute.inputs):
             return _state_name(compute.inputs[0])
+        if compute.node.op in _CASTS and compute.inputs and compute.inputs[0].state is None:
+            return base_name(self.variables[compute.inputs[0]])
         has_state = any(local.state is not None or local.value.kind == "parameter" for local in compute.inputs)
         return name_of_output(compute.node, index, has_state=has_state)
 
