@@ -46,7 +46,7 @@ def test_a_missing_reduction_is_refused_and_the_line_named() -> None:
     program = CASES["tensor_parallel"]()
     broken = re.sub(r"spmd\.all_reduce\((\w+), [^\n#]*\)", r"\1", program.source)
     assert broken != program.source
-    with pytest.raises(ProgramTypeError, match="emitted program: .*"):
+    with pytest.raises(ProgramTypeError, match=r"emitted program: .*"):
         typecheck(dataclasses.replace(program, source=broken))
 
 

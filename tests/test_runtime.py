@@ -142,7 +142,7 @@ def test_sharded_outputs_are_gathered_on_access_and_differentiable() -> None:
 def test_indivisible_inputs_are_refused() -> None:
     with sharded(seeded(TiedClassifier), "dp=4", constraints=BATCH_PINS) as (parallel, _, _):
         parallel(**token_batch(batch=8))
-        with pytest.raises(ValueError, match="'tokens' has size 6 in dim 0, .* dp=4"):
+        with pytest.raises(ValueError, match=r"'tokens' has size 6 in dim 0, .* dp=4"):
             parallel(**token_batch(batch=6))
 
 

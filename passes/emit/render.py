@@ -75,7 +75,7 @@ class Renderer:
         roots: tuple[str, ...] = (),
         block_names: dict[int, str] | None = None,
         constants: Sequence[Local] = (),
-        carried: Iterable[Local] = (),
+        argument_names: Sequence[str] | None = None,
     ) -> None:
         self.section = section
         self.mesh = mesh
@@ -88,11 +88,14 @@ class Renderer:
         self.lines: list[str] = []
         self.module_path: str | None = None
         # What goes from layer to layer is x; the first layer's comes from here.
-        self.preferred = dict.fromkeys(carried, "x")
+        self.preferred: dict[Local, str] = {}
+        #: What a block's arguments are called here, by the block.
+        self.entry_names: dict[int, list[str]] = {}
         for operation in section.body:
             if isinstance(operation, Repeat):
                 self.preferred.update((operation.entries[index], "x") for index, _ in operation.carried)
-        self.arguments = [self._bind(local, base_name(local.value.name)) for local in section.arguments]
+        names = argument_names or [base_name(local.value.name) for local in section.arguments]
+        self.arguments = [self._bind(local, name) for local, name in zip(section.arguments, names)]
         self.constants = [self._bind(local, base_name(local.value.name)) for local in constants]
 
     def _bind(self, local: Local, base: str) -> str:
@@ -204,6 +207,10 @@ class Renderer:
                 name = self.names.new("x")
                 self._write(f"{name} = {variables[index]}")
                 variables[index] = name
+        self.entry_names[id(block)] = [
+            "x" if index in carried else base_name(name) if name.isidentifier() else name.rpartition(".")[2]
+            for index, name in enumerate(variables)
+        ]
         between = self._name_results(repeat, variables, carried)
         targets = ", ".join(self.variables[result] for result in repeat.results)
         call = f"{targets} = {self.block_names[id(block)]}({{}})({', '.join(variables)})"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from passes.emit.names import RESERVED, Names, class_name
 from passes.emit.program import ENTRY_POINT
 from passes.emit.render import Expression, Renderer, describe_local, roots_title
-from passes.shard import Local, Repeat, Section, ShardedGraph
+from passes.shard import Block, Local, Repeat, Section, ShardedGraph
 
 _HEADER = '''\
 """{model} on mesh {mesh}, written by Meshwright.
@@ -35,16 +35,28 @@ def render(sharded: ShardedGraph, expression: Expression) -> str:
     loops = [operation for operation in sharded.main.body if isinstance(operation, Repeat)]
     names = Names(RESERVED | {ENTRY_POINT})
     block_names = {id(loop.block): names.new(class_name(loop.block.module_class)) for loop in loops}
+    renderer = Renderer(
+        sharded.main,
+        mesh=sharded.mesh,
+        expression=expression,
+        block_names=block_names,
+        constants=sharded.constants.results,
+    )
+    program = _program_class(sharded, renderer, expression)
     parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh)]
-    parts += [_block_class(loop, block_names[id(loop.block)], sharded, expression) for loop in loops]
-    parts.append(_program_class(sharded, block_names, expression))
-    return "\n\n".join(parts)
+    for loop in loops:
+        name, arguments = block_names[id(loop.block)], renderer.entry_names[id(loop.block)]
+        parts.append(_block_class(loop.block, name, arguments, sharded, expression))
+    return "\n\n".join([*parts, program])
 
 
-def _block_class(loop: Repeat, name: str, sharded: ShardedGraph, expression: Expression) -> str:
-    block = loop.block
-    carried = [block.section.arguments[index] for index, _ in loop.carried]
-    renderer = Renderer(block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0], carried=carried)
+def _block_class(
+    block: Block, name: str, arguments: Sequence[str], sharded: ShardedGraph, expression: Expression
+) -> str:
+    """A block, its arguments called as the program around it calls them."""
+    renderer = Renderer(
+        block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0], argument_names=arguments
+    )
     body = list(renderer.body())
     weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
     lines = [
@@ -62,11 +74,7 @@ def _weights_lines(weights: Sequence[str]) -> list[str]:
     return [f"{', '.join(weights)} = self.weights" if len(weights) > 1 else f"{weights[0]} = self.weights"]
 
 
-def _program_class(sharded: ShardedGraph, block_names: dict[int, str], expression: Expression) -> str:
-    constants = sharded.constants.results
-    renderer = Renderer(
-        sharded.main, mesh=sharded.mesh, expression=expression, block_names=block_names, constants=constants
-    )
+def _program_class(sharded: ShardedGraph, renderer: Renderer, expression: Expression) -> str:
     body = list(renderer.body())
     outputs = [
         f"{json.dumps(path)}: {renderer.source_of(local)}"
