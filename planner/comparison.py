@@ -12,6 +12,11 @@ from torch import nn
 
 #: A gradient smaller than this part of the model's largest is zero but for rounding (that of the keys' bias is).
 NEGLIGIBLE = 1e-6
+NEGLIGIBLE_LOW_PRECISION = 1e-3
+
+#: Adam divides a gradient by its own size plus epsilon: where it is rounding alone, epsilon must be above that.
+ADAM_EPSILON = 1e-8
+ADAM_EPSILON_LOW_PRECISION = 1e-2
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
 from passes.plan_summary import format_table
 from planner.comparison import (
+    ADAM_EPSILON,
+    ADAM_EPSILON_LOW_PRECISION,
     NEGLIGIBLE,
+    NEGLIGIBLE_LOW_PRECISION,
     Comparison,
     difference,
     differences,
@@ -189,8 +192,12 @@ def _compare(
     counted: tuple[CollectivePlan, ...] = ()
     disagreement = 0.0
     parallel._engine.prepare(parallel._engine.read(args, kwargs))
+    exact = all(tensor.dtype == torch.float64 for tensor in single.parameters())
+    negligible = NEGLIGIBLE if exact else NEGLIGIBLE_LOW_PRECISION
+    epsilon = ADAM_EPSILON if exact else ADAM_EPSILON_LOW_PRECISION
     single_optimizer, optimizer = (
-        torch.optim.AdamW(module.parameters(), lr=learning_rate, foreach=False) for module in (single, parallel)
+        torch.optim.AdamW(module.parameters(), lr=learning_rate, eps=epsilon, foreach=False)
+        for module in (single, parallel)
     )
     for step in range(steps):
         with layout.plain():
@@ -206,7 +213,7 @@ def _compare(
             found.append(difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
             disagreement = layout.disagreement(sharded, _invariant(layout))
             wanted = gradients_of(single)
-            found += differences("gradients", gradients, wanted, floor=NEGLIGIBLE * largest_of(wanted))
+            found += differences("gradients", gradients, wanted, floor=negligible * largest_of(wanted))
         else:
             found.append(difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
         with layout.plain():
