@@ -17,7 +17,7 @@ from passes.capture import capture
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
 from passes.ir.graph import Graph
-from passes.ir.types import I, R, shard_dim
+from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
@@ -189,15 +189,25 @@ class Engine:
 
 
 def _as_seen_by(graph: Graph, plan: Plan) -> Plan:
-    """``plan`` for a graph in which fewer tensors have a gradient: without one, what was I is R."""
-    no_grad = {state.path for state in graph.states if not state.value.requires_grad}
+    """What to keep of ``plan`` for another graph of the model: a tensor that is whole is R without a gradient, else I.
+
+    Where a gradient comes in that the plan did not know of, its operators are chosen anew: only the shards stay.
+    """
+    with_grad = {state.path for state in graph.states if state.value.requires_grad}
+    used = {state.path for state in graph.states}
     states = {
-        path: dataclasses.replace(planned, placement=tuple(R if t == I else t for t in planned.placement))
-        if path in no_grad
+        path: dataclasses.replace(planned, placement=_whole_as(I if path in with_grad else R, planned.placement))
+        if path in used
         else planned
         for path, planned in plan.states.items()
     }
+    if any(path in plan.states and not plan.states[path].trainable for path in with_grad):
+        return dataclasses.replace(plan, states=states, inputs={}, nodes={}, blocks=())
     return dataclasses.replace(plan, states=states)
+
+
+def _whole_as(whole: SpmdType, placement: Placement) -> Placement:
+    return tuple(whole if spmd_type in (R, I) else spmd_type for spmd_type in placement)
 
 
 def skeleton(model: nn.Module) -> nn.Module:

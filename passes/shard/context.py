@@ -152,6 +152,8 @@ class Context:
         first_paths = self._first_paths()
         for state in self.graph.states:
             placed = self.plan.states.get(state.path)
+            if placed is not None and state.value.requires_grad and not placed.trainable:
+                raise PlanMismatch(f"the plan was made without a gradient for {state.path!r}")
             placement = self.whole if placed is None else placed.placement
             key = f"state:{first_paths.get(state.path, state.path)}"
             yield state.value.name, self.tree(key, placement, state.value)
