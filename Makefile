@@ -19,7 +19,7 @@ lint: install
 	$(BIN)/mypy
 
 golden: install  # write the expected emitted programs anew; read the diff before committing
-	REGENERATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_emit_golden.py
+	MESHWRIGHT_REGENERATE=1 $(BIN)/python -m pytest -q tests/test_emit.py
 
 install: $(INSTALLED)
 

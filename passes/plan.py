@@ -13,7 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from passes.ir.records import from_plain
 from passes.ir.types import MeshShape, Placement
+from passes.plan_checks import check_placements
+from passes.plan_summary import summarise
 
 PLAN_VERSION = 1
 
@@ -144,8 +147,6 @@ class Plan:
 
     def summary(self, *, operators: bool = False) -> str:
         """The plan as tables of text; ``operators`` adds one line per operator."""
-        from passes.plan_summary import summarise
-
         return summarise(self, operators=operators)
 
     def to_json(self) -> str:
@@ -158,17 +159,33 @@ class Plan:
         Raises:
             ValueError: if the file is missing, is not JSON, or is not a plan of this version.
         """
-        from passes.plan_reader import read_plan
-
-        return read_plan(path)
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read plan file {path}: {error}") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"plan file {path} is corrupted: not JSON at line {error.lineno} ({error.msg}); make it again"
+            ) from error
+        try:
+            return Plan.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"plan file {path} is corrupted or not a plan: {error}") from error
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """The plan that ``json.loads(plan.to_json())`` describes.
 
         Raises:
-            ValueError: if a field is missing, unknown or of the wrong kind; the message names it.
+            ValueError: if a field is missing, unknown or of the wrong kind, or types do not fit the mesh.
         """
-        from passes.plan_reader import plan_from_dict
-
-        return plan_from_dict(data)
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a JSON object, got {type(data).__name__}")
+        if data.get("version") != PLAN_VERSION:
+            raise ValueError(
+                f"plan version {data.get('version')!r} is not supported: this program reads version {PLAN_VERSION}; "
+                "plan again"
+            )
+        plan = from_plain(Plan, data, where="plan")
+        check_placements(plan)
+        return plan
