@@ -86,8 +86,8 @@ def complete(
     chosen = dict(options)
     for stream in problem.streams.values():
         element = problem.elements[stream.source]
-        if element.kind == "input" and stream.uses and is_free(problem, stream) and len(element.options) > 1:
-            chosen[stream.source] = _input_option(problem, stream, chosen, lattices)
+        if element.follows and stream.uses and is_free(problem, stream) and len(element.options) > 1:
+            chosen[stream.source] = _following_option(problem, stream, chosen, lattices)
     trees: dict[str, tuple[Conversion, ...]] = {}
     seconds, memory = 0.0, 0.0
     for name, stream in problem.streams.items():
@@ -163,11 +163,11 @@ def _depth(lattice: Lattice, tree: dict[int, tuple[Arc, int]], arc: Arc) -> int:
     return depth
 
 
-def _input_option(problem: Problem, stream: Stream, chosen: Mapping[str, Option], lattices: Lattices) -> Option:
-    """The placement of an input without gradient: as divided as its uses allow at no cost, else whole.
+def _following_option(problem: Problem, stream: Stream, chosen: Mapping[str, Option], lattices: Lattices) -> Option:
+    """The placement of an input or frozen parameter: as divided as its uses allow at no cost, else whole.
 
-    Every conversion of a whole input is free, so the ILP leaves it out; but a process that is given only its part
-    (``local_inputs``) is better off, and nothing is lost if the uses agree.
+    Every conversion of a whole one is free, so the ILP leaves it out; but a process that holds only its part is
+    better off, and nothing is lost if the uses agree.
     """
     options = problem.elements[stream.source].options
     needs = _needs(stream, chosen)

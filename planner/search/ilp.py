@@ -99,7 +99,7 @@ def is_free(problem: Problem, stream: Stream) -> bool:
     if stream.value.requires_grad:
         return False
     whole = [set(placement) == {R} for placement in problem.given(stream)]
-    return all(whole) or (any(whole) and problem.elements[stream.source].kind == "input")
+    return all(whole) or (any(whole) and problem.elements[stream.source].follows)
 
 
 def stream_lattice(problem: Problem, stream: Stream, lattices: Lattices, *, detours: bool = False) -> Lattice:

@@ -28,7 +28,8 @@ class Element:
     """Something that chooses one of ``options``.
 
     ``key`` names it for people and in plans: node key, ``input:…``, ``state:…``, ``carry:…#…``, ``output:…``.
-    ``streams`` are the names of the streams of its inputs, one per entry of ``Option.inputs``.
+    ``streams`` are the names of the streams of its inputs, one per entry of ``Option.inputs``. ``follows``: it costs
+    the same however it is placed, so its placement is told by its uses once those are chosen.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Element:
     node: Node | None = None
     has_rule: bool = True
     matmul: bool = False
+    follows: bool = False
     options: list[Option] = field(default_factory=list)
 
 

@@ -80,8 +80,8 @@ def search(
     layers = roles(graph) if baseline is not None else {}
     runs = alike(runs, layers)
     problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
-    divide_frozen = memory_limit is not None or bool(pins) or baseline is not None
-    fill_options(problem, pricing, rule_for=rules, flops_of=flops, divide_frozen=divide_frozen)
+    bound_frozen = memory_limit is not None or bool(pins) or baseline is not None or pinned is not None
+    fill_options(problem, pricing, rule_for=rules, flops_of=flops, bound_frozen=bound_frozen)
     demanded = user_constraints(problem, mesh, pins)
     if forbid_replicated_matmul:
         demanded.append(cut_every_matmul(problem, mesh))

@@ -23,13 +23,14 @@ WHOLE = "whole"
 
 
 def fill_options(
-    problem: Problem, pricing: Pricing, *, rule_for: RuleFor, flops_of: FlopsOf, divide_frozen: bool
+    problem: Problem, pricing: Pricing, *, rule_for: RuleFor, flops_of: FlopsOf, bound_frozen: bool
 ) -> None:
-    """Give every element its options; ``divide_frozen``: parameters without gradient may be stored in shards.
+    """Give every element its options; ``bound_frozen``: where parameters without gradient are
+    stored matters (to a memory limit or a constraint).
 
     Operators first, then what hands values on, then where values come from: those follow what is asked of them.
     """
-    filler = _Filler(problem, pricing, rule_for, flops_of, divide_frozen)
+    filler = _Filler(problem, pricing, rule_for, flops_of, bound_frozen)
     for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
         for name, element in problem.elements.items():
             if element.kind == kind:
@@ -38,14 +39,14 @@ def fill_options(
 
 class _Filler:
     def __init__(
-        self, problem: Problem, pricing: Pricing, rule_for: RuleFor, flops_of: FlopsOf, divide_frozen: bool
+        self, problem: Problem, pricing: Pricing, rule_for: RuleFor, flops_of: FlopsOf, bound_frozen: bool
     ) -> None:
         self.problem = problem
         self.pricing = pricing
         self.mesh: MeshShape = pricing.mesh
         self.rule_for = rule_for
         self.flops_of = flops_of
-        self.divide_frozen = divide_frozen
+        self.bound_frozen = bound_frozen
         self.values = problem.graph.values
         self.live = {use.element for stream in problem.streams.values() for use in stream.uses if use.live}
         self.outputs = self._outputs_by_source()
@@ -111,12 +112,12 @@ class _Filler:
         value = self.problem.streams[name].value
         if value.requires_grad:
             return self._whole(name, element)
+        element.follows = True
         return [placement_option(where) for where in self._stored(name, value, R, ())]
 
     def _parameter(self, name: str, element: Element) -> list[Option]:
         value = self.problem.streams[name].value
-        if not value.requires_grad and not self.divide_frozen:
-            return self._whole(name, element)
+        element.follows = not value.requires_grad and not self.bound_frozen
         whole = whole_type(value)
         places = self._stored(name, value, whole, range(len(value.shape)))
         return [placement_option(where, self.pricing.state_bytes(value, where).total) for where in places]
