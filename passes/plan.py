@@ -98,9 +98,7 @@ class Costs:
 
     @property
     def total(self) -> float:
-        return (
-            self.compute_forward + self.compute_backward + self.communication_forward + self.communication_backward
-        )
+        return self.compute_forward + self.compute_backward + self.communication_forward + self.communication_backward
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Plan:
         return summarise(self, operators=operators)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def load(path: str | Path) -> Plan:

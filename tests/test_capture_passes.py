@@ -255,9 +255,7 @@ def mask_in_place_of_values(y: torch.Tensor) -> torch.Tensor:
     return torch.cat([y, ones * 2], 1)
 
 
-@pytest.mark.parametrize(
-    ("function", "size"), [(causal_mask, 1), (mask_of_samples, 4), (mask_in_place_of_values, 4)]
-)
+@pytest.mark.parametrize(("function", "size"), [(causal_mask, 1), (mask_of_samples, 4), (mask_in_place_of_values, 4)])
 def test_constants_are_narrow_where_they_are_uniform(
     function: Callable[[torch.Tensor], torch.Tensor], size: int
 ) -> None:

@@ -40,7 +40,7 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", "tiny-lama", "--mesh", "dp=2", "--global-batch", "4", "--seq-len", "8"], "tiny-llama"),
         (["plan", "tiny-llama", "--mesh", "dp2", "--global-batch", "4", "--seq-len", "8"], "name=size"),
         (["plan", *TINY, "--cluster", "dgx-h1000:1"], "dgx-h100"),
-        (["plan", *TINY, "--cluster", "dgx-h100:1"], "8 devices"),
+        (["plan", *TINY, "--cluster", "dgx-h100:1"], "has 4 devices but cluster"),
         (["plan", *TINY, "--memory", "lots"], "--memory"),
         (["plan", *TINY, "--pin", "model.layer.*", "tp", "S(0)"], "model.layer.*"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),

@@ -16,7 +16,12 @@ _ALIASES = {
     aten.lift_fresh.default, aten.view_as_real_copy.default, aten.resolve_conj.default, aten.resolve_neg.default,
 }  # fmt: skip
 _CASTS = {
-    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
 }
 _DROPOUTS = {
     aten.dropout.default: "train", aten.feature_dropout.default: "train", aten.alpha_dropout.default: "train",
@@ -107,4 +112,3 @@ _CHECKS: dict[Any, Callable[[fx.Node, fx.Node], bool]] = {
     aten.add.Tensor: _plus_zero,
     aten.sub.Tensor: _plus_zero,
 }  # fmt: skip
-

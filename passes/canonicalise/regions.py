@@ -66,4 +66,3 @@ def _splice(node: fx.Node, body: fx.Graph, arguments: list[Any]) -> None:
         user.replace_all_uses_with(outputs[user.args[1]])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
-

@@ -37,9 +37,7 @@ class Source:
     data: Any = None
 
 
-def convert(
-    module: fx.GraphModule, sources: Mapping[str, Source], outputs: list[str], *, model_name: str
-) -> Graph:
+def convert(module: fx.GraphModule, sources: Mapping[str, Source], outputs: list[str], *, model_name: str) -> Graph:
     """The Graph of a canonical FX graph.
 
     Args:

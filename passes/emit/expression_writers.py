@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from passes.emit.expressions import Name, Writer, render
+from passes.emit.local_call import Name, Writer, render
 from passes.ir.types import P
 
 
@@ -16,7 +16,11 @@ def _axes(names: tuple[str, ...]) -> str:
 def reshape(writer: Writer) -> str:
     """Any view that splits or merges dims, with the local sizes spelled out."""
     source = writer.call.inputs[0].name
-    return f"{source}.reshape({', '.join(map(str, writer.output.shape))})" if writer.output.shape else f"{source}.reshape(())"
+    return (
+        f"{source}.reshape({', '.join(map(str, writer.output.shape))})"
+        if writer.output.shape
+        else f"{source}.reshape(())"
+    )
 
 
 def expand(writer: Writer) -> str:
@@ -72,7 +76,9 @@ def mean(writer: Writer) -> str:
         return writer.plain()
     shape = writer.global_shape(writer.call.inputs[0])
     dims = writer.bound.dims("dim", len(shape))
-    total = writer.function("torch.sum(self, dim, keepdim, dtype=dtype)" if "dim" in writer.arguments else "torch.sum(self, dtype=dtype)")
+    total = writer.function(
+        "torch.sum(self, dim, keepdim, dtype=dtype)" if "dim" in writer.arguments else "torch.sum(self, dtype=dtype)"
+    )
     return writer.sum_up(f"{total} / {math.prod(shape[dim] for dim in dims)}")
 
 
@@ -97,6 +103,9 @@ def _bounds(writer: Writer, size: int) -> tuple[int, int, int]:
 
 
 def indexed(writer: Writer) -> str:
+    if any(not operand.shape for operand in writer.call.inputs[1:]):
+        # Python's own indexing reads the value of an index without dims, which a meta tensor does not have.
+        return writer.function("torch.ops.aten.index.Tensor(self, indices)")
     entries = [":" if entry is None else render(entry) for entry in writer.arguments["indices"]]
     while len(entries) > 1 and entries[-1] == ":":
         entries.pop()
@@ -132,7 +141,8 @@ def convolution(writer: Writer) -> str:
 
 def attention(writer: Writer) -> str:
     """``F.scaled_dot_product_attention``; from ``runtime.ops`` where it drops probabilities."""
-    given = "query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa"
+    options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
     if writer.arguments.get("dropout_p"):
         source = writer.function(f"ops.scaled_dot_product_attention({given})")
         return f"{source[:-1]}, axes={_axes(writer.sharded_axes)})"
@@ -143,7 +153,20 @@ def dropout(writer: Writer) -> str:
     """``ops.dropout``: one mask where the tensor is whole, independent masks where it is sharded."""
     if not writer.arguments.get("train") or not writer.arguments.get("p"):
         return writer.call.inputs[0].name
-    return f"ops.dropout({writer.call.inputs[0].name}, {render(writer.arguments['p'])}, axes={_axes(writer.sharded_axes)})"
+    return (
+        f"ops.dropout({writer.call.inputs[0].name}, {render(writer.arguments['p'])}, axes={_axes(writer.sharded_axes)})"
+    )
+
+
+def random_like(function: str) -> Callable[[Writer], str]:
+    """Numbers drawn in the shape of a tensor: the same where it is whole, independent ones where it is sharded."""
+
+    def write(writer: Writer) -> str:
+        source, output = writer.call.inputs[0], writer.output
+        drawn = f"ops.{function}({source.name}, axes={_axes(writer.sharded_axes)})"
+        return drawn if output.dtype == source.dtype else f"{drawn}.to(torch.{output.dtype})"
+
+    return write
 
 
 def embedding(writer: Writer) -> str:
@@ -175,12 +198,15 @@ def loss(function: str) -> Callable[[Writer], str]:
     """A pointwise loss; a mean over cut positions is the local sum over the global count."""
 
     def write(writer: Writer) -> str:
-        names = [name for name in writer.bound.arguments if name != "reduction"]
+        others = [name for name in writer.bound.arguments if name not in ("self", "target", "reduction")]
+        names = ["self", "target", *others]
         reduction = {0: "none", 1: "mean", 2: "sum"}[writer.arguments["reduction"]]
         count = 1
         if writer.contracted_axes and reduction == "mean":
             reduction, count = "sum", math.prod(writer.global_shape(writer.call.inputs[0]))
-        given = ", ".join(name if writer.bound.has(name) and name in ("self", "target") else f"{name}={name}" for name in names)
+        given = ", ".join(
+            name if writer.bound.has(name) and name in ("self", "target") else f"{name}={name}" for name in names
+        )
         source = f"{writer.function(f'{function}({given})')[:-1]}, reduction={reduction!r})"
         return source if count == 1 else f"{source} / {count}"
 
@@ -222,6 +248,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     ),
     "aten.scaled_dot_product_attention.default": attention,
     "aten.dropout.default": dropout,
+    **{f"aten.{name}.default": random_like(name) for name in ("rand_like", "randn_like", "bernoulli")},
     "aten.embedding.default": embedding,
     "meshwright.cross_entropy": cross_entropy,
     **{

@@ -34,7 +34,7 @@ def signature(op: str) -> Signature | None:
     """Arguments of ``op`` in call order, or None if torch does not know it."""
     if op in SIGNATURES:
         return SIGNATURES[op]
-    schema = _schema(op)
+    schema = schema_of(op)
     if schema is None:
         return None
     return tuple(
@@ -48,13 +48,13 @@ def tensor_arguments(op: str) -> tuple[str, ...]:
     """Names of the arguments of ``op`` that take one tensor, in the order of its schema."""
     if op in _OWN_TENSORS:
         return _OWN_TENSORS[op]
-    schema = _schema(op)
+    schema = schema_of(op)
     if schema is None:
         return ()
     return tuple(argument.name for argument in schema.arguments if str(argument.type) in ("Tensor", "Optional[Tensor]"))
 
 
-def _schema(op: str) -> Any:
+def schema_of(op: str) -> Any:
     """Torch's schema of ``"aten.linear.default"`` and the like, None if there is none."""
     import torch
 
@@ -114,9 +114,7 @@ class Call:
 
     def by_slot(self, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
         """Factors by argument name, in the order of ``Node.inputs``; an argument not named has no factors."""
-        return tuple(
-            dims.get(slot, ((),) * len(value.shape)) for slot, value in zip(self.slots, self.inputs)
-        )
+        return tuple(dims.get(slot, ((),) * len(value.shape)) for slot, value in zip(self.slots, self.inputs))
 
     def rule(
         self,
@@ -136,9 +134,7 @@ class Call:
                 if len(factors) == 1:
                     known.setdefault(factors[0], size)
         known.update(sizes or {})
-        return ShardingRule(
-            tuple(inputs), tuple(outputs), known, terms=terms, passes_partial=passes_partial, **more
-        )
+        return ShardingRule(tuple(inputs), tuple(outputs), known, terms=terms, passes_partial=passes_partial, **more)
 
 
 def bind(node: Node, values: Mapping[str, Value]) -> Call | None:
@@ -165,6 +161,4 @@ def _count_refs(value: Any) -> Iterator[None]:
 
 def named_dims(shape: Sequence[int], *, prefix: str = "d", whole: Sequence[int] = ()) -> Dims:
     """One factor ``<prefix><dim>`` per dim; none for dims of size 1 and for those in ``whole``."""
-    return tuple(
-        (f"{prefix}{dim}",) if size != 1 and dim not in whole else () for dim, size in enumerate(shape)
-    )
+    return tuple((f"{prefix}{dim}",) if size != 1 and dim not in whole else () for dim, size in enumerate(shape))

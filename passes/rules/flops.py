@@ -8,7 +8,6 @@ from collections.abc import Callable
 from passes.rules.call import Call
 
 
-
 def contraction(call: Call) -> float:
     """Sums of products: 2 × the product of all factors of the index space, read from the shapes."""
     rows = call.inputs[_FIRST.get(call.node.op, 0)].shape

@@ -24,7 +24,6 @@ _MATMUL = {
 _ADDED = {
     "aten.addmm.default": ("mn", "mk, kn -> mn"),
     "aten.baddbmm.default": ("bmn", "bmk, bkn -> bmn"),
-    "aten.addbmm.default": ("mn", "bmk, bkn -> mn"),
 }
 
 
@@ -36,12 +35,12 @@ def added_matmul(call: Call) -> ShardingRule | None:
 
 
 def matmul(call: Call) -> ShardingRule | None:
-    ranks = tuple(min(len(value.shape), 3) for value in call.inputs)
-    return instantiate(_MATMUL.get(ranks, "...mk, ...kn -> ...mn"), call)  # type: ignore[call-overload]
+    first, second = (min(len(value.shape), 3) for value in call.inputs)
+    return instantiate(_MATMUL.get((first, second), "...mk, ...kn -> ...mn"), call)
 
 
 def einsum(call: Call) -> ShardingRule | None:
-    """Letters of the equation are the factors; equations with ``...`` or a repeated letter in one operand have no rule."""
+    """Letters of the equation are the factors; ``...`` or a letter twice in one operand have no rule."""
     equation = str(call["equation"]).replace(" ", "")
     left, arrow, output = equation.partition("->")
     operands = left.split(",")
@@ -92,7 +91,7 @@ def attention(call: Call) -> ShardingRule:
     """
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     rank = len(query)
-    batch = tuple((f"b{dim}",) if size != 1 else () for dim, size in enumerate(query[:-2]))
+    batch: Dims = tuple((f"b{dim}",) if size != 1 else () for dim, size in enumerate(query[:-2]))
     key_batch, sizes = batch, {}
     if call.get("enable_gqa") and rank >= 3 and key[-3] != query[-3]:
         batch = (*batch[:-1], ("h", "m"))
@@ -165,6 +164,14 @@ def _squeezed(dims: Dims, sizes: dict[str, int]) -> Dims:
     return tuple(tuple(factor for factor in factors if sizes.get(factor) != 1) for factors in dims)
 
 
+def weight_norm(call: Call) -> ShardingRule:
+    """``_weight_norm``: directions and magnitudes along one dim, which is all that may be cut."""
+    shape = call.shape("v")
+    dim = call.dim("dim", len(shape))
+    dims = named_dims(shape, whole=[place for place in range(len(shape)) if place != dim])
+    return call.rule([dims, dims], [dims])
+
+
 def outer_dims(keep: int) -> Callable[[Call], ShardingRule]:
     """Operators that leave the last ``keep`` dims whole in input and output and treat the others apart."""
 
@@ -202,6 +209,7 @@ COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     "aten.batch_norm.default": batch_norm,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.embedding.default": embedding,
+    "aten._weight_norm.default": weight_norm,
     "meshwright.cross_entropy": cross_entropy,
     **dict.fromkeys(_named("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), convolution),
     **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),

@@ -11,9 +11,7 @@ from passes.rules.rule import Dims, ShardingRule
 
 def reduced(dims: Dims, over: tuple[int, ...], keepdim: bool) -> Dims:
     """Factors left of ``dims`` once the dims ``over`` are reduced."""
-    return tuple(
-        () if dim in over else factors for dim, factors in enumerate(dims) if keepdim or dim not in over
-    )
+    return tuple(() if dim in over else factors for dim, factors in enumerate(dims) if keepdim or dim not in over)
 
 
 def summed(call: Call) -> ShardingRule:
@@ -58,7 +56,7 @@ COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
         (
             "aten.softmax.int", "aten.log_softmax.int", "aten._softmax.default", "aten._log_softmax.default",
             "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.cumprod.default",
-            "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default", "aten.renorm.default",
+            "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
         ),
         along,
     ),

@@ -12,9 +12,7 @@ from passes.rules.rule import Dims, ShardingRule
 def _same_or_touched(call: Call) -> ShardingRule:
     """Operators with one tensor in, the same rank out, that touch exactly the dims whose size they change."""
     source = call.inputs[0].shape
-    touched = [
-        dim for dim, size in enumerate(source) if any(value.shape[dim] != size for value in call.outputs)
-    ]
+    touched = [dim for dim, size in enumerate(source) if any(value.shape[dim] != size for value in call.outputs)]
     dims = named_dims(source, whole=touched)
     return call.rule([dims], [dims for _ in call.outputs], terms=((0,),), passes_partial=call.node.op in _LINEAR)
 
@@ -26,7 +24,8 @@ def sliced(call: Call) -> ShardingRule:
         dims = named_dims(shape)
     else:
         dims = named_dims(shape, whole=[call.dim("dim", len(shape))])
-    return call.rule([dims], [dims for _ in call.outputs], terms=((0,),))
+    # A stepped slice is emitted as indexing, through which the checker lets no partial sums.
+    return call.rule([dims], [dims for _ in call.outputs], terms=((0,),), passes_partial=call.get("step", 1) == 1)
 
 
 def removed(call: Call) -> ShardingRule:
@@ -57,9 +56,7 @@ def stacked(call: Call) -> ShardingRule:
 def padded(call: Call) -> ShardingRule:
     """``pad``: padded (or cropped) dims stay whole, also where a pad and a crop leave the size as it was."""
     shape, pad = call.inputs[0].shape, call["pad"]
-    touched = [
-        len(shape) - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]
-    ]
+    touched = [len(shape) - 1 - place for place in range(len(pad) // 2) if pad[2 * place] or pad[2 * place + 1]]
     dims = named_dims(shape, whole=touched)
     return call.rule([dims], [dims])
 
@@ -81,6 +78,7 @@ def along_dim(call: Call) -> ShardingRule:
         [dims_of(value.shape) for value in call.inputs],
         [dims_of(value.shape) for value in call.outputs],
         terms=((0,),) if linear else None,
+        passes_partial=False,
     )
 
 
@@ -92,7 +90,7 @@ def index_select(call: Call) -> ShardingRule:
     picked: Dims = (("i",) if call.outputs[0].shape[dim] != 1 else (),)
     index = picked if len(call.shape("index")) == 1 else ()
     out = dims[:dim] + (picked if index else ((),)) + dims[dim + 1 :]
-    return call.rule([dims, index], [out], terms=((0,),))
+    return call.rule([dims, index], [out], terms=((0,),), passes_partial=False)
 
 
 def indexed(call: Call) -> ShardingRule | None:
@@ -134,6 +132,15 @@ def indexed_put(call: Call) -> ShardingRule | None:
     dims = named_dims(shape, whole=places)
     put = _aligned(call.shape("values"), (((),) * len(call.shape("values")) + dims[len(places) :]))
     return call.rule([dims, *(((),) * len(v.shape) for v in indices), put], [dims])
+
+
+def written(call: Call) -> ShardingRule:
+    """``slice_scatter`` and ``select_scatter``: a part of one dim is replaced; that dim stays whole."""
+    shape = call.shape("self")
+    dim = call.dim("dim", len(shape))
+    dims = named_dims(shape, whole=[dim])
+    part = dims if len(call.shape("src")) == len(shape) else dims[:dim] + dims[dim + 1 :]
+    return call.rule([dims, part], [dims])
 
 
 def halved(call: Call) -> ShardingRule:
@@ -205,6 +212,8 @@ COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     "aten.index_select.default": index_select,
     "aten.index.Tensor": indexed,
     "aten.index_put.default": indexed_put,
+    "aten.slice_scatter.default": written,
+    "aten.select_scatter.default": written,
     "aten.glu.default": halved,
     "aten.topk.default": top,
     "aten.unfold.default": unfolded,

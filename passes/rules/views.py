@@ -107,9 +107,7 @@ def expand(call: Call) -> ShardingRule:
     source, target = call.inputs[0].shape, call.outputs[0].shape
     out_dims = named_dims(target)
     new = len(target) - len(source)
-    in_dims = tuple(
-        out_dims[new + dim] if size == target[new + dim] else () for dim, size in enumerate(source)
-    )
+    in_dims = tuple(out_dims[new + dim] if size == target[new + dim] else () for dim, size in enumerate(source))
     inputs = [in_dims, *(out_dims for _ in call.inputs[1:])]
     return call.rule(inputs, [out_dims], terms=LINEAR_IN_FIRST if len(inputs) == 1 else None)
 

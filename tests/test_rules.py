@@ -1,0 +1,93 @@
+"""Every sharding rule, proved: the operator on shards gives what it gives on whole tensors, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import rules_samples_layers  # noqa: F401  (registers its samplers)
+import rules_samples_parts  # noqa: F401  (registers its samplers)
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from rules_harness import Sample, fake_mesh, prove
+from rules_samples import SAMPLERS, Draw
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.rules import known_operators
+from passes.rules.rule import ShardingRule
+
+#: Operators that draw random numbers: proved in ``test_ops_random``.
+RANDOM = {"aten.dropout.default", "aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.default"}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_mesh() as made:
+        yield made
+
+
+def test_every_rule_has_a_sampler() -> None:
+    assert known_operators() - RANDOM == set(SAMPLERS) - RANDOM
+
+
+def _prove(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    draw = Draw(data)
+    args, kwargs = SAMPLERS[op](draw)
+    pairs = [(draw.int(0, 7), draw.int(0, 7)) for _ in range(2)]
+    assert prove(mesh, Sample(op, args, kwargs), pairs=pairs)
+
+
+# Shrinking runs a wrong rule hundreds of times: the first example that fails says enough.
+_SETTINGS = settings(
+    deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+_POINTWISE = sorted(
+    op for op, sample in SAMPLERS.items() if sample.__qualname__.startswith("_pointwise") and op not in RANDOM
+)
+
+
+@pytest.mark.parametrize("op", _POINTWISE)
+@settings(_SETTINGS, max_examples=2)
+@given(data=st.data())
+def test_pointwise_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
+    _prove(op, mesh, data)
+
+
+@pytest.mark.parametrize("op", sorted(set(SAMPLERS) - set(_POINTWISE) - RANDOM))
+@settings(_SETTINGS, max_examples=5)
+@given(data=st.data())
+def test_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
+    _prove(op, mesh, data)
+
+
+def _wrong_softmax() -> tuple[Sample, ShardingRule]:
+    """Softmax whose own dim may be cut."""
+    rows = (("b",), ("n",))
+    sample = Sample("aten.softmax.int", (torch.randn(2, 4, dtype=torch.float64), -1), {})
+    return sample, ShardingRule((rows,), (rows,), {"b": 2, "n": 4})
+
+
+def _wrong_bias() -> tuple[Sample, ShardingRule]:
+    """A linear that adds its bias on every rank when the contraction is cut."""
+    tensors = tuple(torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (2, 4), (2,)))
+    dims = ((("b",), ("k",)), (("n",), ("k",)), (("n",),))
+    sizes = {"b": 3, "k": 4, "n": 2}
+    return Sample("aten.linear.default", tensors, {}), ShardingRule(
+        dims, ((("b",), ("n",)),), sizes, terms=((0, 1, 2),)
+    )
+
+
+def _wrong_gradient() -> tuple[Sample, ShardingRule]:
+    """A product whose second operand claims to be sharded along where the first one is: only values agree."""
+    tensors = (torch.ones(4, 4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    rule = ShardingRule(((("m",), ("n",)), (("m",),)), ((("m",), ("n",)),), {"m": 4, "n": 4}, terms=((0, 1),))
+    return Sample("aten.mul.Tensor", tensors, {}), rule
+
+
+@pytest.mark.parametrize("wrong", [_wrong_softmax, _wrong_bias, _wrong_gradient])
+def test_a_wrong_rule_is_caught(wrong: Callable[[], tuple[Sample, ShardingRule]], mesh: DeviceMesh) -> None:
+    sample, rule = wrong()
+    with pytest.raises((AssertionError, RuntimeError)):
+        prove(mesh, sample, rule=rule)
