@@ -149,7 +149,9 @@ def verify(
     if batch is None:
         batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
     batch = _cast(batch, wanted)
-    hardware = slow_devices(shape.num_devices) if cluster is None else as_cluster(cluster, num_devices=shape.num_devices)
+    hardware = (
+        slow_devices(shape.num_devices) if cluster is None else as_cluster(cluster, num_devices=shape.num_devices)
+    )
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)

@@ -98,7 +98,9 @@ def dropout(x: torch.Tensor, p: float, *, axes: Sequence[str] = ()) -> torch.Ten
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: float, number: int, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, p: float, number: int, groups: tuple[dist.ProcessGroup, ...]
+    ) -> torch.Tensor:
         kept = _draw(x, number, groups, lambda like, generator: _uniform(like, generator) >= p)
         ctx.save_for_backward(kept)
         ctx.scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0

@@ -16,10 +16,9 @@ def groups_of(axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
     return tuple(_pg_for_axis(axis) for axis in axes)
 
 
-def retyped(outputs: Sequence[torch.Tensor], places: Collection[int], axis: str, **types: Any) -> tuple[torch.Tensor, ...]:
+def retyped(
+    outputs: Sequence[torch.Tensor], places: Collection[int], axis: str, **types: Any
+) -> tuple[torch.Tensor, ...]:
     """``outputs`` with those at ``places`` retyped on ``axis``; ``src=`` and ``dst=`` as in ``spmd.convert``."""
     retype = spmd.convert if types["src"] is spmd.I else spmd.reinterpret
-    return tuple(
-        retype(output, axis, **types) if place in places else output
-        for place, output in enumerate(outputs)
-    )
+    return tuple(retype(output, axis, **types) if place in places else output for place, output in enumerate(outputs))
