@@ -25,8 +25,9 @@ class Weights(nn.Module):
     def __getitem__(self, key: int | str | slice) -> Any:
         if isinstance(key, slice):
             indices = range(key.start or 0, key.stop, key.step or 1)
-            # An entry without weights (an activation between two linears) is not in the tree.
-            return [self._modules.get(str(index), type(self)()) for index in indices[: self.max_copies]]
+            return [self[index] for index in indices[: self.max_copies]]
+        if isinstance(key, int) and str(key) not in self._modules:
+            return type(self)()  # a list entry without weights (an activation between two linears)
         return getattr(self, str(key))
 
     def __iter__(self) -> Iterator[Any]:

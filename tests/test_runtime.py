@@ -226,3 +226,21 @@ def test_plan_and_source_are_there_after_the_first_call() -> None:
         parallel(*mlp_batch())
         assert "class Residual(Block):  # layers.{0..2}" in parallel.source
         assert parallel.plan.mesh == MeshShape(("tp",), (2,))
+
+
+def test_training_after_a_first_call_without_gradients() -> None:
+    """A plan made in evaluation keeps its shards; the operators of the training step are chosen anew."""
+    model = seeded(Mlp)
+    batch = mlp_batch()
+    with sharded(model, "dp=2,tp=2") as (parallel, _, layout):
+        parallel.eval()
+        with torch.no_grad():
+            parallel(batch[0])
+        parallel.train()
+        output = parallel(batch[0])
+        squared_error(output, batch).backward()
+        gradients = parallel.full_gradients()
+        with layout.plain():
+            squared_error(model(batch[0]), batch).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)

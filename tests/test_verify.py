@@ -81,3 +81,51 @@ def test_difference_is_relative_to_the_largest_value() -> None:
     assert difference("x", "x", given, wanted).error == 0.5
     assert difference("x", "x", given, wanted, floor=20.0).error == 0.1
     assert difference("x", "x", torch.zeros(2), torch.zeros(2)).error == 0.0
+
+
+class ConvNet(torch.nn.Module):
+    """Convolutions, a batch norm with running statistics, pooling, a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+            torch.nn.Conv2d(8, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
+            torch.nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images)
+
+
+class Tanhs(torch.nn.Module):
+    """A list whose odd entries hold no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linears = [torch.nn.Linear(16, 16) for _ in range(4)]
+        self.net = torch.nn.Sequential(*(part for linear in linears for part in (linear, torch.nn.Tanh())))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.net(images)
+
+
+def classification(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, batch["labels"])
+
+
+@pytest.mark.parametrize("constraints", [None, {"images": {"dp": "S(0)"}}])
+def test_running_statistics_are_those_of_the_whole_batch(constraints: Any) -> None:
+    torch.manual_seed(0)
+    batch = {"images": torch.randn(8, 3, 12, 12), "labels": torch.randint(10, (8,))}
+    model = seeded(ConvNet)
+    report = planner.verify(model, "dp=2,tp=2", batch=batch, loss_fn=classification, constraints=constraints)
+    assert report.ok, report.table()
+    compared = {comparison.name for comparison in report.comparisons}
+    assert {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked"} <= compared
+
+
+def test_list_entries_without_weights() -> None:
+    batch = {"images": torch.randn(8, 16), "labels": torch.randint(10, (8,))}
+    report = planner.verify(seeded(Tanhs), "dp=2,tp=2", batch=batch, loss_fn=classification)
+    assert report.ok, report.table()
