@@ -1,140 +1,47 @@
 """The Plan: everything that was decided and every cost that was predicted, as plain data.
 
 It is the only thing that crosses from deciding to doing. It is frozen, saved as versioned JSON, the same for the
-same inputs, and loads without torch. Names in it: a node is named by its ``Node.key``; of a block that repeats, only
-the first copy's nodes are named, and ``blocks`` lists the copies. A parameter or buffer is named by its path, an
-input by its path in the call joined with dots.
+same inputs, and loads without torch. Its parts are in ``passes.plan_data``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from passes.ir.records import from_plain
-from passes.ir.types import MeshShape, Placement
 from passes.plan_checks import check_placements
+from passes.plan_data import (
+    PLAN_VERSION,
+    BlockPlan,
+    Certificate,
+    CollectivePlan,
+    ConversionPlan,
+    Costs,
+    NodePlan,
+    PlanData,
+    TensorPlan,
+)
 from passes.plan_summary import summarise
 
-PLAN_VERSION = 1
+__all__ = [
+    "PLAN_VERSION",
+    "BlockPlan",
+    "Certificate",
+    "CollectivePlan",
+    "ConversionPlan",
+    "Costs",
+    "NodePlan",
+    "Plan",
+    "TensorPlan",
+]
 
 
 @dataclass(frozen=True)
-class TensorPlan:
-    """An input, parameter, buffer or output: global shape, dtype, and its type on each mesh axis."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    placement: Placement
-    trainable: bool = False
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class NodePlan:
-    """One operator: what each mesh axis cuts (labels of ``AxisChoice``) and the types of its outputs."""
-
-    op: str
-    strategy: tuple[str, ...]
-    outputs: tuple[Placement, ...]
-    has_rule: bool = True
-
-
-@dataclass(frozen=True)
-class ConversionPlan:
-    """One single-axis change of type of a value, done ``copies`` times a step (once per copy of its block).
-
-    The conversions with the same ``value`` form a tree rooted at that value's own type; ``value`` is
-    ``node:<key>#<output>``, ``state:<path>``, ``input:<path>`` or ``carry:<block>#<slot>`` (what a block takes from
-    the copy before it, rooted at the slot's carried type). A value of a block has one tree for its uses inside the
-    block, by the next copy and behind the block; a step is done by every copy if an inner use needs it or if both the
-    next copy and the exit do, by all copies but the last if only the next copy does, once if only the exit does.
-
-    ``backward`` is None also where the gradient of no use that goes through the step is ever asked for (the value
-    needs none, or the loss does not depend on these uses).
-    """
-
-    value: str
-    axis: str
-    source: Placement
-    target: Placement
-    copies: int
-    forward: str | None
-    backward: str | None
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """A run of identical blocks: the module paths of each copy, and the type of what each takes from the last."""
-
-    roots: tuple[tuple[str, ...], ...]
-    first_node: str
-    carried: tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
-class CollectivePlan:
-    """How often a collective is issued in one training step on one axis, and the sum of its bytes."""
-
-    collective: str
-    axis: str
-    phase: str
-    count: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Predicted seconds of one step by part, and bytes on each device by part."""
-
-    compute_forward: float
-    compute_backward: float
-    communication_forward: float
-    communication_backward: float
-    memory: dict[str, int]
-
-    @property
-    def total(self) -> float:
-        return self.compute_forward + self.compute_backward + self.communication_forward + self.communication_backward
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """How good the plan is within its model: seconds of the objective, a proved lower bound, and why it stopped."""
-
-    objective: float
-    bound: float
-    gap: float
-    status: str
-    solver: str
-    num_variables: int
-    num_constraints: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A complete plan; see the module docstring for the naming of its parts."""
-
-    model: str
-    fingerprint: str
-    mesh: MeshShape
-    cluster: dict[str, Any]
-    training: bool
-    inputs: dict[str, TensorPlan]
-    states: dict[str, TensorPlan]
-    outputs: dict[str, TensorPlan]
-    nodes: dict[str, NodePlan]
-    conversions: tuple[ConversionPlan, ...]
-    blocks: tuple[BlockPlan, ...]
-    collectives: tuple[CollectivePlan, ...]
-    costs: Costs
-    certificate: Certificate
-    constraints: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    version: int = PLAN_VERSION
+class Plan(PlanData):
+    """A complete plan: its data, and how to save, load and show it."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from passes.ir.types import parse_type
-
-if TYPE_CHECKING:
-    from passes.plan import Plan
+from passes.plan_data import PlanData
 
 
-def check_placements(plan: Plan) -> None:
+def check_placements(plan: PlanData) -> None:
     """Every placement has one readable type for each mesh axis."""
     placements = [
         *((f"inputs.{name}", tensor.placement) for name, tensor in plan.inputs.items()),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from passes.ir.types import describe
-
-if TYPE_CHECKING:
-    from passes.plan import Plan, TensorPlan
+from passes.plan_data import PlanData, TensorPlan
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -40,7 +37,7 @@ def format_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     return "\n".join([title, f"  {lines[0]}", f"  {'-' * len(lines[0])}", *(f"  {line}" for line in lines[1:])])
 
 
-def summarise(plan: Plan, *, operators: bool = False) -> str:
+def summarise(plan: PlanData, *, operators: bool = False) -> str:
     """The plan as a few tables; ``operators`` adds one line for each operator (of a block: of its first copy)."""
     parts = [
         _headline(plan),
@@ -56,7 +53,7 @@ def summarise(plan: Plan, *, operators: bool = False) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanData) -> str:
     certificate = plan.certificate
     kind = "training" if plan.training else "inference"
     cluster = plan.cluster.get("name", "an unnamed cluster")
@@ -70,7 +67,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _blocks(plan: Plan) -> str:
+def _blocks(plan: PlanData) -> str:
     rows = [
         [" + ".join(block.roots[0]), str(len(block.roots)), " ".join(describe(p, plan.mesh) for p in block.carried)]
         for block in plan.blocks
@@ -78,7 +75,7 @@ def _blocks(plan: Plan) -> str:
     return format_table("Repeated blocks", ("first copy", "copies", "passed from copy to copy as"), rows)
 
 
-def _tensors(title: str, plan: Plan, tensors: dict[str, TensorPlan]) -> str:
+def _tensors(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:
     """One line for all tensors whose names differ in layer numbers alone."""
     groups: dict[tuple[str, ...], int] = {}
     for path, tensor in tensors.items():
@@ -89,7 +86,7 @@ def _tensors(title: str, plan: Plan, tensors: dict[str, TensorPlan]) -> str:
     return format_table(title, ("name", "count", "shape", "dtype", "placement"), rows)
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: PlanData) -> str:
     rows = [
         [item.collective, item.axis, item.phase, f"{item.count:,}", format_bytes(item.num_bytes)]
         for item in plan.collectives
@@ -97,7 +94,7 @@ def _collectives(plan: Plan) -> str:
     return format_table("Collectives in one step", ("collective", "axis", "phase", "count", "bytes"), rows)
 
 
-def _costs(plan: Plan) -> str:
+def _costs(plan: PlanData) -> str:
     costs = plan.costs
     rows = [
         ["compute", format_seconds(costs.compute_forward), format_seconds(costs.compute_backward)],
@@ -108,7 +105,7 @@ def _costs(plan: Plan) -> str:
     return seconds + "\n\n" + format_table("Predicted memory of one device", ("part", "bytes"), memory)
 
 
-def _operators(plan: Plan) -> str:
+def _operators(plan: PlanData) -> str:
     rows = [
         [key, ", ".join(node.strategy), " ".join(describe(p, plan.mesh) for p in node.outputs)]
         for key, node in plan.nodes.items()
@@ -117,5 +114,5 @@ def _operators(plan: Plan) -> str:
     return format_table("Operators", header, rows)
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: PlanData) -> str:
     return "\n".join(["Notes", *(f"  * {note}" for note in plan.notes)]) if plan.notes else ""
