@@ -1,7 +1,7 @@
 """How long the sharding search takes, and how large its problems are.
 
-    python benchmarks/search.py                      # the figures of the README
-    python benchmarks/search.py tiny-llama --mesh dp=2,cp=2,tp=2 --cluster cpu-local:8 --batch-size 8 --seq-len 32
+    python -m benchmarks.search                      # depth, mesh and memory on Llama-3-8B, and a tiny model
+    python -m benchmarks.search tiny-llama --mesh dp=2,cp=2,tp=2 --cluster cpu-local:8 --batch-size 8 --seq-len 32
 
 One line per problem: seconds of capture, search (build and solve) and re-pricing, variables and constraints of the
 ILP, gap, and how far the re-priced plan is from the objective. Peak memory is that of the whole process so far.
