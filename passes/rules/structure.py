@@ -9,14 +9,6 @@ from passes.rules.call import Call, named_dims
 from passes.rules.rule import Dims, ShardingRule
 
 
-def _same_or_touched(call: Call) -> ShardingRule:
-    """Operators with one tensor in, the same rank out, that touch exactly the dims whose size they change."""
-    source = call.inputs[0].shape
-    touched = [dim for dim, size in enumerate(source) if any(value.shape[dim] != size for value in call.outputs)]
-    dims = named_dims(source, whole=touched)
-    return call.rule([dims], [dims for _ in call.outputs], terms=((0,),), passes_partial=call.node.op in _LINEAR)
-
-
 def sliced(call: Call) -> ShardingRule:
     """``slice``, ``narrow``, ``split``, ``chunk``: their dim stays whole unless it comes out whole and in order."""
     shape = call.inputs[0].shape
@@ -145,7 +137,9 @@ def written(call: Call) -> ShardingRule:
 
 def halved(call: Call) -> ShardingRule:
     """``glu``: its dim is split in two halves that meet, so it stays whole."""
-    return _same_or_touched(call)
+    shape = call.inputs[0].shape
+    dims = named_dims(shape, whole=[call.dim("dim", len(shape))])
+    return call.rule([dims], [dims])
 
 
 def top(call: Call) -> ShardingRule:
@@ -184,8 +178,6 @@ def diagonal(call: Call) -> ShardingRule:
     out = tuple(factors for dim, factors in enumerate(dims) if dim not in pair)
     return call.rule([dims], [(*out, ())], terms=((0,),))
 
-
-_LINEAR = frozenset({"aten.narrow.default"})
 
 COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     "aten.slice.Tensor": sliced,

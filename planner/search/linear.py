@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+#: ``Solution.status`` of a solution that is proved to be the best.
+OPTIMAL = "optimal"
+
 
 @dataclass
 class LinearProgram:

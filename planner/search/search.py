@@ -25,10 +25,10 @@ from planner.search.explain import Demands, infeasible, restricted
 from planner.search.extract import make_plan
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
-from planner.search.linear import Solution
+from planner.search.linear import OPTIMAL, Solution
 from planner.search.options import FlopsOf, RuleFor
 from planner.search.pricing import Prices, Pricing
-from planner.search.problem import build_structure
+from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
 from planner.search.space import fill_options
 
@@ -94,11 +94,10 @@ def search(
     if left is None:
         raise infeasible(problem, demands, pricing)
     lattices = Lattices(pricing, frozenset(demands.forbidden))
-    ilp = build_ilp(left, lattices, memory_limit=memory_limit)
-    solution = solve(ilp.program, time_limit=time_limit, solver=solver)
-    if solution.infeasible:
+    solved = _solve(left, lattices, memory_limit=memory_limit, time_limit=time_limit, solver=solver)
+    if solved is None:
         raise infeasible(problem, demands, pricing)
-    assignment = _assignment(ilp, solution, lattices, memory_limit, time_limit)
+    ilp, solution, assignment = solved
     return make_plan(
         left,
         assignment,
@@ -128,6 +127,28 @@ def _collectives(names: Collection[str]) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"unknown collective {unknown[0]!r} in forbid_collectives: expected {', '.join(COLLECTIVES)}")
     return tuple(dict.fromkeys(listed))
+
+
+def _solve(
+    problem: Problem, lattices: Lattices, *, memory_limit: float | None, time_limit: float, solver: str | None
+) -> tuple[ShardingIlp, Solution, Assignment] | None:
+    """The program, its solution and what that decides; None if it is infeasible.
+
+    A memory limit makes the program much harder, and often does not bind: the optimum without it is the optimum with
+    it if it fits.
+    """
+    for limit in (None,) if memory_limit is None else (None, memory_limit):
+        ilp = build_ilp(problem, lattices, memory_limit=limit)
+        solution = solve(ilp.program, time_limit=time_limit, solver=solver)
+        if solution.infeasible:
+            return None
+        if limit == memory_limit:
+            return ilp, solution, _assignment(ilp, solution, lattices, limit, time_limit)
+        if solution.status == OPTIMAL and solution.values is not None:
+            assignment = _assignment(ilp, solution, lattices, None, time_limit)
+            if memory_limit is not None and assignment.memory <= memory_limit:
+                return ilp, solution, assignment
+    return None
 
 
 def _assignment(

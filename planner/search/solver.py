@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from planner.search.linear import LinearProgram, Solution
+from planner.search.linear import OPTIMAL, LinearProgram, Solution
 
 #: Relative gap at which a plan counts as optimal.
 RELATIVE_GAP = 1e-7
@@ -73,7 +73,7 @@ def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> 
     return Solution(
         values=list(highs.getSolution().col_value) if found else None,
         bound=bound / scale if math.isfinite(bound) else 0.0,
-        status="optimal" if status == highspy.HighsModelStatus.kOptimal else highs.modelStatusToString(status).lower(),
+        status=OPTIMAL if status == highspy.HighsModelStatus.kOptimal else highs.modelStatusToString(status).lower(),
         solver=f"highs {highs.version()}",
         infeasible=infeasible,
     )
@@ -92,7 +92,7 @@ def _solve_cbc(program: LinearProgram, *, scale: float, time_limit: float) -> So
         values=[variable.value() or 0.0 for variable in variables] if found else None,
         # PuLP does not pass on CBC's bound: without a proof nothing better than zero is known
         bound=pulp.value(problem.objective) / scale if optimal else 0.0,
-        status="optimal" if optimal else pulp.LpStatus[status].lower(),
+        status=OPTIMAL if optimal else pulp.LpStatus[status].lower(),
         solver="cbc (pulp " + pulp.__version__ + ")",
         infeasible=status == pulp.LpStatusInfeasible,
     )

@@ -85,10 +85,7 @@ def cross_entropy(
         return losses.reshape(target.shape)
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     start = _first_row(vocabulary, logits.shape[-1], axes, logits.device)
-    losses, _ = _ShardedCrossEntropy.apply(
-        logits, target, start, ignore_index, label_smoothing, vocabulary, groups_of(axes)
-    )
-    return losses
+    return _ShardedCrossEntropy.apply(logits, target, start, ignore_index, label_smoothing, vocabulary, groups_of(axes))
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -104,29 +101,30 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         vocabulary: int,
         groups: tuple[dist.ProcessGroup, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         scores = _wide(logits)
         largest = _reduced(scores.amax(-1), "max", groups)
+        # every sum is of differences from the largest logit: sums of the logits themselves would round them away
+        scores = scores - largest.unsqueeze(-1)
         place, inside = _local_place(target, start, scores.shape[-1])
         chosen = scores.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
-        parts = [(scores - largest.unsqueeze(-1)).exp().sum(-1), chosen]
+        parts = [scores.exp().sum(-1), chosen]
         if label_smoothing:
             parts.append(scores.sum(-1))
         sums = _reduced(torch.stack(parts), "sum", groups)
-        log_sum = sums[0].log() + largest
+        log_sum = sums[0].log()
         losses = log_sum - (1.0 - label_smoothing) * sums[1]
         if label_smoothing:
             losses = losses - label_smoothing / vocabulary * sums[2]
-        ctx.save_for_backward(logits, target, start, log_sum)
+        ctx.save_for_backward(logits, target, start, largest, log_sum)
         ctx.options = (ignore_index, label_smoothing, vocabulary)
-        ctx.mark_non_differentiable(log_sum)
-        return losses.masked_fill(target == ignore_index, 0.0).to(logits.dtype), log_sum
+        return losses.masked_fill(target == ignore_index, 0.0).to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        logits, target, start, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        logits, target, start, largest, log_sum = ctx.saved_tensors
         ignore_index, label_smoothing, vocabulary = ctx.options
-        scores = _wide(logits)
+        scores = _wide(logits) - largest.unsqueeze(-1)
         place, inside = _local_place(target, start, scores.shape[-1])
         wanted = (1.0 - label_smoothing) * inside.unsqueeze(-1).to(scores.dtype)
         slope = (scores - log_sum.unsqueeze(-1)).exp() - label_smoothing / vocabulary
@@ -137,13 +135,13 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def spmd_typecheck(
         *, logits: torch.Tensor, target: torch.Tensor, start: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         spmd.rules.ignore(start)
         losses = spmd.rules.einsum("...v,...->...", logits, target)
         whole = I if logits.requires_grad else R
         for group in groups:
             losses = spmd.rules.all_reduce(losses, group, src=V, dst=whole)
-        return losses, losses
+        return losses
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

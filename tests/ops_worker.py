@@ -1,0 +1,77 @@
+"""One rank of ``test_ops_vocabulary``: the operators of ``runtime.ops`` on real process groups against whole ones."""
+
+from __future__ import annotations
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from runtime import ops
+from tests.ranks import answer, task
+
+VOCABULARY, HIDDEN = 8, 4
+
+
+def difference(local: torch.Tensor | None, whole: torch.Tensor | None, dim: int | None) -> float:
+    """Largest difference of this rank's part (along ``dim``; None: a copy) on any rank."""
+    assert local is not None and whole is not None
+    wanted = whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    worst = (local - wanted).abs().max().detach()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def losses() -> dict[str, float]:
+    logits = (100.0 * torch.randn(3, 5, VOCABULARY, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, VOCABULARY, (3, 5))
+    target[0, :2] = -100
+    weight = torch.randn(3, 5, dtype=torch.float64)
+    found = {}
+    for smoothing in (0.0, 0.2):
+        whole = F.cross_entropy(logits.mT, target, reduction="none", label_smoothing=smoothing)
+        (wanted,) = torch.autograd.grad((whole * weight).sum(), logits)
+        local = logits.detach().chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous().requires_grad_()
+        result = ops.cross_entropy(local, target, label_smoothing=smoothing, vocabulary=VOCABULARY, axes=("tp",))
+        (result * weight).sum().backward()
+        found[f"loss {smoothing}"] = difference(result, whole, None)
+        found[f"loss gradient {smoothing}"] = difference(local.grad, wanted, -1)
+    return found
+
+
+def rows() -> dict[str, float]:
+    table = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64, requires_grad=True)
+    indices = torch.randint(0, VOCABULARY, (3, 5))
+    weight = torch.randn(3, 5, HIDDEN, dtype=torch.float64)
+    whole = F.embedding(indices, table, padding_idx=int(indices[0, 0]))
+    (wanted,) = torch.autograd.grad((whole * weight).sum(), table)
+    local = table.detach().chunk(dist.get_world_size(), 0)[dist.get_rank()].contiguous().requires_grad_()
+    part = ops.embedding(indices, local, vocabulary=VOCABULARY, padding_idx=int(indices[0, 0]), axes=("tp",))
+    result = spmd.all_reduce(part, "tp", src=spmd.P, dst=spmd.I)
+    (result * weight).sum().backward()
+    return {"rows": difference(result, whole, None), "rows gradient": difference(local.grad, wanted, 0)}
+
+
+def masks() -> dict[str, float]:
+    """Dropout: 0 where copies are masked alike and shards apart."""
+    x = torch.ones(1000)
+    torch.manual_seed(dist.get_rank())  # what else a rank draws makes no difference
+    ops.seed(3)
+    copies = difference_of_ranks(ops.dropout(x, 0.5))
+    shards = difference_of_ranks(ops.dropout(x, 0.5, axes=("tp",)))
+    return {"copies": copies, "shards": 0.0 if shards > 0 else 1.0}
+
+
+def difference_of_ranks(tensor: torch.Tensor) -> float:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return float(max((other - gathered[0]).abs().max() for other in gathered))
+
+
+if __name__ == "__main__":
+    task()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    with spmd.set_current_mesh(mesh):
+        answer({**losses(), **rows(), **masks()})

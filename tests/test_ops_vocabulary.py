@@ -1,0 +1,123 @@
+"""Vocabulary-parallel cross-entropy and embedding, and attention that drops: exact, stable, and with no gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from rules_harness import (
+    RANKS,
+    Sample,
+    assemble,
+    check_types,
+    distribute,
+    fake_mesh,
+    legal_choices,
+    local_call,
+    make_case,
+)
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.emit.expressions import expression
+from passes.plan import CollectivePlan
+from passes.rules import rule_for
+from runtime import ops
+from runtime.counter import CommunicationCounter
+from tests.ranks import run_on_ranks
+
+BOTH = ("a", "b")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_mesh() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def sharded_losses(
+    mesh: DeviceMesh, logits: torch.Tensor, target: torch.Tensor, *, smoothing: float = 0.0
+) -> tuple[torch.Tensor, tuple[CollectivePlan, ...]]:
+    """Losses with the vocabulary cut on both axes, and the collectives that they took."""
+    with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
+        local = LocalTensor(distribute(logits, ("S(1)", "S(1)")))
+        losses = ops.cross_entropy(local, target, label_smoothing=smoothing, vocabulary=logits.shape[-1], axes=BOTH)
+    parts = {rank: losses._local_tensors[rank] for rank in range(RANKS)}
+    return assemble(parts, ("I", "I"), exact=True), counter.collectives
+
+
+def test_huge_logits_do_not_overflow(mesh: DeviceMesh) -> None:
+    logits = torch.tensor([[1e4, -1e4, 5e3, 0.0], [-1e4, -1e4, -1e4, -1e4]])
+    target = torch.tensor([1, 0])
+    found, _ = sharded_losses(mesh, logits, target)
+    torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_summed_in_float32(dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    logits = torch.randn(5, 64).to(dtype)
+    target = torch.randint(0, 64, (5,))
+    found, _ = sharded_losses(mesh, logits, target, smoothing=0.1)
+    assert found.dtype == dtype
+    wanted = F.cross_entropy(logits.float(), target, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_collectives_are_those_of_the_rule(smoothing: float, mesh: DeviceMesh) -> None:
+    """What the operator sends is what its rule says: two all-reduces of token size on each axis, no gather."""
+    logits, target = torch.randn(6, 8, dtype=torch.float64), torch.randint(0, 8, (6,))
+    case = make_case(Sample("meshwright.cross_entropy", (logits, target), {"label_smoothing": smoothing}))
+    rule = rule_for(case.node, case.values)
+    assert rule is not None
+    _, collectives = sharded_losses(mesh, logits, target, smoothing=smoothing)
+    for axis in BOTH:
+        counted = [entry for entry in collectives if entry.axis == axis]
+        assert {entry.collective for entry in counted} == {"all_reduce"}
+        assert sum(entry.count for entry in counted) == len(rule.reductions)
+        assert sum(entry.num_bytes for entry in counted) == sum(6 * r.multiple * r.item_size for r in rule.reductions)
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_attention_that_drops(enable_gqa: bool, mesh: DeviceMesh) -> None:
+    """Every choice has the plan's types, copies of a probability are dropped alike, and the mean is unbiased."""
+    query, key = torch.randn(2, 4, 4, 2, dtype=torch.float64), torch.randn(2, 2 if enable_gqa else 4, 4, 2).double()
+    value = torch.ones_like(key)
+    options = {"dropout_p": 0.5, "enable_gqa": enable_gqa}
+    sample = Sample("aten.scaled_dot_product_attention.default", (query, key, value), options)
+    case = make_case(sample)
+    rule = rule_for(case.node, case.values)
+    assert rule is not None
+    choices = legal_choices(case, rule)
+    assert {choice.label for choice in choices} >= {"cut b0", "cut l", "cut h" if enable_gqa else "cut b1"}
+    for choice in choices:
+        call = local_call(case, rule, (choice, choices[0]))
+        source = expression(call)
+        assert source.startswith("ops.scaled_dot_product_attention(")
+        check_types(mesh, case, call, source)
+    ops.seed(0)
+    kept = [ops.scaled_dot_product_attention(query, key, value, **options).mean() for _ in range(50)]
+    assert 0.9 < torch.stack(kept).mean() < 1.1
+
+
+def test_attention_without_drops_is_torchs() -> None:
+    query, key = torch.randn(2, 4, 3, 2, dtype=torch.float64), torch.randn(2, 2, 3, 2, dtype=torch.float64)
+    mask = torch.randn(3, 3, dtype=torch.float64)
+    for options in ({"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask.tril() != 0, "scale": 0.3}):
+        found = ops.scaled_dot_product_attention(query, key, key, dropout_p=0.0, enable_gqa=True, **options)
+        wanted = F.scaled_dot_product_attention(query, key, key, enable_gqa=True, **options)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_on_real_processes() -> None:
+    found = run_on_ranks("ops_worker", 2, None)
+    assert set(found) >= {"loss 0.0", "loss gradient 0.2", "rows", "rows gradient", "copies", "shards"}
+    assert max(found.values()) < 1e-12, found
