@@ -17,6 +17,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_cluster, as_mesh_shape, example_inputs_of, plan_graph
+from runtime import ops
 from runtime.engine import Engine
 from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
@@ -61,6 +62,7 @@ def compile(
     device_mesh, shape = as_device_mesh(mesh_itself)
     layout = RankLayout(device_mesh, shape)
     hardware = _cluster(cluster, device_mesh, shape)
+    ops.seed(agreed_seed(device_mesh))
     options = {"constraints": constraints, "memory_limit": memory_limit, **options}
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
@@ -189,6 +191,14 @@ def agreed_plan(find: Callable[[], Plan], *, device_mesh: DeviceMesh) -> Plan:
     import json
 
     return Plan.from_dict(json.loads(content))
+
+
+def agreed_seed(device_mesh: DeviceMesh) -> int:
+    """The seed of the first rank's default generator: every rank draws its masks from one sequence."""
+    message: list[Any] = [torch.initial_seed()]
+    if device_mesh.mesh.numel() > 1:
+        _broadcast(message, device_mesh)
+    return int(message[0])
 
 
 def _broadcast(message: list[Any], device_mesh: DeviceMesh) -> None:

@@ -106,7 +106,21 @@ def verify_leaves_the_process_group_alone() -> bool:
     return report.ok and float(total) == 2.0 and dist.get_world_size() == 2
 
 
+def ranks_seeded_apart_mask_alike() -> bool:
+    """Masks follow the first rank's ``torch.manual_seed``, whatever the others set."""
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed if dist.get_rank() == 0 else 1000 + dist.get_rank())
+        model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(0.5))
+        found.append(planner.compile(model, "tp=2")(torch.ones(8, 8)))
+    copies: list[Any] = [None, None]
+    dist.all_gather_object(copies, found)
+    alike = all(torch.equal(one, other) for one, other in zip(*copies))
+    return alike and torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
 SCENARIOS = (
+    ranks_seeded_apart_mask_alike,
     plans_at_the_first_call,
     other_shapes_and_modes,
     errors_reach_every_rank,

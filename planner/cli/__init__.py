@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 a verification that failed, 2 an error in what was aske
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    gc.disable()  # nearly all that planning makes stays: looking for garbage takes an eighth of the time
     from planner.planning import as_cluster, as_mesh_shape, plan
 
     mesh = as_mesh_shape(options.mesh)
