@@ -129,3 +129,23 @@ def test_list_entries_without_weights() -> None:
     batch = {"images": torch.randn(8, 16), "labels": torch.randint(10, (8,))}
     report = planner.verify(seeded(Tanhs), "dp=2,tp=2", batch=batch, loss_fn=classification)
     assert report.ok, report.table()
+
+
+def test_uneven_valid_tokens_on_ranks_that_cut_the_batch() -> None:
+    batch = token_batch(batch=8)
+    valid = (batch["labels"] != -100).sum(1).reshape(4, 2).sum(1)
+    assert len(set(valid.tolist())) > 1
+    pins = {"input:*": {"dp": "S(0)"}}
+    report = planner.verify(seeded(TiedClassifier), "dp=4", batch=batch, constraints=pins)
+    assert report.ok, report.table()
+    assert {tensor.placement for tensor in report.plan.inputs.values()} == {("S(0)",)}
+
+
+def test_fewer_key_heads_than_tensor_parallel_ranks() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+    report = planner.verify(transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes, **heads), "tp=4")
+    assert report.ok, report.table()
+    cut = report.plan.states["model.layers.0.self_attn.q_proj.weight"].placement
+    assert cut[0].startswith("S"), cut
