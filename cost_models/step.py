@@ -1,0 +1,69 @@
+"""What one training step is made of, as plain figures: layers, chunks of layers, and the pipeline that runs them.
+
+The planner fills these in; ``cost_models.step_time`` gives the closed form of the step's time, ``cost_models.simulator``
+plays it event by event. Seconds and bytes are of one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """One layer for one micro-batch, run one way.
+
+    Attributes:
+        forward, backward: seconds on the compute stream, with the communication that it must wait for and with
+            recomputation; backward is all of it, weight gradients included.
+        backward_weight: the part of ``backward`` that only makes weight gradients (zero-bubble schedules delay it).
+        gather_forward, gather_backward: seconds on the communication stream to gather parameters ahead of use, each
+            micro-batch (hidden behind compute where there is enough of it).
+        reduce_backward: seconds on the communication stream to reduce gradients, each micro-batch.
+        reduce_step: the same, but once a step: after the last micro-batch's backward of this layer.
+        update_step: seconds of the optimizer, once a step.
+        gather_step: seconds to gather updated parameters, once a step after the optimizer.
+        state_bytes: parameters, gradients, optimizer state: always there.
+        saved_bytes: what the backward pass needs, held for each micro-batch in flight.
+        peak_bytes: beyond that, the most that is alive while the layer runs.
+    """
+
+    forward: float
+    backward: float
+    backward_weight: float = 0.0
+    gather_forward: float = 0.0
+    gather_backward: float = 0.0
+    reduce_backward: float = 0.0
+    reduce_step: float = 0.0
+    update_step: float = 0.0
+    gather_step: float = 0.0
+    state_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    peak_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive layers that one device holds: (costs, how many such layers in a row).
+
+    ``receive_forward`` and ``receive_backward`` are seconds to take one micro-batch's activations from the chunk
+    before and its gradients from the chunk after (0 at the ends, and between chunks of one device).
+    """
+
+    layers: tuple[tuple[LayerCosts, int], ...]
+    receive_forward: float = 0.0
+    receive_backward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """One training step: ``chunks`` in model order, ``num_ranks`` pipeline ranks (1: no pipeline).
+
+    ``schedule`` is a name in ``cost_models.schedules.SCHEDULES``, which says on which rank each chunk is; the number
+    of chunks is a multiple of ``num_ranks``.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_ranks: int
+    chunks: tuple[Chunk, ...]
