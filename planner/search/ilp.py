@@ -105,7 +105,7 @@ def is_free(problem: Problem, stream: Stream) -> bool:
 def stream_lattice(problem: Problem, stream: Stream, lattices: Lattices, *, detours: bool = False) -> Lattice:
     """The lattice of a stream, over the types that its source gives and its uses need."""
     ends = [*problem.given(stream), *(where for use in stream.uses for where in problem.needed(use))]
-    types = types_used(stream.value, ends, len(ends[0]))
+    types = types_used(stream.value, ends, len(ends[0]), settled=problem.settled)
     live = any(use.live for use in stream.uses)
     return lattices.of(stream.value, types, live=live, saved=stream.saved, detours=detours)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from passes.ir.conversions import Step, steps_from
@@ -33,17 +33,23 @@ class Lattice:
     arcs: tuple[Arc, ...]
 
 
-def types_used(value: Value, placements: Iterable[Placement], num_axes: int) -> tuple[tuple[SpmdType, ...], ...]:
+def types_used(
+    value: Value, placements: Iterable[Placement], num_axes: int, *, settled: Collection[int] = ()
+) -> tuple[tuple[SpmdType, ...], ...]:
     """Types worth considering on each axis: R, I if there is a gradient, and whatever the ends of a stream use.
 
     A shard of a dim that no producer gives and no consumer takes, or a partial sum that neither has, is never on a
-    cheapest way: every step to it and away from it costs at least the step past it.
+    cheapest way: every step to it and away from it costs at least the step past it. On a ``settled`` axis
+    a value that has one type at all its ends keeps it.
     """
     always = [R, I] if value.requires_grad else [R]
-    used: list[dict[SpmdType, None]] = [dict.fromkeys(always) for _ in range(num_axes)]
+    used: list[dict[SpmdType, None]] = [{} for _ in range(num_axes)]
     for placement in placements:
         for types, spmd_type in zip(used, placement):
             types[spmd_type] = None
+    for axis, types in enumerate(used):
+        if axis not in settled or len(types) != 1:
+            types.update(dict.fromkeys(always))
     return tuple(tuple(sorted(types)) for types in used)
 
 
@@ -68,7 +74,7 @@ class Lattices:
 
         ``detours`` keeps also the arcs that others replace at no more cost.
         """
-        key = (value.shape, value.dtype, value.requires_grad, types, live, saved)
+        key = (value.shape, value.dtype, value.requires_grad, types, live, saved, self.pricing.family(value))
         if (*key, detours) not in self._known:
             arcs = self._arcs(value, types, live=live, saved=saved)
             placements = tuple(placements_of(value, types, self.pricing.mesh))

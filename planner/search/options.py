@@ -60,13 +60,27 @@ def offered(
 
 
 def joint_choices(
-    node: Node, values: Mapping[str, Value], rule: ShardingRule | None, mesh: MeshShape
+    node: Node,
+    values: Mapping[str, Value],
+    rule: ShardingRule | None,
+    mesh: MeshShape,
+    *,
+    fixed: Mapping[str, str] | None = None,
 ) -> list[tuple[AxisChoice, ...]]:
-    """Every combination of choices over the axes in which factors and tensors divide evenly."""
+    """Every combination of choices over the axes in which factors and tensors divide evenly.
+
+    ``fixed`` names the one choice (by label) that an axis is left with.
+    """
     sizes = rule.sizes if rule is not None else {}
+    left = fixed or {}
     per_axis = [
-        [choice for choice in choices if choice.factor is None or sizes[choice.factor] % size == 0]
-        for choices, size in zip(offered(node, values, rule, mesh), mesh.sizes)
+        [
+            choice
+            for choice in choices
+            if (choice.factor is None or sizes[choice.factor] % size == 0)
+            and (size == 1 or choice.label == left.get(name, choice.label))
+        ]
+        for choices, name, size in zip(offered(node, values, rule, mesh), mesh.names, mesh.sizes)
     ]
     tensors = [*(values[name] for name in node.inputs), *node.outputs]
     found = []
@@ -96,14 +110,15 @@ def operator_options(
     flops: float,
     live: bool,
     kept: Sequence[bool],
+    fixed: Mapping[str, str] | None = None,
 ) -> list[Option]:
     """All options of an operator; of several that give the same placements only the cheapest.
 
-    ``kept`` says which outputs are kept in memory for the backward pass.
+    ``kept`` says which outputs are kept in memory for the backward pass; ``fixed`` is as in ``joint_choices``.
     """
     mesh = pricing.mesh
     best: dict[tuple[object, ...], Option] = {}
-    for joint in joint_choices(node, values, rule, mesh):
+    for joint in joint_choices(node, values, rule, mesh, fixed=fixed):
         placements = _placements(joint)
         inputs, outputs = tuple(placements[: len(node.inputs)]), tuple(placements[len(node.inputs) :])
         cut = math.prod(size for choice, size in zip(joint, mesh.sizes) if choice.factor is not None)

@@ -92,6 +92,10 @@ class Pricing:
             self._collectives[key] = self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)
         return self._collectives[key]
 
+    def family(self, value: Value) -> str:
+        """Tells values apart whose conversions are priced differently though their shapes are the same."""
+        return ""
+
     def step_bytes(self, step: Step, value: Value) -> int:
         return step.num_bytes(value.shape, ITEM_SIZE[value.dtype], self.mesh)
 

@@ -70,6 +70,7 @@ class Stream:
 class Problem:
     """Elements and streams by name; ``runs`` are the repeated blocks that are folded.
 
+    ``settled``: axes (by index) on which nothing is left to choose: a value that everybody takes alike stays so.
     Element names: the node's name for operators, the value's name for sources, the key for carries and outputs.
     """
 
@@ -80,6 +81,7 @@ class Problem:
     elements: dict[str, Element] = field(default_factory=dict)
     streams: dict[str, Stream] = field(default_factory=dict)
     last_to_first: dict[str, str] = field(default_factory=dict)
+    settled: frozenset[int] = frozenset()
 
     def first_name(self, name: str) -> str:
         """The stream of a value as it is seen from outside of blocks (of a last copy's value: the first copy's)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
@@ -22,15 +23,34 @@ from planner.search.problem import Element, Problem
 WHOLE = "whole"
 
 
+@dataclass(frozen=True)
+class Roles:
+    """What axes are for, where that is settled before the search.
+
+    Attributes:
+        fixed: by node name, the label of the one choice that an axis is left with.
+        whole_states: axes on which parameters are stored whole (who divides them over such an axis decides elsewhere).
+    """
+
+    fixed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    whole_states: Collection[str] = ()
+
+
 def fill_options(
-    problem: Problem, pricing: Pricing, *, rule_for: RuleFor, flops_of: FlopsOf, bound_frozen: bool
+    problem: Problem,
+    pricing: Pricing,
+    *,
+    rule_for: RuleFor,
+    flops_of: FlopsOf,
+    bound_frozen: bool,
+    roles: Roles | None = None,
 ) -> None:
     """Give every element its options; ``bound_frozen``: where parameters without gradient are
     stored matters (to a memory limit or a constraint).
 
     Operators first, then what hands values on, then where values come from: those follow what is asked of them.
     """
-    filler = _Filler(problem, pricing, rule_for, flops_of, bound_frozen)
+    filler = _Filler(problem, pricing, rule_for, flops_of, bound_frozen, roles or Roles())
     for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
         for name, element in problem.elements.items():
             if element.kind == kind:
@@ -39,7 +59,13 @@ def fill_options(
 
 class _Filler:
     def __init__(
-        self, problem: Problem, pricing: Pricing, rule_for: RuleFor, flops_of: FlopsOf, bound_frozen: bool
+        self,
+        problem: Problem,
+        pricing: Pricing,
+        rule_for: RuleFor,
+        flops_of: FlopsOf,
+        bound_frozen: bool,
+        roles: Roles,
     ) -> None:
         self.problem = problem
         self.pricing = pricing
@@ -47,6 +73,7 @@ class _Filler:
         self.rule_for = rule_for
         self.flops_of = flops_of
         self.bound_frozen = bound_frozen
+        self.roles = roles
         self.values = problem.graph.values
         self.live = {use.element for stream in problem.streams.values() for use in stream.uses if use.live}
         self.outputs = self._outputs_by_source()
@@ -76,7 +103,14 @@ class _Filler:
         element.has_rule, element.matmul = rule is not None, flops > 0
         kept = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
         return operator_options(
-            node, self.values, self.pricing, rule=rule, flops=flops, live=name in self.live, kept=kept
+            node,
+            self.values,
+            self.pricing,
+            rule=rule,
+            flops=flops,
+            live=name in self.live,
+            kept=kept,
+            fixed=self.roles.fixed.get(name),
         )
 
     def _output(self, name: str, element: Element) -> list[Option]:
@@ -125,8 +159,11 @@ class _Filler:
     def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
         """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""
         asked = self._asked(name)
-        types = []
+        types: list[tuple[SpmdType, ...]] = []
         for axis, size in enumerate(self.mesh.sizes):
+            if value.kind == "parameter" and self.mesh.names[axis] in self.roles.whole_states:
+                types.append((whole,))
+                continue
             shards = {where[axis] for where in asked if shard_dim(where[axis]) is not None}
             shards.update(shard(dim) for dim in dims if value.shape[dim] % size == 0)
             types.append((whole, *sorted(shards)) if size > 1 else (whole,))

@@ -1,0 +1,46 @@
+"""What kind of kernel an operator runs, for its efficiency: the rows of the cost model's curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from passes.ir.graph import Node
+
+MATMUL, ATTENTION, CONVOLUTION, NORM = "matmul", "attention", "convolution", "norm"
+ELEMENTWISE, REDUCTION, GATHER, COPY = "elementwise", "reduction", "gather", "copy"
+
+#: Operators (without overload) by kind; what is not listed is elementwise.
+_OPERATORS: dict[str, str] = {
+    MATMUL: "linear matmul mm bmm addmm baddbmm addbmm mv dot einsum",
+    ATTENTION: "scaled_dot_product_attention",
+    CONVOLUTION: "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    NORM: "layer_norm rms_norm group_norm batch_norm instance_norm native_layer_norm softmax _softmax log_softmax",
+    REDUCTION: "sum mean amax amin max min prod var std var_mean logsumexp argmax argmin any all norm cumsum cumprod",
+    GATHER: "embedding index index_select gather scatter scatter_add index_add index_put",
+    COPY: "cat stack clone contiguous pad constant_pad_nd roll flip repeat repeat_interleave to _to_copy",
+}
+KINDS: dict[str, str] = {f"aten.{name}": kind for kind, names in _OPERATORS.items() for name in names.split()}
+KINDS["meshwright.cross_entropy"] = NORM
+
+
+def kind_of(node: Node) -> str:
+    """The kind of ``node``, one of the names above."""
+    namespace, _, rest = node.op.partition(".")
+    return KINDS.get(f"{namespace}.{rest.split('.')[0]}", ELEMENTWISE)
+
+
+def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """(batch, m, n, k) of a matrix product from the local shapes of its operands and its output.
+
+    An operand with a batch of its own makes ``batch``; a plain weight makes one large product of all rows.
+    """
+    matrices = [shape for shape in inputs if len(shape) >= 2] or [(1, 1)]
+    first = matrices[1] if node.op.startswith(("aten.addmm", "aten.baddbmm")) and len(matrices) > 2 else matrices[0]
+    weights = [shape for shape in matrices if len(shape) == 2]
+    n = output[-1] if output else 1
+    rows = math.prod(output) // max(1, n)
+    if weights or len(output) < 3:
+        return 1, rows, n, first[-1]
+    batch = math.prod(output[:-2])
+    return batch, rows // max(1, batch), n, first[-1]

@@ -1,0 +1,112 @@
+"""Follow the batch through a graph: what one axis that only ever cuts the batch does at every operator.
+
+Data parallelism and micro-batches cut the batch and nothing else, so there is nothing to search on their axis: each
+operator takes the choice that accepts its inputs as they come. An operator that mixes samples (statistics of batch
+norm) needs them all; it is followed too, and the conversion that it asks for says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import I, P, R, SpmdType, shard, shard_dim
+from passes.rules.rule import AxisChoice, axis_choices
+from planner.search.options import RuleFor
+
+#: What it takes, in order of preference, to bring an input from the type it has to the type a choice needs.
+FREE, SLICE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 1.0, 1e3, 1e6
+
+
+@dataclass(frozen=True)
+class Followed:
+    """``labels``: the choice of each operator, by node name; ``types``: of each value where it is made; ``mixing``:
+    names of the values (no scalars among them) that every sample needs whole."""
+
+    labels: Mapping[str, str]
+    types: Mapping[str, SpmdType]
+    mixing: tuple[str, ...]
+
+
+def batch_size_of(graph: Graph) -> int:
+    """Samples of the captured batch: the first dim that most inputs share (1 if no input has a dim)."""
+    sizes = [value.shape[0] for value in graph.inputs if value.shape]
+    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 1
+
+
+def follow_batch(
+    graph: Graph, *, rules: RuleFor, skip: Collection[str] = (), alias: Mapping[str, str] | None = None
+) -> Followed:
+    """What an axis that cuts the inputs' first dim does at every operator of ``graph``.
+
+    ``skip``: nodes of later copies of a block; ``alias``: their values as seen behind the block → the first copy's.
+    Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too.
+    """
+    size = batch_size_of(graph)
+    values = graph.values
+    types: dict[str, SpmdType] = {}
+    for value in graph.inputs:
+        cut = bool(value.shape) and value.shape[0] == size and size > 1
+        types[value.name] = shard(0) if cut else _whole(value)
+    types.update((state.value.name, _whole(state.value)) for state in graph.states)
+    labels: dict[str, str] = {}
+    mixing: list[str] = []
+    last = alias or {}
+    for node in graph.nodes:
+        if node.name in skip:
+            continue
+        types.update((name, types[last[name]]) for name in node.inputs if name in last)
+        if node.constant:
+            types.update((value.name, R) for value in node.outputs)
+            continue
+        choice = _best(node, values, types, rules)
+        labels[node.name] = choice.label
+        types.update(zip((value.name for value in node.outputs), choice.outputs))
+        for name, needed in zip(node.inputs, choice.inputs):
+            if _effort(types[name], needed, values[name]) >= REDUCE and values[name].num_elements > 1:
+                mixing.append(name)
+    return Followed(labels, types, tuple(dict.fromkeys(mixing)))
+
+
+def _whole(value: Value) -> SpmdType:
+    return I if value.requires_grad else R
+
+
+def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
+    """The choice that asks least of the inputs; of equal ones the one that divides the work."""
+    rule = rules(node, values)
+    if rule is None:
+        return _replicated(node, values)
+    input_grads = [values[name].requires_grad for name in node.inputs]
+    choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])
+
+    def effort(choice: AxisChoice) -> tuple[float, bool, bool]:
+        asked = sum(_effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs))
+        own = REDUCE * len(choice.reductions)
+        return asked + own, choice.factor is None, R in choice.outputs
+
+    return min(choices, key=effort)
+
+
+def _replicated(node: Node, values: Mapping[str, Value]) -> AxisChoice:
+    grads = [values[name].requires_grad for name in node.inputs]
+    inputs = tuple(I if grad else R for grad in grads)
+    return AxisChoice(
+        "invariant" if any(grads) else "replicate", inputs, tuple(I if v.requires_grad else R for v in node.outputs)
+    )
+
+
+def _effort(have: SpmdType, need: SpmdType, value: Value) -> float:
+    if have == need or {have, need} <= {R, I}:
+        return FREE
+    if have in (R, I):
+        return SLICE if shard_dim(need) is not None and value.kind != "parameter" else SCATTER * _weight(value)
+    if have == P:
+        return REDUCE * _weight(value)
+    return GATHER
+
+
+def _weight(value: Value) -> float:
+    return 1.0 + math.log2(max(1, value.num_elements))

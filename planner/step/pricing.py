@@ -1,0 +1,158 @@
+"""Prices of one micro-batch on one device, where the batch axis is followed and only ``cp`` and ``tp`` are searched.
+
+The mesh has the axes ``dp``, ``cp`` and ``tp``; ``dp`` stands for data parallelism and micro-batches together: its size
+is the number of pieces that the global batch is cut into, in space and in time. What divides or reduces parameters over
+``dp`` and ``cp`` (ZeRO) is decided and priced above, so conversions of parameters on these axes are free here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.ir.conversions import Step
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import MeshShape, Placement, local_shape
+from passes.rules.kinds import ATTENTION, MATMUL, kind_of, matmul_shape
+from planner.search.pricing import READS_ROWS, Pricing, base_name, is_view
+
+DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
+#: Axes over which parameters are reduced and divided by ZeRO.
+STATE_AXES = frozenset((DATA, CONTEXT))
+#: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
+ATTENTION_BACKWARD = 2.5
+#: Seconds of a conversion that must not be chosen: one that would gather what micro-batches see one after the other.
+NEVER = 1e6
+#: Bytes up to which a sum over the batch counts as a scalar of the loss.
+SCALAR_BYTES = 64
+
+
+def state_derived(graph: Graph) -> frozenset[str]:
+    """Names of parameters, buffers, and of what is computed from them alone (casts and views of weights)."""
+    found = {state.value.name for state in graph.states}
+    for node in graph.nodes:
+        if node.inputs and all(name in found for name in node.inputs):
+            found.update(value.name for value in node.outputs)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What compiled code keeps out of memory: (node, input) pairs that it reads, values that it writes, in registers."""
+
+    reads: frozenset[tuple[str, str]] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+
+class StepPricing(Pricing):
+    """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
+
+    ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``.
+    """
+
+    def __init__(self, cost_model: object, mesh: MeshShape, *, states: frozenset[str], fusion: Fusion) -> None:
+        super().__init__(cost_model, mesh)  # type: ignore[arg-type]
+        self.states = states
+        self.fusion = fusion
+
+    def step(self, step: Step, value: Value) -> tuple[float, float]:
+        if value.name in self.states and self.mesh.names[step.axis] in STATE_AXES:
+            return 0.0, 0.0
+        return super().step(step, value)
+
+    def family(self, value: Value) -> str:
+        return "state" if value.name in self.states else ""
+
+    def compute(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: int,
+        live: bool,
+    ) -> tuple[float, float]:
+        """Seconds of one operator, forward and backward, by its kind and local shape."""
+        if is_view(node):
+            return 0.0, 0.0
+        kind = kind_of(node)
+        written = sum(
+            self.local_bytes(value, where)
+            for value, where in zip(node.outputs, outputs)
+            if value.name not in self.fusion.writes
+        )
+        read = self._read(node, values, inputs, written)
+        dtype = node.output.dtype
+        grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad] if live else []
+        price = self.cost_model.compute_seconds
+        num_bytes, local_flops = written + read, flops / cut
+        if kind == MATMUL:
+            shape = self._matmul(node, values, inputs, outputs)
+            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
+            return forward, sum(
+                price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=turned)
+                for turned in _turned(shape)[: len(grads)]
+            )
+        forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
+        if not grads:
+            return forward, 0.0
+        if kind == ATTENTION:
+            again = ATTENTION_BACKWARD * local_flops
+            return forward, price(flops=again, num_bytes=2 * num_bytes, dtype=dtype, kind="attention_backward")
+        if flops:
+            return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
+        made = sum(
+            self.local_bytes(values[name], where)
+            for name, where in zip(node.inputs, inputs)
+            if values[name].requires_grad and (node.name, name) not in self.fusion.reads
+        )
+        return forward, price(flops=0.0, num_bytes=num_bytes + made, dtype=dtype, kind=kind)
+
+    def _read(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], written: int) -> int:
+        read = {
+            name: self.local_bytes(values[name], where)
+            for name, where in zip(node.inputs, inputs)
+            if (node.name, name) not in self.fusion.reads
+        }
+        if base_name(node.op) in READS_ROWS and node.inputs and node.inputs[0] in read:
+            read[node.inputs[0]] = min(read[node.inputs[0]], written)
+        return sum(read.values())
+
+    def _matmul(
+        self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
+    ) -> tuple[int, int, int, int]:
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        return matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+
+
+def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    """Shapes of the products of a matmul's backward: for the first operand's gradient, and the second's."""
+    batch, m, n, k = shape
+    return [(batch, m, k, n), (batch, k, n, m), (1, m, n, 1)]
+
+
+class BatchPrices:
+    """A cost model for one micro-batch: scalars on ``dp`` cost a latency, anything larger there must not happen.
+
+    ``sample_latency`` is the latency of an all-reduce over the data-parallel group (0 if there is one device in it);
+    ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
+    """
+
+    def __init__(self, cost_model: object, *, sample_latency: float, sample_bandwidth: float, mixes: bool) -> None:
+        self.inner = cost_model
+        self.compute_seconds = cost_model.compute_seconds  # type: ignore[attr-defined]
+        self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
+        if axis != DATA:
+            return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))  # type: ignore[attr-defined]
+        if num_bytes <= SCALAR_BYTES:
+            return self.sample_latency
+        if not self.mixes:
+            return NEVER
+        if not self.sample_latency or math.isinf(self.sample_bandwidth):
+            return 0.0
+        return self.sample_latency + 2.0 * num_bytes / self.sample_bandwidth
