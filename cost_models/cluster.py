@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models import live
-from cost_models.cluster_format import format_cluster, parse_cluster, suggest
+from cost_models.cluster_format import format_cluster, parse_cluster
+from cost_models.fields import suggest
 from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
 from cost_models.presets import load_preset, preset_names
 
@@ -39,6 +40,57 @@ class Cluster:
     def device(self) -> Device:
         """The device; of a mixed cluster, the worst of each figure, since all ranks wait for the slowest."""
         return slowest_device(self.groups)
+
+    @property
+    def kinds(self) -> tuple[Device, ...]:
+        """The different devices, in rank order."""
+        found: list[Device] = []
+        for group in self.groups:
+            if group.device not in found:
+                found.append(group.device)
+        return tuple(found)
+
+    def memory_of(self, rank: int) -> float:
+        """Memory that tensors can use on the device of ``rank``.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        first = 0
+        for group in self.groups:
+            if first <= rank < first + group.count:
+                return group.device.usable_bytes
+            first += group.count
+        raise ValueError(f"cluster {self.name!r} has ranks 0 to {self.num_devices - 1}, got {rank}")
+
+    def subset(self, num_devices: int) -> Cluster:
+        """The first ``num_devices`` devices: part of one group of some level, or several whole groups of one level.
+
+        ``dgx-h100:4`` has subsets of 1, 2 or 4 devices (of one node), of 8, and of 16 or 24 (whole nodes), of 3 or 5 as
+        well; but none of 12, which would be a node and a half.
+
+        Raises:
+            ValueError: if there are not so many devices, or they would cut a group.
+        """
+        if not 1 <= num_devices <= self.num_devices:
+            raise ValueError(f"cluster {self.name!r} has {self.num_devices} devices, cannot take {num_devices} of them")
+        levels, inner = [], 1
+        for level in self.levels:
+            size = min(level.group_size, num_devices)
+            if size % inner:
+                raise ValueError(
+                    f"{num_devices} devices of cluster {self.name!r} would cut a group of {inner}: take a multiple of"
+                    f" {inner}, or fewer than it has"
+                )
+            kept = tuple(item for item in level.exceptions if item.group < num_devices // size)
+            levels.append(replace(level, group_size=size, exceptions=kept))
+            inner = size
+        groups, left = [], num_devices
+        for group in self.groups:
+            if left:
+                groups.append(DeviceGroup(group.device, min(left, group.count)))
+                left -= groups[-1].count
+        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels))
 
     @staticmethod
     def parse(text: str) -> Cluster:

@@ -36,19 +36,32 @@ allowed for rates and memory. A preset file may also have a ``[match]`` table, s
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cost_models.dtypes import ITEM_SIZE, TFLOAT32
-from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel
-
-Table = Mapping[str, Any]
+from cost_models.efficiency_format import format_curve, format_efficiency, parse_curve, parse_efficiency
+from cost_models.fields import (
+    Table,
+    as_table,
+    check_keys,
+    get_count,
+    get_field,
+    get_number,
+    get_seconds,
+    get_share,
+    get_tables,
+    get_text,
+)
+from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
 
 _TOP_KEYS = ("name", "device", "devices", "levels", "match")
-_DEVICE_KEYS = ("name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead")
-_LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "exceptions")
+_DEVICE_KEYS = (
+    "name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead", "reserved_bytes", "overlap_slowdown",
+    "efficiency",
+)  # fmt: skip
+_LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions")
+_PROTOCOL_KEYS = ("name", "latency", "hop_latency", "bandwidth_efficiency")
 _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
@@ -59,10 +72,10 @@ def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLe
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
     """
-    table = _table(data, "the cluster")
-    _known_keys(table, _TOP_KEYS, "the cluster")
-    levels = _parse_levels(_tables(table, "levels", "the cluster"))
-    return _text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels
+    table = as_table(data, "the cluster")
+    check_keys(table, _TOP_KEYS, "the cluster")
+    levels = _parse_levels(get_tables(table, "levels", "the cluster"))
+    return get_text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels
 
 
 def format_cluster(name: str, groups: tuple[DeviceGroup, ...], levels: tuple[LinkLevel, ...]) -> dict[str, Any]:
@@ -81,19 +94,35 @@ def format_cluster(name: str, groups: tuple[DeviceGroup, ...], levels: tuple[Lin
 
 
 def _format_device(device: Device) -> dict[str, Any]:
-    return {
+    data: dict[str, Any] = {
         "name": device.name,
         "flops": dict(device.flops),
         "memory_bytes": device.memory_bytes,
         "memory_bandwidth": device.memory_bandwidth,
         "launch_overhead": device.launch_overhead,
+        "reserved_bytes": device.reserved_bytes,
+        "overlap_slowdown": device.overlap_slowdown,
     }
+    if device.efficiency:
+        data["efficiency"] = format_efficiency(device.efficiency)
+    return data
 
 
 def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": level.name, "size": size, "latency": level.latency, "bandwidth": level.bandwidth,
+        "shared_by": level.shared_by,
     }  # fmt: skip
+    if level.protocols:
+        data["protocols"] = [
+            {
+                "name": protocol.name,
+                "latency": protocol.latency,
+                "hop_latency": protocol.hop_latency,
+                "bandwidth_efficiency": format_curve(protocol.bandwidth_efficiency),
+            }
+            for protocol in level.protocols
+        ]
     if level.exceptions:
         data["exceptions"] = [
             {"group": exception.group, "latency": exception.latency, "bandwidth": exception.bandwidth}
@@ -106,14 +135,14 @@ def _parse_devices(table: Table, num_devices: int) -> tuple[DeviceGroup, ...]:
     if ("device" in table) == ("devices" in table):
         raise ValueError("the cluster needs either one [device] table or several [[devices]] with a count each")
     if "device" in table:
-        device = _table(table["device"], "device")
-        _known_keys(device, _DEVICE_KEYS, "device")
+        device = as_table(table["device"], "device")
+        check_keys(device, _DEVICE_KEYS, "device")
         return (DeviceGroup(_parse_device(device, "device"), num_devices),)
     groups = []
-    for index, device in enumerate(_tables(table, "devices", "the cluster")):
+    for index, device in enumerate(get_tables(table, "devices", "the cluster")):
         where = f"devices[{index}]"
-        _known_keys(device, ("count", *_DEVICE_KEYS), where)
-        groups.append(DeviceGroup(_parse_device(device, where), _count(device, "count", where)))
+        check_keys(device, ("count", *_DEVICE_KEYS), where)
+        groups.append(DeviceGroup(_parse_device(device, where), get_count(device, "count", where)))
     total = sum(group.count for group in groups)
     if total != num_devices:
         raise ValueError(f"the counts of [[devices]] add up to {total}, but the levels join {num_devices} devices")
@@ -121,23 +150,27 @@ def _parse_devices(table: Table, num_devices: int) -> tuple[DeviceGroup, ...]:
 
 
 def _parse_device(table: Table, where: str) -> Device:
-    flops = _table(_field(table, "flops", where), f"{where}.flops")
-    _known_keys(flops, _RATES, f"{where}.flops")
+    flops = as_table(get_field(table, "flops", where), f"{where}.flops")
+    check_keys(flops, _RATES, f"{where}.flops")
     if "float32" not in flops:
         raise ValueError(f"{where}.flops needs 'float32': it stands in for dtypes that are not listed")
+    memory_bytes = get_number(table, "memory_bytes", where)
     return Device(
-        name=_text(table, "name", where),
-        flops={dtype: _number(flops, dtype, f"{where}.flops") for dtype in flops},
-        memory_bytes=_number(table, "memory_bytes", where),
-        memory_bandwidth=_number(table, "memory_bandwidth", where),
-        launch_overhead=_seconds(table, "launch_overhead", where),
+        name=get_text(table, "name", where),
+        flops={dtype: get_number(flops, dtype, f"{where}.flops") for dtype in flops},
+        memory_bytes=memory_bytes,
+        memory_bandwidth=get_number(table, "memory_bandwidth", where),
+        launch_overhead=get_seconds(table, "launch_overhead", where),
+        reserved_bytes=get_share(table, "reserved_bytes", where, below=memory_bytes),
+        overlap_slowdown=get_share(table, "overlap_slowdown", where, below=1.0),
+        efficiency=parse_efficiency(table.get("efficiency", {}), f"{where}.efficiency"),
     )
 
 
 def _parse_levels(tables: list[Table]) -> tuple[LinkLevel, ...]:
     for index, table in enumerate(tables):
-        _known_keys(table, _LEVEL_KEYS, f"levels[{index}]")
-    sizes = [_count(table, "size", f"levels[{index}]") for index, table in enumerate(tables)]
+        check_keys(table, _LEVEL_KEYS, f"levels[{index}]")
+    sizes = [get_count(table, "size", f"levels[{index}]") for index, table in enumerate(tables)]
     levels = tuple(
         _parse_level(table, f"levels[{index}]", math.prod(sizes[: index + 1]), math.prod(sizes[index + 1 :]))
         for index, table in enumerate(tables)
@@ -149,81 +182,42 @@ def _parse_levels(tables: list[Table]) -> tuple[LinkLevel, ...]:
 
 
 def _parse_level(table: Table, where: str, group_size: int, num_groups: int) -> LinkLevel:
+    return LinkLevel(
+        name=get_text(table, "name", where),
+        group_size=group_size,
+        latency=get_seconds(table, "latency", where),
+        bandwidth=get_number(table, "bandwidth", where),
+        exceptions=_parse_exceptions(table, where, num_groups),
+        shared_by=get_count(table, "shared_by", where) if "shared_by" in table else 1,
+        protocols=_parse_protocols(table, where),
+    )
+
+
+def _parse_exceptions(table: Table, where: str, num_groups: int) -> tuple[LinkException, ...]:
     exceptions: list[LinkException] = []
-    for index, exception in enumerate(_tables(table, "exceptions", where) if "exceptions" in table else []):
+    for index, exception in enumerate(get_tables(table, "exceptions", where) if "exceptions" in table else []):
         here = f"{where}.exceptions[{index}]"
-        _known_keys(exception, _EXCEPTION_KEYS, here)
-        group = _field(exception, "group", here)
+        check_keys(exception, _EXCEPTION_KEYS, here)
+        group = get_field(exception, "group", here)
         if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < num_groups:
             raise ValueError(f"{here}.group must be an integer from 0 to {num_groups - 1}, got {group!r}")
         if any(group == earlier.group for earlier in exceptions):
             raise ValueError(f"{here}.group: group {group} is named twice")
-        latency, bandwidth = _seconds(exception, "latency", here), _number(exception, "bandwidth", here)
+        latency, bandwidth = get_seconds(exception, "latency", here), get_number(exception, "bandwidth", here)
         exceptions.append(LinkException(group, latency, bandwidth))
-    return LinkLevel(
-        name=_text(table, "name", where),
-        group_size=group_size,
-        latency=_seconds(table, "latency", where),
-        bandwidth=_number(table, "bandwidth", where),
-        exceptions=tuple(exceptions),
-    )
+    return tuple(exceptions)
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` if something known is spelt like ``word``, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
-def _field(table: Table, key: str, where: str) -> Any:
-    if key not in table:
-        raise ValueError(f"{where} needs {key!r}")
-    return table[key]
-
-
-def _known_keys(table: Table, known: tuple[str, ...], where: str) -> None:
-    for key in table:
-        if key not in known:
-            hint = suggest(str(key), known) or f": expected one of {', '.join(known)}"
-            raise ValueError(f"{where} has an unknown field {key!r}{hint}")
-
-
-def _table(value: Any, where: str) -> Table:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be a table, got {value!r}")
-    return value
-
-
-def _tables(table: Table, key: str, where: str) -> list[Table]:
-    value = _field(table, key, where)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: {key!r} must be a list of at least one table ([[{key}]]), got {value!r}")
-    return [_table(item, f"{key}[{index}]") for index, item in enumerate(value)]
-
-
-def _text(table: Table, key: str, where: str) -> str:
-    value = _field(table, key, where)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}.{key} must be a text, got {value!r}")
-    return value
-
-
-def _count(table: Table, key: str, where: str) -> int:
-    value = _field(table, key, where)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}.{key} must be an integer of at least 1, got {value!r}")
-    return value
-
-
-def _number(table: Table, key: str, where: str) -> float:
-    value = _field(table, key, where)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{where}.{key} must be a number above 0, got {value!r}")
-    return float(value)
-
-
-def _seconds(table: Table, key: str, where: str) -> float:
-    value = _field(table, key, where)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}.{key} must be a finite number of seconds, 0 or more, got {value!r}")
-    return float(value)
+def _parse_protocols(table: Table, where: str) -> tuple[Protocol, ...]:
+    protocols: list[Protocol] = []
+    for index, protocol in enumerate(get_tables(table, "protocols", where) if "protocols" in table else []):
+        here = f"{where}.protocols[{index}]"
+        check_keys(protocol, _PROTOCOL_KEYS, here)
+        name = get_text(protocol, "name", here)
+        if any(name == earlier.name for earlier in protocols):
+            raise ValueError(f"{here}.name: protocol {name!r} is named twice")
+        latency = get_seconds(protocol, "latency", here)
+        hop = get_seconds(protocol, "hop_latency", here) if "hop_latency" in protocol else 0.0
+        reached = parse_curve(protocol.get("bandwidth_efficiency", 1.0), f"{here}.bandwidth_efficiency")
+        protocols.append(Protocol(name, latency, hop, reached))
+    return tuple(protocols)

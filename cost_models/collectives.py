@@ -1,12 +1,21 @@
-"""α-β time of collectives: latency once, and the bytes that each device sends over its link.
+"""Time of collectives by algorithm, over the levels of links that a group crosses.
 
 ``num_bytes`` is always the size of the tensor that is whole on the group: what an all-reduce reduces, an all-gather
 gives, a reduce-scatter takes; an all-to-all holds 1/n of it on each of the n ranks; a send/recv passes all of it.
+
+Every algorithm costs α, a latency for each of its steps, and the bytes that pass its tightest link (Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005). The fastest of the
+algorithms and protocols is taken, as NCCL does (its tuning model: src/graph/tuning.cc).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cost_models.hardware import Protocol
+from cost_models.routes import Span, group_size
 
 #: Share of ``num_bytes`` that each of n devices sends.
 SENT_SHARE: dict[str, Callable[[int], float]] = {
@@ -17,24 +26,169 @@ SENT_SHARE: dict[str, Callable[[int], float]] = {
     "send_recv": lambda n: 1.0,
 }
 
+#: Times that an algorithm passes around the group.
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
-def collective_seconds(
-    collective: str, *, num_bytes: float, group_size: int, latency: float, bandwidth: float
-) -> float:
-    """Seconds of one collective in a group whose slowest link has ``latency`` (s) and ``bandwidth`` (bytes/s).
+
+def ring_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Rings through all ranks: each rank passes a piece on to the next, n−1 times (all-reduce: twice).
+
+    T = α + Σ_levels steps·hop + sent·bytes / min_levels (inside·bandwidth), sent = (n−1)/n (all-reduce: 2(n−1)/n).
+    Of the n−1 steps those between the P parts of the outermost level are P−1, and so on inwards. Rings run side by
+    side, one over each link that the members of a part have between them, so that a part's links add up (NCCL's
+    channels). Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; NCCL's tuning model.
+    """
+    rounds, size = _ROUNDS[collective], group_size(spans)
+    steps = _ring_steps(spans)
+    return min(
+        _alpha(protocols)
+        + rounds * sum(step * protocol.hop_latency for step, protocol in zip(steps, protocols))
+        + SENT_SHARE[collective](size) * num_bytes / _bandwidth(spans, protocols, num_bytes)
+        for protocols in _protocols(spans)
+    )
+
+
+def tree_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Two binary trees, each reducing half of the tensor up to its root and sending it back down (all-reduce only).
+
+    T = α + 2·Σ_levels ⌈log₂ parts⌉·hop + 2·bytes / min_levels (inside·bandwidth). Every rank is a leaf of one tree and
+    inside the other, so that it sends two tensors in all. Source: Sanders, Speck and Träff, "Two-tree algorithms for
+    full bandwidth broadcast, reduction and scan", 2009; NCCL 2.4's double binary trees.
+    """
+    rounds = _ROUNDS[collective]
+    return min(
+        _alpha(protocols)
+        + rounds * sum(math.ceil(math.log2(span.parts)) * item.hop_latency for span, item in zip(spans, protocols))
+        + rounds * num_bytes / _bandwidth(spans, protocols, num_bytes)
+        for protocols in _protocols(spans)
+    )
+
+
+def hierarchical_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Level after level: reduce-scatter inside, the collective on 1/inside of the bytes between, all-gather inside.
+
+    An all-gather gathers between first, then inside; a reduce-scatter the other way round. Every member takes part
+    between the parts, each with its own piece and its share of the links. T = Σ_phases T(ring in that level alone),
+    the middle of an all-reduce by whatever is fastest there. Source: Horovod's hierarchical all-reduce (Sergeev and
+    Del Balso, 2018); Thakur et al., 2005, section on SMP clusters.
+    """
+    if len(spans) == 1:
+        return ring_seconds(collective, num_bytes, spans)
+    inner, outer = spans[0], [_alone(span, spans[0].parts) for span in spans[1:]]
+    between = num_bytes / inner.parts
+    if collective != "all_reduce":
+        return ring_seconds(collective, num_bytes, [inner]) + hierarchical_seconds(collective, between, outer)
+    within = ring_seconds("reduce_scatter", num_bytes, [inner]) + ring_seconds("all_gather", num_bytes, [inner])
+    return within + min(ALGORITHMS["all_reduce"][name](collective, between, outer) for name in ALGORITHMS["all_reduce"])
+
+
+def pairwise_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Every rank sends each other rank its piece of 1/n² (all-to-all), on all levels at once.
+
+    T = α + max_levels (pieces for other parts)·bytes/n² / bandwidth. Source: Thakur et al., 2005, pairwise exchange.
+    """
+    size = group_size(spans)
+    piece = num_bytes / size / size
+    return min(
+        _alpha(protocols)
+        + max(
+            span.inside * (span.parts - 1) * piece / (span.bandwidth * item.bandwidth_efficiency(num_bytes))
+            for span, item in zip(spans, protocols)
+        )
+        for protocols in _protocols(spans)
+    )
+
+
+def message_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Every rank sends to the next of its group, all groups at once: the slowest link that is crossed decides.
+
+    T = max_levels (α + bytes / bandwidth), the bandwidth shared by those that cross the same link.
+    """
+    return max(
+        span.latency
+        + min(num_bytes / (span.message_bandwidth * item.bandwidth_efficiency(num_bytes)) for item in span.protocols)
+        for span in spans
+    )
+
+
+Algorithm = Callable[[str, float, Sequence[Span]], float]
+
+#: By collective, the algorithms that can do it.
+ALGORITHMS: dict[str, dict[str, Algorithm]] = {
+    "all_reduce": {"ring": ring_seconds, "tree": tree_seconds, "hierarchical": hierarchical_seconds},
+    "all_gather": {"ring": ring_seconds, "hierarchical": hierarchical_seconds},
+    "reduce_scatter": {"ring": ring_seconds, "hierarchical": hierarchical_seconds},
+    "all_to_all": {"pairwise": pairwise_seconds},
+    "send_recv": {"message": message_seconds},
+}
+
+
+def seconds_over(collective: str, *, num_bytes: float, spans: Sequence[Span], algorithm: str | None = None) -> float:
+    """Seconds of one collective over ``spans`` by the fastest algorithm, or by the one named.
 
     A group of one device communicates nothing: 0.
 
     Raises:
+        ValueError: if the collective is not known, or the algorithm cannot do it.
+    """
+    if collective not in ALGORITHMS:
+        raise ValueError(f"unknown collective {collective!r}: expected one of {', '.join(ALGORITHMS)}")
+    known = ALGORITHMS[collective]
+    if algorithm is not None and algorithm not in known:
+        raise ValueError(f"no algorithm {algorithm!r} for {collective}: expected one of {', '.join(known)}")
+    if not spans:
+        return 0.0
+    chosen = known.values() if algorithm is None else [known[algorithm]]
+    return min(seconds(collective, num_bytes, spans) for seconds in chosen)
+
+
+def collective_seconds(
+    collective: str, *, num_bytes: float, group_size: int, latency: float, bandwidth: float
+) -> float:
+    """Seconds of one collective among ``group_size`` ranks on equal links, ``latency`` in s, ``bandwidth`` in bytes/s.
+
+    The α-β model: the latency counts once, whatever the number of ranks.
+
+    Raises:
         ValueError: if the collective is not known.
     """
-    if collective not in SENT_SHARE:
-        raise ValueError(f"unknown collective {collective!r}: expected one of {', '.join(SENT_SHARE)}")
-    if group_size == 1:
-        return 0.0
-    return latency + SENT_SHARE[collective](group_size) * num_bytes / bandwidth
+    spans = (Span.of_link(group_size, latency=latency, bandwidth=bandwidth),) if group_size > 1 else ()
+    return seconds_over(collective, num_bytes=num_bytes, spans=spans)
 
 
 def send_recv(*, num_bytes: float, latency: float, bandwidth: float) -> float:
     """Seconds to pass ``num_bytes`` from one device to another."""
     return collective_seconds("send_recv", num_bytes=num_bytes, group_size=2, latency=latency, bandwidth=bandwidth)
+
+
+def _protocols(spans: Sequence[Span]) -> list[tuple[Protocol, ...]]:
+    """For each protocol of the innermost level, what it is on every level (the level's first where it has none)."""
+    return [
+        tuple(next((item for item in span.protocols if item.name == first.name), span.protocols[0]) for span in spans)
+        for first in spans[0].protocols
+    ]
+
+
+def _alpha(protocols: Sequence[Protocol]) -> float:
+    return max(protocol.latency for protocol in protocols)
+
+
+def _bandwidth(spans: Sequence[Span], protocols: Sequence[Protocol], num_bytes: float) -> float:
+    """What a part of the group sends per second over the level that is tightest for it."""
+    return min(
+        span.inside * span.bandwidth * item.bandwidth_efficiency(num_bytes) for span, item in zip(spans, protocols)
+    )
+
+
+def _ring_steps(spans: Sequence[Span]) -> list[int]:
+    """By level, how many of a ring's n−1 steps wait for it: between P parts P−1, inside them the rest."""
+    steps, outer = [], 1
+    for span in reversed(spans):
+        steps.append((span.parts - 1) * outer)
+        outer *= span.parts
+    return steps[::-1]
+
+
+def _alone(span: Span, inner: int) -> Span:
+    """A level as a group sees it that has one member in each part of the level inside, of ``inner`` members."""
+    return replace(span, inside=span.inside // inner)

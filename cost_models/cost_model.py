@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 
 from cost_models.cluster import Cluster
-from cost_models.collectives import collective_seconds
+from cost_models.collectives import seconds_over
 from cost_models.dtypes import TFLOAT32
+from cost_models.efficiency import MatmulShape
 from cost_models.hardware import LinkLevel, crossed_levels
+from cost_models.routes import Span, route
 
 
 class CostModel:
@@ -21,7 +23,7 @@ class CostModel:
 
     Attributes:
         cluster, axes: as given.
-        device: the device that prices are for.
+        device: the device, of a mixed cluster the worst of each figure.
 
     Raises:
         ValueError: if the mesh has another number of devices than the cluster.
@@ -33,38 +35,75 @@ class CostModel:
         self.device = cluster.device
         self._allow_tf32 = allow_tf32
         _check_axes(cluster, self.axes)
-        self._levels = {axis: self._crossed(axis) for axis in self.axes}
+        self._devices = cluster.kinds
+        strides = {axis: self._stride(axis) for axis in self.axes}
+        self._levels = {
+            axis: crossed_levels(cluster.levels, stride=strides[axis], size=size) for axis, size in self.axes.items()
+        }
+        self._routes = {
+            axis: route(cluster.levels, stride=strides[axis], size=size) for axis, size in self.axes.items()
+        }
         self._links = {axis: self._slowest(levels) for axis, levels in self._levels.items()}
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of each device."""
-        return self.device.memory_bytes
+        """Memory that tensors can use, on each device."""
+        return self.device.usable_bytes
 
-    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float:
-        """Seconds of one operator on one device: the longer of arithmetic and memory traffic, or the launch.
+    def compute_seconds(
+        self,
+        *,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        kind: str | None = None,
+        shape: MatmulShape | None = None,
+    ) -> float:
+        """Seconds of one operator on one device: the longest of arithmetic, memory traffic and the launch.
 
-        ``flops`` and ``num_bytes`` (read and written) are of this device's part. No work at all (a view) costs nothing.
+        Of a mixed cluster the slowest device's. No work at all (a view) costs nothing.
+
+        Args:
+            flops: operations, of this device's part.
+            num_bytes: bytes read and written, of this device's part.
+            dtype: what is computed in.
+            kind: one of ``efficiency.KIND_STAND_IN``; None: a matmul if there are operations, else elementwise.
+            shape: (batch, m, n, k) of this device's part, where the kind is a matmul or works as one.
+
+        Raises:
+            ValueError: if the kind is not known.
         """
         if not flops and not num_bytes:
             return 0.0
         if dtype == "float32" and self._allow_tf32:
             dtype = TFLOAT32
-        arithmetic = flops / self.device.peak_flops(dtype)
-        return max(arithmetic, num_bytes / self.device.memory_bandwidth, self.device.launch_overhead)
+        if kind is None:
+            kind = "matmul" if flops else "elementwise"
+        return max(
+            device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
+            for device in self._devices
+        )
 
-    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
-        """Seconds of one collective over mesh axis ``axis``, on the slowest link that its groups cross.
+    def collective_seconds(
+        self, collective: str, *, num_bytes: float, axis: str, algorithm: str | None = None
+    ) -> float:
+        """Seconds of one collective over mesh axis ``axis``, while all groups of the axis run theirs.
 
-        ``num_bytes`` is the tensor's size where it is whole on this axis, see ``cost_models.collectives``.
+        By the fastest algorithm over the levels of links that the groups cross, see ``cost_models.collectives``;
+        ``algorithm`` forces one. ``num_bytes`` is the tensor's size where it is whole on this axis.
 
         Raises:
-            ValueError: if the axis or the collective is not known.
+            ValueError: if the axis or the collective is not known, or the algorithm cannot do it.
         """
-        latency, bandwidth = self.link(axis)
-        return collective_seconds(
-            collective, num_bytes=num_bytes, group_size=self.axes[axis], latency=latency, bandwidth=bandwidth
-        )
+        return seconds_over(collective, num_bytes=num_bytes, spans=self._route(axis), algorithm=algorithm)
+
+    def p2p_seconds(self, *, num_bytes: float, axis: str) -> float:
+        """Seconds for every rank to pass ``num_bytes`` to the next one along ``axis``, as a pipeline does.
+
+        Raises:
+            ValueError: if the axis is not known.
+        """
+        return self.collective_seconds("send_recv", num_bytes=num_bytes, axis=axis)
 
     def link(self, axis: str) -> tuple[float, float]:
         """(latency in s, bandwidth in bytes/s) of the slowest link that the groups of ``axis`` cross.
@@ -72,18 +111,21 @@ class CostModel:
         Raises:
             ValueError: if the axis is not known.
         """
-        if axis not in self._links:
-            raise ValueError(f"unknown mesh axis {axis!r}: the mesh has {', '.join(self.axes)}")
+        self._route(axis)
         return self._links[axis]
 
     def levels(self, axis: str) -> tuple[LinkLevel, ...]:
         """The link levels that the groups of ``axis`` cross, innermost first; none if its size is 1."""
         return self._levels[axis]
 
-    def _crossed(self, axis: str) -> tuple[LinkLevel, ...]:
+    def _route(self, axis: str) -> tuple[Span, ...]:
+        if axis not in self._routes:
+            raise ValueError(f"unknown mesh axis {axis!r}: the mesh has {', '.join(self.axes)}")
+        return self._routes[axis]
+
+    def _stride(self, axis: str) -> int:
         names = list(self.axes)
-        stride = math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
-        return crossed_levels(self.cluster.levels, stride=stride, size=self.axes[axis])
+        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
 
     def _slowest(self, levels: tuple[LinkLevel, ...]) -> tuple[float, float]:
         """The link of least bandwidth, of equal ones that of most latency; a free one if none is crossed."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_models.dtypes import RATE_STAND_IN
+from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,13 @@ class Device:
         name: what it is called in reports.
         flops: dense peak, operations per second, by dtype (``"tfloat32"`` is float32 on tensor cores); "float32"
             must be there, it stands in for dtypes that are not.
-        memory_bytes: memory that tensors can use.
+        memory_bytes: memory that the driver reports.
         memory_bandwidth: bytes per second.
         launch_overhead: seconds that the shortest operation takes.
+        reserved_bytes: of the memory, what tensors cannot have: the driver's context, libraries, a display.
+        overlap_slowdown: seconds that computing loses for each second of communication that runs beside it: both need
+            processors and memory bandwidth.
+        efficiency: by kind of work, what share of the peaks is reached; full peaks for kinds that are not in it.
     """
 
     name: str
@@ -26,12 +31,36 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     launch_overhead: float
+    reserved_bytes: float = 0.0
+    overlap_slowdown: float = 0.0
+    efficiency: Mapping[str, Efficiency] = field(default_factory=dict)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that tensors can use."""
+        return self.memory_bytes - self.reserved_bytes
 
     def peak_flops(self, dtype: str) -> float:
         """Operations per second for ``dtype``, of the nearest dtype listed if it is not."""
         while dtype not in self.flops:
             dtype = RATE_STAND_IN.get(dtype, "float32")
         return self.flops[dtype]
+
+    def seconds(
+        self, *, flops: float, num_bytes: float, dtype: str, kind: str, shape: MatmulShape | None = None
+    ) -> float:
+        """Seconds of one operator: the longest of arithmetic, memory traffic (a roofline) and the launch.
+
+        Raises:
+            ValueError: if the kind is not known.
+        """
+        efficiency = of_kind(self.efficiency, kind)
+        arithmetic = traffic = 0.0
+        if flops:
+            arithmetic = efficiency.busy_flops(flops, shape=shape if kind in TILED_KINDS else None)
+        if num_bytes:
+            traffic = efficiency.busy_bytes(num_bytes)
+        return max(arithmetic / self.peak_flops(dtype), traffic / self.memory_bandwidth, self.launch_overhead)
 
 
 @dataclass(frozen=True)
@@ -52,15 +81,35 @@ class LinkException:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """One way to move a collective's bytes over a level: NCCL has one of low latency and one of high bandwidth.
+
+    Attributes:
+        name: ``"ll128"``, ``"simple"``, …; levels that a collective crosses together use the same one.
+        latency: seconds that a collective takes at least.
+        hop_latency: seconds that each of its steps over this level adds.
+        bandwidth_efficiency: share of the link's bandwidth that is reached, by the collective's bytes.
+    """
+
+    name: str
+    latency: float
+    hop_latency: float = 0.0
+    bandwidth_efficiency: Curve = FULL
+
+
+@dataclass(frozen=True)
 class LinkLevel:
     """The links that join devices into groups of ``group_size`` consecutive ranks (a node, a rack, everything).
 
     Attributes:
         name: ``"nvlink"``, ``"network"``, …
         group_size: devices of one group, those of the levels inside included.
-        latency: α, seconds before the first byte of a collective arrives.
-        bandwidth: β, bytes per second that each device sends over this level, one direction.
+        latency: α, seconds before the first byte of a message arrives.
+        bandwidth: β, bytes per second of one link, one direction.
         exceptions: groups whose links differ.
+        shared_by: how many consecutive devices share one link to this level (8: a host of 8 with one network card).
+        protocols: of which the fastest is used; none given: one, of this ``latency``, the same for any number of
+            steps, at full bandwidth.
     """
 
     name: str
@@ -68,6 +117,8 @@ class LinkLevel:
     latency: float
     bandwidth: float
     exceptions: tuple[LinkException, ...] = ()
+    shared_by: int = 1
+    protocols: tuple[Protocol, ...] = ()
 
     def group_link(self, group: int) -> tuple[float, float]:
         """(latency, bandwidth) inside group number ``group`` of this level."""
@@ -83,17 +134,21 @@ class LinkLevel:
 
 
 def slowest_device(groups: Sequence[DeviceGroup]) -> Device:
-    """The device that has the worst of each figure: every rank does the same work, so the slowest sets the pace."""
+    """The device that has the worst of each figure: every rank does the same work, so the slowest sets the pace.
+
+    Of different devices it has no efficiency curves: ``CostModel`` asks each device for its own time.
+    """
     devices = [group.device for group in groups]
-    if len(devices) == 1:
+    if all(device == devices[0] for device in devices):
         return devices[0]
     dtypes = dict.fromkeys(dtype for device in devices for dtype in device.flops)
     return Device(
         name=" + ".join(dict.fromkeys(device.name for device in devices)),
         flops={dtype: min(device.peak_flops(dtype) for device in devices) for dtype in dtypes},
-        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bytes=min(device.usable_bytes for device in devices),
         memory_bandwidth=min(device.memory_bandwidth for device in devices),
         launch_overhead=max(device.launch_overhead for device in devices),
+        overlap_slowdown=max(device.overlap_slowdown for device in devices),
     )
 
 

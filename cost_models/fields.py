@@ -1,0 +1,78 @@
+"""Reads fields of plain data strictly: every error names the field, what was expected and what was found."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Table = Mapping[str, Any]
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``", did you mean 'x'?"`` if something known is spelt like ``word``, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def get_field(table: Table, key: str, where: str) -> Any:
+    if key not in table:
+        raise ValueError(f"{where} needs {key!r}")
+    return table[key]
+
+
+def check_keys(table: Table, known: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in known:
+            hint = suggest(str(key), known) or f": expected one of {', '.join(known)}"
+            raise ValueError(f"{where} has an unknown field {key!r}{hint}")
+
+
+def as_table(value: Any, where: str) -> Table:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a table, got {value!r}")
+    return value
+
+
+def get_tables(table: Table, key: str, where: str) -> list[Table]:
+    value = get_field(table, key, where)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: {key!r} must be a list of at least one table ([[{key}]]), got {value!r}")
+    return [as_table(item, f"{key}[{index}]") for index, item in enumerate(value)]
+
+
+def get_text(table: Table, key: str, where: str) -> str:
+    value = get_field(table, key, where)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{where}.{key} must be a text, got {value!r}")
+    return value
+
+
+def get_count(table: Table, key: str, where: str) -> int:
+    value = get_field(table, key, where)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}.{key} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def get_number(table: Table, key: str, where: str) -> float:
+    value = get_field(table, key, where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{where}.{key} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def get_seconds(table: Table, key: str, where: str) -> float:
+    value = get_field(table, key, where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}.{key} must be a finite number of seconds, 0 or more, got {value!r}")
+    return float(value)
+
+
+def get_share(table: Table, key: str, where: str, *, below: float) -> float:
+    """A number from 0 to ``below`` (excluded), 0 where the field is not there."""
+    value = table.get(key, 0.0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
+        raise ValueError(f"{where}.{key} must be a number from 0 to less than {below:g}, got {value!r}")
+    return float(value)
