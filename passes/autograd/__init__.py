@@ -1,0 +1,17 @@
+"""What the backward pass needs: kept values, what can be computed again, and the peak of memory in between."""
+
+from passes.autograd.recompute import POLICIES, Activations, Recompute, kept_under
+from passes.autograd.saved import Extra, Kept, kept_by_autograd
+from passes.autograd.storage import activations, storage_roots
+
+__all__ = [
+    "POLICIES",
+    "Activations",
+    "Extra",
+    "Kept",
+    "Recompute",
+    "activations",
+    "kept_by_autograd",
+    "kept_under",
+    "storage_roots",
+]

@@ -1,0 +1,47 @@
+"""What one operator call does to memory, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input of a call as far as memory is concerned; ``strides`` in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor made inside a call: bytes, and the ``"input"`` or ``"output"`` at ``place`` that is cut as it is."""
+
+    num_bytes: int
+    kind: str
+    place: int
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call; inputs and outputs are given by place (an input that is passed twice counts once).
+
+    Attributes:
+        kept_inputs, kept_outputs: whose storage autograd keeps.
+        made: what autograd keeps beyond them.
+        expensive_outputs, expensive_made: what the expensive kernels of the call give.
+        is_expensive: whether it has any.
+        strides: of each output, in elements.
+        alias_of: for each output, the input that it shares storage with, None if it has its own.
+    """
+
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    made: tuple[Made, ...]
+    expensive_outputs: tuple[int, ...]
+    expensive_made: tuple[Made, ...]
+    is_expensive: bool
+    strides: tuple[tuple[int, ...], ...]
+    alias_of: tuple[int | None, ...]
