@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from cost_models.efficiency import FULL, KIND_STAND_IN, TILED_KINDS, Curve, Efficiency, Tiling
-from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number
+from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, suggest
+from cost_models.presets import efficiency_names, load_efficiency
 
 _TILING_KEYS = ("processors", "depth_overhead", "shapes")
 
 
 def parse_efficiency(data: Any, where: str) -> dict[str, Efficiency]:
-    """The ``efficiency`` table of a device.
+    """The ``efficiency`` table of a device, or the name of a set of curves that comes with the package.
 
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
     """
+    if isinstance(data, str):
+        if data not in efficiency_names():
+            hint = suggest(data, efficiency_names()) or f": known are {', '.join(efficiency_names())}"
+            raise ValueError(f"{where}: no set of curves {data!r}{hint}")
+        data = load_efficiency(data)
     table = as_table(data, where)
     check_keys(table, tuple(KIND_STAND_IN), where)
     return {kind: _parse_kind(table[kind], f"{where}.{kind}", tiled=kind in TILED_KINDS) for kind in table}

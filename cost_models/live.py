@@ -10,13 +10,16 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from cost_models.presets import load_preset, preset_names
+from cost_models.presets import load_efficiency, load_preset, preset_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Drivers report up to 7% more or less than the data sheet's gigabytes.
-MEMORY_TOLERANCE = 0.15
+#: Drivers report a little more or less from version to version.
+MEMORY_TOLERANCE = 0.03
+
+#: What a CUDA context takes of the device's memory.
+CONTEXT_BYTES = 0.6e9
 
 #: By compute capability: float32 units, and half-precision tensor core multiply-adds per clock, of one
 #: multiprocessor (CUDA C++ programming guide, arithmetic throughput; architecture white papers). 0: no tensor cores.
@@ -80,12 +83,16 @@ def estimate(properties: Any) -> dict[str, Any]:
     if capability >= (8, 0):
         flops["tfloat32"] = half / 2
     base = load_preset("8x1080ti")
+    efficiency = load_efficiency("geforce" if tensor_units else "pascal")
+    efficiency["matmul"]["tiles"]["processors"] = properties.multi_processor_count
     device = {
         "name": properties.name,
         "flops": flops,
         "memory_bytes": properties.total_memory,
         "memory_bandwidth": memory_clock * 2 * properties.memory_bus_width / 8,  # double data rate, bits to bytes
         "launch_overhead": base["device"]["launch_overhead"],
+        "reserved_bytes": CONTEXT_BYTES,
+        "efficiency": efficiency,
     }
     return {"name": f"estimated {properties.name}", "device": device, "levels": base["levels"]}
 

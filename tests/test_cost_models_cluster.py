@@ -11,7 +11,11 @@ import pytest
 from cost_models import Cluster, CostModel, live
 from cost_models.presets import load_preset, preset_names
 
-PRESETS = ("8x1080ti", "cpu-local", "dgx-a100-40g", "dgx-a100-80g", "dgx-b200", "dgx-h100", "dgx-h200", "tpu-v4")
+PRESETS = (
+    "8x-rtx3090", "8x-rtx4090", "8x1080ti", "a100-pcie-80g", "a10g", "aws-p3dn", "aws-p4d", "aws-p5", "cpu-local",
+    "dgx-a100-40g", "dgx-a100-80g", "dgx-b200", "dgx-h100", "dgx-h200", "dgx-v100-16g", "dgx-v100-32g",
+    "h100-96g-500w", "l4", "t4", "tpu-v4",
+)  # fmt: skip
 
 TWO_BOXES = """
 name = "two-boxes"
@@ -88,9 +92,9 @@ def test_sizes_after_the_colon(text, num_devices):
     [
         (
             "dgx-h10",
-            r"unknown cluster 'dgx-h10', did you mean 'dgx-h100'\? known are 8x1080ti, cpu-local, dgx-a100-40g",
+            r"unknown cluster 'dgx-h10', did you mean 'dgx-h100'\? known are 8x-rtx3090, 8x-rtx4090, 8x1080ti",
         ),
-        ("abacus", r"unknown cluster 'abacus': known are 8x1080ti"),
+        ("abacus", r"unknown cluster 'abacus': known are 8x-rtx3090"),
         ("", "unknown cluster ''"),
         ("dgx-h100:", "cannot read cluster 'dgx-h100:': after the colon expected sizes"),
         ("dgx-h100:0", "expected sizes of at least 1"),
@@ -264,7 +268,12 @@ def test_unknown_device_type():
         ("NVIDIA GeForce GTX 1080 Ti", 10.9, "8x1080ti"),
         ("NVIDIA H200 NVL", 139.8, None),
         ("NVIDIA H100 PCIe", 79.1, None),
-        ("NVIDIA GeForce RTX 4090", 23.6, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "8x-rtx4090"),
+        ("Tesla V100-SXM2-16GB", 15.8, "dgx-v100-16g"),
+        ("Tesla V100-SXM2-32GB", 31.7, "dgx-v100-32g"),
+        ("NVIDIA L4", 22.2, "l4"),
+        ("NVIDIA L40S", 44.4, None),
+        ("NVIDIA A100-SXM4-64GB", 63.4, None),
     ],
 )
 def test_gpus_are_matched_by_name_and_memory(name, gibibytes, preset):
