@@ -1,0 +1,248 @@
+"""Pipeline schedules: which rank holds which chunk of the model, and in what order each rank runs its actions.
+
+The orders are those that ``torch.distributed.pipelining.schedules`` runs (``SCHEDULES`` says which class), so that a
+plan priced here is the program that trains; ``cost_models.schedule_orders`` generates them, without torch.
+
+Where PyTorch's orders differ from the papers:
+
+* ``1f1b``: the class's ``_get_pipeline_order`` numbers the last rank's micro-batches off by one; what its ``step`` runs
+  (and what is here) is the published order.
+* ``interleaved_1f1b``: micro-batches go in rounds of ``num_microbatches // max(1, num_microbatches // num_ranks)``,
+  the paper's rounds of ``num_ranks`` where that divides.
+* ``zb_h1``: ``ScheduleInterleavedZeroBubble`` with one stage a rank (its name in the paper's code is ZB1P): weight
+  gradients of rank r lag r micro-batches behind.
+* ``zbv``: fixed for equal seconds of F, I and W, not solved for the seconds at hand.
+* ``dualpipev``: a forward and a backward that may overlap are one action in PyTorch, run in this order where no
+  overlapping function is registered; here they are two actions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from cost_models import schedule_orders
+from cost_models.schedule_orders import Action, microbatches_per_round
+
+__all__ = ["SCHEDULES", "Action", "Schedule", "actions", "in_flight", "rank_of_chunk", "reason_not"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One schedule, as the planner needs to know it.
+
+    Attributes:
+        name: its name here.
+        torch_class: the class of ``torch.distributed.pipelining.schedules`` that runs this order.
+        placement: "loop": chunk k is on rank k mod p; "vee": down the ranks and back up.
+        chunks_per_rank: how many chunks a rank must hold; None: any number from 2 on.
+        splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
+        fill: (φF, φB, φW), what each rank adds to the fill and drain of the pipeline: φF seconds of forward, φB of
+            input gradients and φW of weight gradients (see ``cost_models.step_time``).
+        divided: whether fill and drain shrink by the number of chunks a rank holds.
+    """
+
+    name: str
+    torch_class: str
+    placement: Literal["loop", "vee"]
+    chunks_per_rank: int | None
+    splits_backward: bool
+    fill: tuple[float, float, float]
+    divided: bool = False
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule(
+            name="gpipe",
+            torch_class="ScheduleGPipe",
+            placement="loop",
+            chunks_per_rank=1,
+            splits_backward=False,
+            fill=(1, 1, 1),
+        ),
+        Schedule(
+            name="1f1b",
+            torch_class="Schedule1F1B",
+            placement="loop",
+            chunks_per_rank=1,
+            splits_backward=False,
+            fill=(1, 1, 1),
+        ),
+        Schedule(
+            name="interleaved_1f1b",
+            torch_class="ScheduleInterleaved1F1B",
+            placement="loop",
+            chunks_per_rank=None,
+            splits_backward=False,
+            fill=(1, 1, 1),
+            divided=True,
+        ),
+        Schedule(
+            name="zb_h1",
+            torch_class="ScheduleInterleavedZeroBubble",
+            placement="loop",
+            chunks_per_rank=1,
+            splits_backward=True,
+            fill=(1, 1, -1),
+        ),
+        Schedule(
+            name="zbv",
+            torch_class="ScheduleZBVZeroBubble",
+            placement="vee",
+            chunks_per_rank=2,
+            splits_backward=True,
+            fill=(1, 1, -2),
+        ),
+        Schedule(
+            name="dualpipev",
+            torch_class="ScheduleDualPipeV",
+            placement="vee",
+            chunks_per_rank=2,
+            splits_backward=True,
+            fill=(1, 1, -1),
+        ),
+    )
+}
+
+
+def schedule_named(name: str) -> Schedule:
+    """The row of ``SCHEDULES``.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown pipeline schedule {name!r}: expected one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def rank_of_chunk(schedule: str, chunk: int, *, num_ranks: int, num_chunks: int) -> int:
+    """The pipeline rank that holds ``chunk`` (0 is the model's first)."""
+    if schedule_named(schedule).placement == "vee" and chunk >= num_ranks:
+        return num_chunks - 1 - chunk
+    return chunk % num_ranks
+
+
+def reason_not(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> str | None:
+    """Why PyTorch could not run this combination, in one sentence; None if it can."""
+    row = schedule_named(schedule)
+    if min(num_ranks, num_microbatches, num_chunks) < 1:
+        return "ranks, micro-batches and chunks must be at least 1"
+    if num_chunks % num_ranks:
+        return f"{num_chunks} chunks do not divide over {num_ranks} ranks"
+    chunks_per_rank = num_chunks // num_ranks
+    if row.chunks_per_rank is None and chunks_per_rank < 2:
+        return f"{schedule} needs at least 2 chunks a rank, not {chunks_per_rank}"
+    if row.chunks_per_rank not in (None, chunks_per_rank):
+        return f"{schedule} needs {row.chunks_per_rank} chunk(s) a rank, not {chunks_per_rank}"
+    return _MICROBATCH_RULES.get(schedule, _any_number)(num_ranks, num_microbatches)
+
+
+def actions(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """What each rank runs, in order (see ``Action``).
+
+    Raises:
+        ValueError: if the combination cannot run; the message is that of ``reason_not``.
+    """
+    _check(schedule, num_ranks, num_microbatches, num_chunks)
+    return _actions(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def in_flight(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[float, ...]:
+    """Per chunk: the micro-batches whose saved activations it holds when its rank first holds the most in all.
+
+    A micro-batch is held from its forward until its weight gradients are done. Closed forms of the orders:
+    ``gpipe`` all; ``1f1b`` min(m, p − r) on rank r; ``interleaved_1f1b`` the forwards of the warm-up and one more;
+    ``zb_h1`` min(m, p) on every rank; ``zbv`` 2p in all (the memory of 1F1B's first rank, as chunks are half as big);
+    ``dualpipev`` one more.
+
+    Raises:
+        ValueError: if the combination cannot run; the message is that of ``reason_not``.
+    """
+    return _in_flight(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    reason = reason_not(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if reason is not None:
+        raise ValueError(
+            f"schedule {schedule!r} cannot run {num_microbatches} micro-batches through {num_chunks} chunks "
+            f"on {num_ranks} ranks: {reason}"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _actions(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
+    order = schedule_orders.ORDERS[schedule]
+    return tuple(tuple(order(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks))
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_flight(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[float, ...]:
+    _check(schedule, num_ranks, num_microbatches, num_chunks)
+    held = [0.0] * num_chunks
+    for rank in range(num_ranks):
+        for chunk, count in _HELD[schedule](rank, num_ranks, num_microbatches, num_chunks // num_ranks):
+            held[chunk] = float(count)
+    return tuple(held)
+
+
+def _any_number(num_ranks: int, num_microbatches: int) -> str | None:
+    return None
+
+
+def _at_least_ranks(num_ranks: int, num_microbatches: int) -> str | None:
+    if num_microbatches < num_ranks:
+        return f"needs at least as many micro-batches as ranks ({num_ranks})"
+    return None
+
+
+def _at_least_chunks(num_ranks: int, num_microbatches: int) -> str | None:
+    if num_microbatches < 2 * num_ranks:
+        return f"needs at least as many micro-batches as chunks ({2 * num_ranks})"
+    return None
+
+
+def _whole_rounds(num_ranks: int, num_microbatches: int) -> str | None:
+    rounds = max(1, num_microbatches // num_ranks)
+    if num_microbatches % rounds:
+        return f"micro-batches must divide into {rounds} rounds (one for each {num_ranks} of them)"
+    return None
+
+
+_MICROBATCH_RULES: dict[str, Callable[[int, int], str | None]] = {
+    "1f1b": _at_least_ranks,
+    "interleaved_1f1b": _whole_rounds,
+    "zb_h1": _whole_rounds,
+    "dualpipev": _at_least_chunks,
+}
+
+
+def _held_interleaved(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    per_round = microbatches_per_round(num_ranks, num_microbatches)
+    warmup = schedule_orders.interleaved_warmup(rank, num_ranks, num_microbatches, chunks)
+    rounds, rest = divmod(min(warmup + 1, num_microbatches * chunks), per_round * chunks)
+    return [
+        (local * num_ranks + rank, rounds * per_round + min(max(rest - local * per_round, 0), per_round))
+        for local in range(chunks)
+    ]
+
+
+def _held_vee(rank: int, num_ranks: int, num_microbatches: int, down: int) -> list[tuple[int, int]]:
+    up = 2 * num_ranks - 1 - rank
+    return [(rank, min(num_microbatches, down)), (up, min(num_microbatches, rank + 1))]
+
+
+#: Per schedule: (rank, num_ranks, num_microbatches, chunks per rank) to (chunk, micro-batches held at the peak).
+_HELD: dict[str, Callable[[int, int, int, int], list[tuple[int, int]]]] = {
+    "gpipe": lambda rank, ranks, microbatches, _: [(rank, microbatches)],
+    "1f1b": lambda rank, ranks, microbatches, _: [(rank, min(microbatches, ranks - rank))],
+    "interleaved_1f1b": _held_interleaved,
+    "zb_h1": lambda rank, ranks, microbatches, _: [(rank, min(microbatches, ranks))],
+    "zbv": lambda rank, ranks, microbatches, _: _held_vee(rank, ranks, microbatches, 2 * ranks - 1 - rank),
+    "dualpipev": lambda rank, ranks, microbatches, _: _held_vee(rank, ranks, microbatches, 2 * ranks - rank),
+}
