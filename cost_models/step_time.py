@@ -1,0 +1,151 @@
+"""The closed form of a training step's time and memory; ``cost_models.simulator`` plays the same step event by event.
+
+With m micro-batches, p ranks, K chunks, v = K / p chunks a rank, and for chunk k the sums over its layers
+
+    F_k = Σ forward + receive_forward      GF_k = Σ gather_forward
+    B_k = Σ backward + receive_backward    GB_k = Σ (gather_backward + reduce_backward)    W_k = Σ backward_weight
+    f_k = max(F_k, GF_k)     b_k = max(B_k, GB_k)     t_k = f_k + b_k
+
+communication that can hide behind compute bounds a chunk from below on its own stream. Rank r is busy for
+load_r = Σ_{k on r} t_k each micro-batch, and L = max_r load_r. The pipeline takes
+
+    (m − 1/d) · L + Σ_k t_k / d                                        schedules that keep the backward whole
+    m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
+
+where d is v for interleaved 1F1B, else 1, and (φF, φB, φW) is the schedule's fill. On equal chunks these are the
+published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a),
+(p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), (p−1)·(F + B − 2W), B with W in it, for ZB-H1
+(Qi et al. 2023).
+
+After the pipeline come the gradient reductions that the last backward passes cannot hide. Rank r has its own last
+backward, and the time until the ranks before it are done, to hide RS_r = Σ reduce_step:
+
+    window_r = Σ_{k on r} b_k + Σ_{r' < r} Σ_{k on r'} b_k / v
+    tail = max(0, max_r (RS_r − window_r), reduce_step of the model's first layer)
+
+then the optimizer, once every gradient is there (their norm is clipped over all ranks): max_r Σ (update_step +
+gather_step). All terms are linear, or maxima of linear terms, in the seconds of the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models.schedules import in_flight, rank_of_chunk, schedule_named
+from cost_models.step import Chunk, PipelineStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Seconds of one step: the pipeline, exposed gradient reductions, the optimizer."""
+
+    pipeline: float
+    tail: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.pipeline + self.tail + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChunkSeconds:
+    """Seconds of one chunk for one micro-batch: f_k, b_k and W_k above."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def step_seconds(step: PipelineStep) -> StepSeconds:
+    """Seconds of ``step`` by the closed form above.
+
+    Raises:
+        ValueError: if the schedule is not known or the number of chunks is not a multiple of the ranks.
+    """
+    times = [_chunk_seconds(chunk) for chunk in step.chunks]
+    ranks = chunks_of_ranks(step)
+    return StepSeconds(
+        pipeline=_pipeline_seconds(step, times, ranks),
+        tail=_tail_seconds(step, times, ranks),
+        update=max(sum(layer_sum(step.chunks[k], "update_step", "gather_step") for k in mine) for mine in ranks),
+    )
+
+
+def step_memory(step: PipelineStep) -> tuple[float, ...]:
+    """Bytes that each rank holds at its peak.
+
+    State, the saved activations of the micro-batches in flight when there are most of them, and the largest peak of
+    any of its layers.
+
+    Raises:
+        ValueError: if the schedule cannot run this many chunks and micro-batches.
+    """
+    held = in_flight(
+        step.schedule, num_ranks=step.num_ranks, num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
+    )
+    return tuple(
+        sum(layer_sum(step.chunks[k], "state_bytes") + held[k] * layer_sum(step.chunks[k], "saved_bytes") for k in mine)
+        + max((layer.peak_bytes for k in mine for layer, _ in step.chunks[k].layers), default=0.0)
+        for mine in chunks_of_ranks(step)
+    )
+
+
+def chunks_of_ranks(step: PipelineStep) -> list[list[int]]:
+    """Per rank: the places of its chunks in the model, in model order.
+
+    Raises:
+        ValueError: if the number of chunks is not a positive multiple of the ranks.
+    """
+    num_chunks = len(step.chunks)
+    if num_chunks == 0 or step.num_ranks < 1 or num_chunks % step.num_ranks:
+        raise ValueError(
+            f"a step of {num_chunks} chunks on {step.num_ranks} ranks: expected a positive multiple of the ranks"
+        )
+    ranks: list[list[int]] = [[] for _ in range(step.num_ranks)]
+    for k in range(num_chunks):
+        ranks[rank_of_chunk(step.schedule, k, num_ranks=step.num_ranks, num_chunks=num_chunks)].append(k)
+    return ranks
+
+
+def layer_sum(chunk: Chunk, *fields: str) -> float:
+    """Sum of the named ``LayerCosts`` fields over all layers of ``chunk``."""
+    return sum(count * sum(getattr(layer, field) for field in fields) for layer, count in chunk.layers)
+
+
+def _chunk_seconds(chunk: Chunk) -> _ChunkSeconds:
+    forward = layer_sum(chunk, "forward") + chunk.receive_forward
+    backward = layer_sum(chunk, "backward") + chunk.receive_backward
+    return _ChunkSeconds(
+        forward=max(forward, layer_sum(chunk, "gather_forward")),
+        backward=max(backward, layer_sum(chunk, "gather_backward", "reduce_backward")),
+        weight=layer_sum(chunk, "backward_weight"),
+    )
+
+
+def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
+    schedule = schedule_named(step.schedule)
+    longest = max(sum(times[k].forward + times[k].backward for k in mine) for mine in ranks)
+    divisor = len(step.chunks) // step.num_ranks if schedule.divided else 1
+    if schedule.splits_backward:
+        fill_forward, fill_backward, fill_weight = schedule.fill
+        fills = (
+            fill_forward * t.forward + fill_backward * (t.backward - t.weight) + fill_weight * t.weight for t in times
+        )
+        share = (step.num_ranks - 1) / step.num_ranks
+        return step.num_microbatches * longest + share * sum(max(0.0, fill) for fill in fills)
+    through = sum(t.forward + t.backward for t in times)
+    return (step.num_microbatches - 1 / divisor) * longest + through / divisor
+
+
+def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
+    chunks_per_rank = len(step.chunks) // step.num_ranks
+    exposed = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
+    finished_before = 0.0
+    for mine in ranks:
+        backward = sum(times[k].backward for k in mine)
+        reductions = sum(layer_sum(step.chunks[k], "reduce_step") for k in mine)
+        exposed = max(exposed, reductions - backward - finished_before)
+        finished_before += backward / chunks_per_rank
+    return exposed
