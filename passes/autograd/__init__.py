@@ -1,5 +1,6 @@
 """What the backward pass needs: kept values, what can be computed again, and the peak of memory in between."""
 
+from passes.autograd.peak import working_peak
 from passes.autograd.recompute import POLICIES, Activations, Recompute, kept_under
 from passes.autograd.saved import Extra, Kept, kept_by_autograd
 from passes.autograd.storage import activations, storage_roots
@@ -14,4 +15,5 @@ __all__ = [
     "kept_by_autograd",
     "kept_under",
     "storage_roots",
+    "working_peak",
 ]

@@ -77,7 +77,7 @@ def _record(key: str, operands: tuple[Operand, ...], grad: bool, kernels: str, c
             outputs = function()
     except Exception:  # whatever an operator raises that has no shapes-only kernel
         return None
-    return _Matched(inputs, outputs).record(packed if grad else [], watch.outputs)
+    return _Matched(inputs, outputs).record(packed, watch)
 
 
 def _never(_: object) -> torch.Tensor:
@@ -103,16 +103,19 @@ def _function(node: Node, inputs: _Tensors, kernels: str) -> Callable[[], _Tenso
 
 
 class _Kernels(TorchDispatchMode):
-    """Remembers the outputs of every expensive kernel."""
+    """Remembers the outputs of every kernel, and of the expensive ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outputs: list[torch.Tensor] = []
+        self.expensive: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        made = list(_tensors_in(result))
+        self.outputs += made
         if func.overloadpacket.__name__ in EXPENSIVE:
-            self.outputs.extend(_tensors_in(result))
+            self.expensive += made
         return result
 
 
@@ -134,20 +137,26 @@ class _Matched:
         self.input_of = {_storage(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
         self.output_of = {_storage(tensor): place for place, tensor in reversed(list(enumerate(outputs)))}
 
-    def record(self, packed: _Tensors, expensive: _Tensors) -> CallRecord:
+    def record(self, packed: _Tensors, kernels: _Kernels) -> CallRecord:
         kept_outputs, made = self._split(packed)
         kept_inputs = tuple(sorted({self.input_of[_storage(t)] for t in packed if _storage(t) in self.input_of}))
-        expensive_outputs, expensive_made = self._split(expensive)
+        expensive_outputs, expensive_made = self._split(kernels.expensive)
         return CallRecord(
             kept_inputs=kept_inputs,
             kept_outputs=kept_outputs,
             made=made,
             expensive_outputs=expensive_outputs,
             expensive_made=expensive_made,
-            is_expensive=bool(expensive),
+            is_expensive=bool(kernels.expensive),
+            temporary=self._largest_temporary(packed, kernels.outputs),
             strides=tuple(tuple(output.stride()) for output in self.outputs),
             alias_of=tuple(self.input_of.get(_storage(output)) for output in self.outputs),
         )
+
+    def _largest_temporary(self, packed: _Tensors, outputs: _Tensors) -> Made | None:
+        kept = {_storage(tensor) for tensor in packed}
+        _, made = self._split([tensor for tensor in outputs if _storage(tensor) not in kept])
+        return max(made, key=lambda entry: entry.num_bytes, default=None)
 
     def _split(self, tensors: _Tensors) -> tuple[tuple[int, ...], tuple[Made, ...]]:
         outputs: set[int] = set()

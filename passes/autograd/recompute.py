@@ -16,13 +16,14 @@ fused backward kernels, at no price.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from passes.autograd.saved import Extra, Kept, kept_by_autograd
 from passes.autograd.storage import activations, storage_roots
-from passes.ir.graph import Graph, Node
+from passes.ir.graph import Graph, Node, Value
 
 Policy = Literal["none", "selective", "full"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -48,10 +49,13 @@ class Recompute:
 class Activations:
     """What the policies look at, gathered once for a graph (or for the nodes of interest).
 
-    ``kept`` is by node, ``roots`` by value; ``made`` are the values that are activations.
+    ``kept`` is by node, ``roots`` by value; ``made`` are the values that are activations, ``users`` the nodes that take
+    each value, ``live`` the nodes that a gradient comes back to.
     """
 
     nodes: Mapping[str, Node]
+    values: Mapping[str, Value]
+    users: Mapping[str, tuple[str, ...]]
     kept: Mapping[str, Kept]
     roots: Mapping[str, str]
     made: frozenset[str]
@@ -62,8 +66,14 @@ class Activations:
         """Gather them; ``nodes`` and ``options`` (``kernels``, ``constant_masks``) as in ``kept_by_autograd``."""
         kept = kept_by_autograd(graph, live, nodes, **options)  # type: ignore[arg-type]
         kernels = options.get("kernels", "gpu")
+        users: dict[str, list[str]] = defaultdict(list)
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users[name].append(node.name)
         return Activations(
             nodes={node.name: node for node in graph.nodes},
+            values=graph.values,
+            users={name: tuple(names) for name, names in users.items()},
             kept=kept,
             roots=storage_roots(graph, nodes, kernels=kernels),  # type: ignore[arg-type]
             made=activations(graph),
@@ -84,11 +94,11 @@ def kept_under(known: Activations, nodes: Sequence[str], policy: str, *, compile
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown recompute policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    stretch = _Stretch(known, nodes)
+    stretch = Stretch(known, nodes)
     return (_COMPILED if compiled else _EAGER)[policy](stretch)
 
 
-class _Stretch:
+class Stretch:
     """The nodes of a stretch and their values by storage."""
 
     def __init__(self, known: Activations, names: Sequence[str]) -> None:
@@ -115,6 +125,16 @@ class _Stretch:
     def extras(self, expensive: bool | None = None) -> tuple[Extra, ...]:
         chosen = (kept for kept in self.kept.values() if expensive is None or kept.is_expensive == expensive)
         return tuple(extra for kept in chosen for extra in kept.extras)
+
+    def remade_from(self) -> frozenset[str]:
+        """Values that cheap operators make kept tensors of their own from (but for random masks: a seed makes those)."""
+        nodes = self.known.nodes
+        return frozenset(
+            value
+            for name, kept in self.kept.items()
+            if kept.extras and not kept.is_expensive and "dropout" not in nodes[name].op
+            for value in nodes[name].inputs
+        )
 
     def expensive_values(self) -> frozenset[str]:
         return self.roots({name for kept in self.kept.values() for name in kept.expensive_values})
@@ -155,39 +175,39 @@ class _Stretch:
         return tuple(name for name in self.names if name in names)
 
 
-def _none(stretch: _Stretch) -> Recompute:
+def _none(stretch: Stretch) -> Recompute:
     return Recompute(stretch.saved(), stretch.extras(), ())
 
 
-def _selective(stretch: _Stretch) -> Recompute:
+def _selective(stretch: Stretch) -> Recompute:
     again = (name for name in stretch.until_all_is_there() if not stretch.kept[name].is_expensive)
     values = stretch.inputs() | stretch.expensive_values()
     return Recompute(values, stretch.expensive_extras(), tuple(again))
 
 
-def _full(stretch: _Stretch) -> Recompute:
+def _full(stretch: Stretch) -> Recompute:
     return Recompute(stretch.inputs(), (), stretch.until_all_is_there())
 
 
-def _none_compiled(stretch: _Stretch) -> Recompute:
+def _none_compiled(stretch: Stretch) -> Recompute:
     written = stretch.saved(expensive=True)
     given = written | stretch.expensive_values()
-    needed, _ = stretch.computed_from(stretch.saved(expensive=False), given)
+    needed, _ = stretch.computed_from(stretch.saved(expensive=False) | stretch.remade_from(), given)
     return Recompute(written | needed, stretch.extras(expensive=True), ())
 
 
-def _selective_compiled(stretch: _Stretch) -> Recompute:
-    needed, between = stretch.computed_from(stretch.saved(), stretch.expensive_values())
+def _selective_compiled(stretch: Stretch) -> Recompute:
+    needed, between = stretch.computed_from(stretch.saved() | stretch.remade_from(), stretch.expensive_values())
     return Recompute(needed, stretch.extras(expensive=True), stretch.in_order(between))
 
 
-def _full_compiled(stretch: _Stretch) -> Recompute:
-    needed, between = stretch.computed_from(stretch.saved(), frozenset())
+def _full_compiled(stretch: Stretch) -> Recompute:
+    needed, between = stretch.computed_from(stretch.saved() | stretch.remade_from(), frozenset())
     return Recompute(needed, (), stretch.in_order(between))
 
 
-_EAGER: dict[str, Callable[[_Stretch], Recompute]] = {"none": _none, "selective": _selective, "full": _full}
-_COMPILED: dict[str, Callable[[_Stretch], Recompute]] = {
+_EAGER: dict[str, Callable[[Stretch], Recompute]] = {"none": _none, "selective": _selective, "full": _full}
+_COMPILED: dict[str, Callable[[Stretch], Recompute]] = {
     "none": _none_compiled,
     "selective": _selective_compiled,
     "full": _full_compiled,

@@ -33,6 +33,7 @@ class CallRecord:
         made: what autograd keeps beyond them.
         expensive_outputs, expensive_made: what the expensive kernels of the call give.
         is_expensive: whether it has any.
+        temporary: the largest tensor made inside that is gone when the call returns, None if there is none.
         strides: of each output, in elements.
         alias_of: for each output, the input that it shares storage with, None if it has its own.
     """
@@ -43,5 +44,6 @@ class CallRecord:
     expensive_outputs: tuple[int, ...]
     expensive_made: tuple[Made, ...]
     is_expensive: bool
+    temporary: Made | None
     strides: tuple[tuple[int, ...], ...]
     alias_of: tuple[int | None, ...]

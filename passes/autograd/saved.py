@@ -30,6 +30,7 @@ class Kept:
         is_expensive: whether a matrix product, convolution or fused attention runs inside.
         expensive_values: outputs that such a kernel gives.
         expensive_extras: what such a kernel gives beyond them (a log-sum-exp; the scores of unfused attention).
+        temporaries: the largest tensor made inside that is not kept, if there is any.
     """
 
     values: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class Kept:
     is_expensive: bool = False
     expensive_values: tuple[str, ...] = ()
     expensive_extras: tuple[Extra, ...] = ()
+    temporaries: tuple[Extra, ...] = ()
 
 
 def kept_by_autograd(
@@ -77,6 +79,7 @@ def _kept(call: TracedCall, values: dict[str, Value], *, live: bool) -> Kept:
         is_expensive=record.is_expensive,
         expensive_values=_at(outputs, record.expensive_outputs),
         expensive_extras=_extras(call, record.expensive_made),
+        temporaries=_extras(call, (record.temporary,) if record.temporary else ()),
     )
 
 

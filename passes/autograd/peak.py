@@ -1,0 +1,189 @@
+"""The most memory alive while a stretch of the model runs, beyond its state and what it keeps for the backward pass.
+
+Forward: storages live from the node that makes them to the last that takes them; what leaves the stretch lives to its
+end; what is made inside an operator lives while that runs. What is kept anyway is not counted twice.
+
+Backward, mirrored: what was not kept but autograd needs is made again first and all alive at once; then node by node in
+reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second contribution
+exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its forward, and
+kept storages go when the earliest node that needs them is through.
+
+``compiled=True`` leaves out what fused kernels never write: values and gradients between cheap operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from passes.autograd.recompute import Activations, Recompute, Stretch, kept_under
+from passes.autograd.saved import Extra, Kept
+from passes.ir.graph import Value
+
+LocalBytes = Callable[[Value], float]
+ExtraBytes = Callable[[Extra], float]
+
+
+def working_peak(
+    known: Activations,
+    nodes: Sequence[str],
+    policy: str = "none",
+    *,
+    local_bytes: LocalBytes,
+    extra_bytes: ExtraBytes,
+    compiled: bool = False,
+    weight_gradients: bool = False,
+) -> float:
+    """Bytes on one device, forward or backward, whichever is more.
+
+    Args:
+        known, nodes, policy, compiled: as for ``kept_under``.
+        local_bytes, extra_bytes: bytes on one device of a value, and of a tensor made inside an operator.
+        weight_gradients: count each parameter's gradient as it is made, before it is added to the one held (wanted from
+            the second micro-batch on).
+    """
+    walk = _Walk(known, nodes, policy, local_bytes, extra_bytes, compiled=compiled)
+    return max(walk.forward(), walk.backward(weight_gradients=weight_gradients))
+
+
+class _Walk:
+    """One stretch under one policy, with the bytes of its storages."""
+
+    def __init__(
+        self,
+        known: Activations,
+        nodes: Sequence[str],
+        policy: str,
+        local_bytes: LocalBytes,
+        extra_bytes: ExtraBytes,
+        *,
+        compiled: bool,
+    ) -> None:
+        self.known = known
+        self.stretch = Stretch(known, nodes)
+        self.recompute: Recompute = kept_under(known, nodes, policy, compiled=compiled)
+        self.local_bytes, self.extra_bytes = local_bytes, extra_bytes
+        self.compiled = compiled
+        self.written = self._written()
+
+    def _written(self) -> frozenset[str]:
+        """Storages that really stand in memory: all, or those that fused kernels write."""
+        inside = set(self.stretch.names)
+        if not self.compiled:
+            return frozenset(self.known.made)
+        crossing = {
+            name
+            for name in self.stretch.maker
+            for user in self.known.users.get(name, ())
+            if user not in inside or self.stretch.kept[user].is_expensive
+        }
+        return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values()
+
+    def bytes_of(self, root: str) -> float:
+        return self.local_bytes(self.known.values[root]) if root in self.written else 0.0
+
+    def inside_bytes(self, kept: Kept, held: Collection[Extra] = ()) -> float:
+        """Bytes made inside an operator beyond its output and what is ``held`` anyway, while it runs."""
+        if self.compiled and not kept.is_expensive:
+            return 0.0
+        made = (*kept.temporaries, *(extra for extra in kept.extras if extra not in held))
+        return max(map(self.extra_bytes, made), default=0.0)
+
+    def taken(self, node: str) -> frozenset[str]:
+        """Storages of activations that a node takes."""
+        return self.stretch.roots(self.known.nodes[node].inputs)
+
+    def given(self, node: str) -> frozenset[str]:
+        """Storages of its own that a node gives."""
+        outputs = {value.name for value in self.known.nodes[node].outputs}
+        return self.stretch.roots(outputs) & outputs
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self) -> float:
+        return self._run(self.stretch.names, held=self.recompute.values, extras=self.recompute.extras)
+
+    def _run(self, nodes: Sequence[str], *, held: frozenset[str], extras: Collection[Extra]) -> float:
+        """The peak of running ``nodes`` forward beyond ``held`` and ``extras``."""
+        last = {root: place for place, node in enumerate(nodes) for root in self.taken(node)}
+        outside = self._leaving()
+        alive = {root: self.bytes_of(root) for root in self.stretch.inputs() - held if root in last}
+        peak = total = sum(alive.values())
+        for place, node in enumerate(nodes):
+            for root in self.given(node) - held:
+                alive[root] = self.bytes_of(root)
+                total += alive[root]
+            peak = max(peak, total + self.inside_bytes(self.stretch.kept[node], extras))
+            for root in [root for root in alive if last.get(root, place) <= place and root not in outside]:
+                total -= alive.pop(root)
+        return peak
+
+    def _leaving(self) -> frozenset[str]:
+        """Storages that nodes outside the stretch take."""
+        inside = set(self.stretch.names)
+        users = self.known.users
+        return self.stretch.roots(
+            {name for name in self.stretch.maker if any(user not in inside for user in users.get(name, ()))}
+        )
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, *, weight_gradients: bool) -> float:
+        """The peak of the second forward (where there is one) and of the walk back."""
+        kept, needed = self.recompute.values, self._needed()
+        again = needed - kept
+        entering = sum(self.bytes_of(root) for root in self._leaving() if self._has_gradient(root))
+        again_nodes = self.recompute.recomputed
+        second = self._run(again_nodes, held=kept | needed, extras=self.stretch.extras()) if again_nodes else 0.0
+        remade = sum(self.bytes_of(root) for root in again)
+        if again_nodes and not self.compiled:
+            remade += sum(map(self.extra_bytes, self.stretch.extras()))
+            remade -= sum(map(self.extra_bytes, self.recompute.extras))
+        return max(entering + remade + second, remade + self._back(needed, weight_gradients=weight_gradients))
+
+    def _needed(self) -> frozenset[str]:
+        """Storages that the backward pass reads; a compiled one makes those of cheap operators as it goes."""
+        return self.stretch.saved(expensive=True if self.compiled else None) & self.written
+
+    def _back(self, needed: frozenset[str], *, weight_gradients: bool) -> float:
+        """The peak of gradients over the walk back, less what of ``needed`` is no longer there."""
+        nodes = [node for node in self.stretch.names if node in self.known.live]
+        first = self._first_reader(nodes)
+        grads = {root: self.bytes_of(root) for root in self._leaving() if self._has_gradient(root)}
+        peak = total = sum(grads.values())
+        for node in reversed(nodes):
+            added = 0.0
+            for root in self.taken(node):
+                if not self._has_gradient(root) or root in self._shared_with_output(node):
+                    continue
+                if root in grads:
+                    added += self.bytes_of(root)
+                else:
+                    grads[root] = self.bytes_of(root)
+                    total += grads[root]
+            if weight_gradients:
+                added += self._weights(node)
+            peak = max(peak, total + added + self.inside_bytes(self.stretch.kept[node]))
+            for root in self.given(node):
+                total -= grads.pop(root, 0.0)
+            total -= sum(self.bytes_of(root) for root in needed if first.get(root) == node)
+        return peak
+
+    def _first_reader(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Storage made inside → the earliest node whose backward reads it."""
+        first: dict[str, str] = {}
+        inputs = self.stretch.inputs()
+        for node in nodes:
+            for root in self.stretch.roots(self.stretch.kept[node].values) - inputs:
+                first.setdefault(root, node)
+        return first
+
+    def _shared_with_output(self, node: str) -> frozenset[str]:
+        """Storages that the outputs of a view share with what it takes: one gradient serves both."""
+        return self.stretch.roots([value.name for value in self.known.nodes[node].outputs])
+
+    def _has_gradient(self, root: str) -> bool:
+        return self.known.values[root].requires_grad
+
+    def _weights(self, node: str) -> float:
+        values = (self.known.values[name] for name in dict.fromkeys(self.known.nodes[node].inputs))
+        return sum(self.local_bytes(value) for value in values if value.kind == "parameter" and value.requires_grad)
