@@ -7,6 +7,7 @@ and solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from planner.search.linear import OPTIMAL, LinearProgram, Solution
@@ -20,8 +21,21 @@ SLOW_HEURISTICS = ("mip_heuristic_run_rins", "mip_heuristic_run_rens", "mip_heur
 LARGEST_COST = 1e5
 
 
-def solve(program: LinearProgram, *, time_limit: float, solver: str | None = None) -> Solution:
+def solve(
+    program: LinearProgram,
+    *,
+    time_limit: float,
+    solver: str | None = None,
+    gap: float = RELATIVE_GAP,
+    cutoff: float | None = None,
+    start: Sequence[float] | None = None,
+) -> Solution:
     """Solve ``program`` within ``time_limit`` seconds with ``"highs"``, ``"cbc"`` or (None) whichever there is.
+
+    Args:
+        gap: relative gap at which a solution counts as optimal.
+        cutoff: only solutions with a smaller objective are wanted; without one the program comes back as infeasible.
+        start: values of a known solution to begin with, in column order (HiGHS only; CBC does without).
 
     Raises:
         ValueError: for an unknown solver name.
@@ -31,14 +45,22 @@ def solve(program: LinearProgram, *, time_limit: float, solver: str | None = Non
     scale = LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
     if solver != "cbc":
         try:
-            return _solve_highs(program, scale=scale, time_limit=time_limit)
+            return _solve_highs(program, scale=scale, time_limit=time_limit, gap=gap, cutoff=cutoff, start=start)
         except ImportError:
             if solver == "highs":
                 raise
-    return _solve_cbc(program, scale=scale, time_limit=time_limit)
+    return _solve_cbc(program, scale=scale, time_limit=time_limit, gap=gap, cutoff=cutoff)
 
 
-def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> Solution:
+def _solve_highs(
+    program: LinearProgram,
+    *,
+    scale: float,
+    time_limit: float,
+    gap: float,
+    cutoff: float | None,
+    start: Sequence[float] | None,
+) -> Solution:
     import highspy
     import numpy as np
 
@@ -57,18 +79,28 @@ def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> 
     highs = highspy.Highs()
     options: dict[str, Any] = {
         "output_flag": False, "random_seed": 0, "threads": 1, "parallel": "off", "time_limit": float(time_limit),
-        "mip_rel_gap": RELATIVE_GAP, "mip_abs_gap": 0.0,
+        "mip_rel_gap": gap, "mip_abs_gap": 0.0,
     }  # fmt: skip
+    if cutoff is not None:
+        options["objective_bound"] = cutoff * scale
     for name, value in options.items():
         highs.setOptionValue(name, value)
     for name in SLOW_HEURISTICS:
         highs.setOptionValue(name, False)
     highs.passModel(model)
+    if start is not None:
+        known = highspy.HighsSolution()
+        known.col_value = list(start)
+        highs.setSolution(known)
     highs.run()
     status = highs.getModelStatus()
     info = highs.getInfo()
     found = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
-    infeasible = status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+    infeasible = status in (
+        highspy.HighsModelStatus.kInfeasible,
+        highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        highspy.HighsModelStatus.kObjectiveBound,
+    )
     bound = info.mip_dual_bound if any(program.integers) else info.objective_function_value
     return Solution(
         values=list(highs.getSolution().col_value) if found else None,
@@ -79,12 +111,16 @@ def _solve_highs(program: LinearProgram, *, scale: float, time_limit: float) -> 
     )
 
 
-def _solve_cbc(program: LinearProgram, *, scale: float, time_limit: float) -> Solution:
+def _solve_cbc(
+    program: LinearProgram, *, scale: float, time_limit: float, gap: float, cutoff: float | None
+) -> Solution:
     import pulp
 
     problem, variables = to_pulp(program, scale=scale)
+    if cutoff is not None:
+        problem += problem.objective <= cutoff * scale
     status = problem.solve(
-        pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit, gapRel=RELATIVE_GAP, options=["randomSeed 1"])
+        pulp.PULP_CBC_CMD(msg=False, threads=1, timeLimit=time_limit, gapRel=gap, options=["randomSeed 1"])
     )
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     optimal = problem.sol_status == pulp.LpSolutionOptimal

@@ -1,0 +1,175 @@
+r"""The stage program: where the pipeline is cut, and what every unit runs as, in one integer program.
+
+Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
+in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; kinds a of the boundary between units, e(c) taken and
+x(c) given by a choice; m micro-batches. A schedule has fill coefficients φ and a divisor d (``cost_models.schedules``),
+and holds i(k) micro-batches of chunk k in flight.
+
+Variables::
+
+    n[k,c,a] ∈ ℕ         units of chunk k with choice c (of run u(c)) that follow a unit of kind a
+    o[k,u] ∈ {0,1}       run u is complete by the end of chunk k
+    s[k,a] ≥ 0           the kind at which each run leaves each chunk
+    q[k,u] ∈ {0,1}       chunk k begins in run u                       (only where that changes what it receives)
+    w[c] ∈ {0,1}         the very first unit runs as c
+    f[k], b[k] ≥ 0       seconds of a micro-batch in chunk k, forward and backward
+    L, T, U ≥ 0          the largest load; the tail; the update
+    y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
+
+With a single kind of boundary there is one n for each chunk and choice, and no s.
+
+Program::
+
+    minimise   M·L + Σ_k g[k] + T + U                                                                  (objective)
+        φ = (1,1,1), p > 1:  M = m - 1/d,  g[k] = (f[k] + b[k])/d;      p = 1:  M = m,  g[k] = 0
+        otherwise:           M = m,        g[k] ≥ 0,                                                        (fill)
+                             g[k] ≥ (p-1)/(p·d)·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
+
+    Σ_k Σ_{c,a} n[k,c,a] = N(u)                                              every run u                   (place)
+    Σ_{c,a} n[k,c,a] ≥ 1                                                     every chunk k                  (hold)
+    Σ_{j≤k} n[j,u] ≥ N(u)·o[k,u],   Σ_{j≤k} n[j,u+1] ≤ N(u+1)·o[k,u]          every k, u                    (order)
+    s before + Σ_{x(c)=a} n[k,c,·] = Σ_c n[k,c,a] + s after                  every k, u, kind a            (follow)
+    a flow of n units from s before, over moves made, feeds every kind that units follow                   (reach)
+    Σ_u q[k,u] = 1,   q[k,u] ≤ n[k,u],   n[k,u'] ≤ N(u')·(1 - q[k,u])        u' < u                        (receive)
+    Σ_c w[c] = 1,   w[c] ≤ n[0,c]                                                                          (first)
+    f[k] ≥ Σ (forward + conversion)·n + receive,        f[k] ≥ Σ gather_forward·n                          (stream)
+    b[k] ≥ Σ (backward + conversion)·n + receive,       b[k] ≥ Σ (gather_backward + reduce_backward)·n
+    L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
+    T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
+    T ≥ Σ_c reduce_step(c)·w[c]
+    U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
+    Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)                    (remember)
+    Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
+
+f and b are the larger of their two bounds in every solution that is best, except where a longer stream would shorten
+the step (a reduction that it hides, a negative coefficient): there a binary says which of the two it equals. A proved
+bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not see.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from cost_models.step_time import step_memory, step_seconds
+from planner.search.linear import OPTIMAL
+from planner.search.solver import solve
+from planner.step.stage_bounds import load_bound, lower_bound
+from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
+from planner.step.stage_program import Move, StageProgram, build_stage_program
+
+#: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
+CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"
+
+
+@dataclass(frozen=True)
+class StageSolution:
+    """What was found.
+
+    Attributes:
+        assignment: the best assignment, None where there is none better than the cutoff, or none was found in time.
+        objective: seconds of the step, as ``step_seconds`` prices it (infinite without an assignment).
+        bound: seconds that no assignment beats (with a cutoff: none that is better than the cutoff does).
+        status: "optimal" (within the gap asked for), "cutoff", "time limit reached" …
+        num_variables, num_constraints: size of the integer program, 0 where none was needed.
+    """
+
+    assignment: Assignment | None
+    objective: float
+    bound: float
+    status: str
+    num_variables: int = 0
+    num_constraints: int = 0
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of objective and bound."""
+        return (self.objective - self.bound) / self.objective if self.objective else 0.0
+
+
+def solve_stages(
+    problem: StageProblem, *, time_limit: float = 10.0, cutoff: float | None = None, gap: float = 1e-4
+) -> StageSolution | None:
+    """The fastest assignment within memory, None if there is none at all.
+
+    Args:
+        cutoff: seconds; only an assignment faster than this is of interest.
+        gap: relative gap at which an assignment counts as optimal.
+    """
+    if problem.num_units < problem.num_chunks:
+        return None
+    reduced, kept = undominated(problem)
+    found = _solve_program(reduced, time_limit=time_limit, cutoff=cutoff, gap=gap)
+    if found is None or found.assignment is None:
+        return found
+    original = tuple(
+        tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in found.assignment
+    )
+    return StageSolution(
+        original, found.objective, found.bound, found.status, found.num_variables, found.num_constraints
+    )
+
+
+def _solve_program(
+    problem: StageProblem, *, time_limit: float, cutoff: float | None, gap: float
+) -> StageSolution | None:
+    stage = build_stage_program(problem, load_bound=load_bound(problem))
+    program = stage.program
+    size = (program.num_variables, program.num_constraints)
+    limit = None if cutoff is None else cutoff / stage.second - stage.constant
+    solution = solve(program, time_limit=time_limit, gap=gap, cutoff=limit)
+    bound = max((solution.bound + stage.constant) * stage.second, lower_bound(problem))
+    if solution.values is None:
+        if not solution.infeasible:
+            return StageSolution(None, math.inf, bound, NOTHING_FOUND, *size)
+        return None if cutoff is None else StageSolution(None, math.inf, cutoff, CUTOFF, *size)
+    assignment = decode(stage, solution.values)
+    objective = step_seconds(as_step(problem, assignment)).total
+    return StageSolution(assignment, objective, min(bound, objective), solution.status, *size)
+
+
+def decode(stage: StageProgram, values: list[float]) -> Assignment:
+    """The assignment that a solution stands for."""
+    given: str | None = None
+    chunks = []
+    opening = next((choice for choice, column in stage.first if values[column] > 0.5), None)
+    for chunk, moves in enumerate(stage.moves):
+        groups: list[tuple[int, int, int]] = []
+        for run in sorted({move.run for move in moves}):
+            counts = {move: round(values[move.column]) for move in moves if move.run == run}
+            order, given = _trail({move: count for move, count in counts.items() if count}, given)
+            if chunk == 0 and run == 0 and opening is not None:
+                order.sort(key=lambda group: group[0] != opening)
+            groups.extend((run, choice, count) for choice, count in order)
+        chunks.append(tuple(groups))
+    return tuple(chunks)
+
+
+def _trail(counts: dict[Move, int], given: str | None) -> tuple[list[tuple[int, int]], str | None]:
+    """An order of the moves in which each begins where the last one ended (Hierholzer), as (choice, count) groups."""
+    if len({kind for move in counts for kind in (move.given, move.option.exit)}) <= 1:
+        return [(move.choice, count) for move, count in counts.items()], next(
+            (move.option.exit for move in counts), given
+        )
+    remaining = Counter(counts)
+    stack: list[tuple[str | None, int | None]] = [(given, None)]
+    backwards: list[tuple[str | None, int | None]] = []
+    while stack:
+        kind = stack[-1][0]
+        move = next((move for move, count in remaining.items() if count and move.given == kind), None)
+        if move is None:
+            backwards.append(stack.pop())
+        else:
+            remaining[move] -= 1
+            stack.append((move.option.exit, move.choice))
+    groups: list[tuple[int, int]] = []
+    for _, choice in reversed(backwards):
+        if choice is None:
+            continue
+        if groups and groups[-1][0] == choice:
+            groups[-1] = (choice, groups[-1][1] + 1)
+        else:
+            groups.append((choice, 1))
+    return groups, backwards[0][0]

@@ -1,0 +1,405 @@
+"""The stage program as arrays: each function adds the constraints of the name in brackets, stated in ``stage_ilp``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cost_models.schedules import SCHEDULES
+from cost_models.step import LayerCosts
+from planner.search.linear import LinearProgram
+from planner.step.stage_problem import StageProblem, UnitChoice
+
+#: Time is counted so that the mean load of a rank is this, and memory so that a rank's limit is: both then stand well
+#: above the solver's tolerances.
+REFERENCE = 1000.0
+
+
+@dataclass
+class Linear:
+    """Σ coefficient·column + constant."""
+
+    terms: list[tuple[int, float]] = field(default_factory=list)
+    constant: float = 0.0
+
+    def add(self, other: Linear, factor: float = 1.0) -> Linear:
+        """Add ``factor`` times another expression, in place."""
+        self.terms.extend((column, factor * value) for column, value in other.terms)
+        self.constant += factor * other.constant
+        return self
+
+
+@dataclass(frozen=True)
+class Move:
+    """The column n[k,c,a]: units in one chunk of one run and choice that begin where kind ``given`` was left."""
+
+    run: int
+    choice: int
+    given: str | None
+    column: int
+    option: UnitChoice
+    conversion: tuple[float, float]
+
+
+@dataclass
+class StageProgram:
+    """The program and where to find its variables.
+
+    Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
+    ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
+    runs as, where that is a variable of its own.
+    """
+
+    problem: StageProblem
+    second: float
+    program: LinearProgram = field(default_factory=LinearProgram)
+    constant: float = 0.0
+    moves: list[list[Move]] = field(default_factory=list)
+    first: list[tuple[int, int]] = field(default_factory=list)
+
+    def at_least(self, target: int, expression: Linear) -> None:
+        """Add the row: column ``target`` ≥ expression."""
+        self.row(Linear([(target, 1.0)]).add(expression, -1.0), lower=0.0)
+
+    def row(self, expression: Linear, *, lower: float = -math.inf, upper: float = math.inf) -> None:
+        """Add lower ≤ expression ≤ upper, each column once."""
+        merged: dict[int, float] = {}
+        for column, value in expression.terms:
+            merged[column] = merged.get(column, 0.0) + value
+        terms = [(column, value) for column, value in merged.items() if value]
+        self.program.row(terms, lower=lower - expression.constant, upper=upper - expression.constant)
+
+    def minimise(self, expression: Linear, factor: float = 1.0) -> None:
+        """Add ``factor`` times an expression to the objective."""
+        for column, value in expression.terms:
+            self.program.costs[column] += factor * value
+        self.constant += factor * expression.constant
+
+    def total(self, chunks: Sequence[int], value: Callable[[LayerCosts], float]) -> Linear:
+        """Σ value·n over the units of some chunks."""
+        return Linear(
+            [(move.column, amount) for k in chunks for move in self.moves[k] if (amount := value(move.option.costs))]
+        )
+
+    def seconds(self, chunks: Sequence[int], *names: str) -> Linear:
+        """Σ of some figures of the layers over the units of some chunks, in units of time."""
+        return self.total(chunks, lambda costs: sum(getattr(costs, name) for name in names) / self.second)
+
+    def units(self, chunk: int, run: int) -> Linear:
+        """How many units of a run a chunk holds."""
+        return Linear([(move.column, 1.0) for move in self.moves[chunk] if move.run == run])
+
+
+def chunks_of(problem: StageProblem) -> list[list[int]]:
+    """The chunks of each rank."""
+    ranks = problem.ranks
+    return [[chunk for chunk, rank in enumerate(ranks) if rank == wanted] for wanted in range(problem.num_ranks)]
+
+
+def has_kinds(problem: StageProblem) -> bool:
+    """Whether neighbours can disagree at all."""
+    return len({kind for run in problem.runs for choice in run.choices for kind in (choice.entry, choice.exit)}) > 1
+
+
+def build_stage_program(problem: StageProblem, *, load_bound: float) -> StageProgram:
+    """The program of ``problem``; ``load_bound`` is a proved lower bound of the largest load of a rank in seconds."""
+    stage = StageProgram(problem, second=(load_bound or 1.0) / REFERENCE)
+    add_units(stage)
+    add_order(stage)
+    if has_kinds(problem):
+        add_kinds(stage)
+    elif problem.runs[0].count > 1 and len({choice.costs.reduce_step for choice in problem.runs[0].choices}) > 1:
+        add_first(stage)
+    forward, backward = add_streams(stage)
+    add_pipeline(stage, forward, backward, load_bound)
+    add_tail(stage, backward)
+    add_update(stage)
+    add_memory(stage)
+    return stage
+
+
+def spans(problem: StageProblem) -> list[range]:
+    """The chunks in which each run may have units, as every chunk before and after needs at least one."""
+    found, start = [], 0
+    for run in problem.runs:
+        end = start + run.count
+        first = max(0, start - (problem.num_units - problem.num_chunks))
+        found.append(range(first, min(problem.num_chunks, end)))
+        start = end
+    return found
+
+
+def add_units(stage: StageProgram) -> None:
+    """(place) and (hold): the columns n[k,c,a]; every unit is in one chunk, every chunk has a unit."""
+    problem, program = stage.problem, stage.program
+    allowed = spans(problem)
+    starts = has_kinds(problem)
+    kinds: list[str | None] = [*sorted({choice.exit for run in problem.runs for choice in run.choices})]
+    for chunk in range(problem.num_chunks):
+        moves = []
+        for index, run in enumerate(problem.runs):
+            if chunk not in allowed[index]:
+                continue
+            for choice, option in enumerate(run.choices):
+                for given in [None, *kinds] if starts and (chunk, index) == (0, 0) else kinds:
+                    conversion = problem.conversion(given, option.entry)
+                    if conversion is not None:
+                        column = program.variable(upper=1.0 if given is None else float(run.count), integer=True)
+                        moves.append(Move(index, choice, given, column, option, conversion))
+        stage.moves.append(moves)
+        program.row([(move.column, 1.0) for move in moves], lower=1.0)
+    for index, run in enumerate(problem.runs):
+        columns = [(move.column, 1.0) for moves in stage.moves for move in moves if move.run == index]
+        program.row(columns, lower=float(run.count), upper=float(run.count))
+
+
+def add_order(stage: StageProgram) -> None:
+    """(order): a run begins only in a chunk by whose end the run before it is complete."""
+    problem = stage.problem
+    allowed = spans(problem)
+    for run in range(len(problem.runs) - 1):
+        count, following = problem.runs[run].count, problem.runs[run + 1].count
+        for chunk in allowed[run + 1]:
+            if chunk >= allowed[run].stop - 1:
+                break
+            complete = stage.program.variable(upper=1.0, integer=True)
+            so_far, begun = Linear([(complete, -float(count))]), Linear([(complete, -float(following))])
+            for before in range(chunk + 1):
+                so_far.add(stage.units(before, run))
+                begun.add(stage.units(before, run + 1))
+            stage.row(so_far, lower=0.0)
+            stage.row(begun, upper=0.0)
+
+
+def add_first(stage: StageProgram) -> None:
+    """(first): one of the first chunk's choices of the first run is what the very first unit runs as."""
+    for move in stage.moves[0]:
+        if move.run == 0:
+            column = stage.program.variable(upper=1.0, integer=True)
+            stage.first.append((move.choice, column))
+            stage.program.row([(move.column, 1.0), (column, -1.0)], lower=0.0)
+    stage.program.row([(column, 1.0) for _, column in stage.first], lower=1.0, upper=1.0)
+
+
+def add_kinds(stage: StageProgram) -> None:
+    """(follow) and (reach): units of one chunk and run lie on one path through the kinds, from where the last ended."""
+    problem, program = stage.problem, stage.program
+    state: dict[str | None, Linear] = {None: Linear([], 1.0)}
+    for moves in stage.moves:
+        for run in sorted({move.run for move in moves}):
+            here = [move for move in moves if move.run == run]
+            nodes = sorted({*state, *(move.option.exit for move in here)}, key=lambda kind: kind or "")
+            after: dict[str | None, Linear] = {}
+            for kind in nodes:
+                balance = Linear().add(state.get(kind, Linear()))
+                balance.terms += [(move.column, 1.0) for move in here if move.option.exit == kind]
+                balance.terms += [(move.column, -1.0) for move in here if move.given == kind]
+                if kind is not None:
+                    left = program.variable(upper=1.0)
+                    after[kind] = Linear([(left, 1.0)])
+                    balance.terms.append((left, -1.0))
+                stage.row(balance, lower=0.0, upper=0.0)
+            # a unit that begins at a kind that no path enters in this slot has nowhere to come from
+            for move in here:
+                if move.given not in nodes:
+                    program.uppers[move.column] = 0.0
+            _add_reach(stage, here, state, problem.runs[run].count)
+            state = after
+
+
+def _add_reach(stage: StageProgram, here: Sequence[Move], state: dict[str | None, Linear], count: int) -> None:
+    """(reach): every kind at which units begin gets one unit of flow for each of them, over moves that are made."""
+    program = stage.program
+    demand: dict[str, Linear] = {}
+    for move in here:
+        if move.given is not None:
+            demand.setdefault(move.given, Linear()).terms.append((move.column, -1.0))
+    if len(demand) < 2:
+        return
+    for kind, arrives in state.items():
+        if kind in demand:
+            column = program.variable()
+            stage.row(Linear([(column, 1.0)]).add(arrives, -float(count)), upper=0.0)
+            demand[kind].terms.append((column, 1.0))
+    for given, taken in sorted({(m.given, m.option.exit) for m in here if m.given != m.option.exit}, key=str):
+        if taken in demand:
+            column = program.variable()
+            made = [(m.column, -float(count)) for m in here if (m.given, m.option.exit) == (given, taken)]
+            stage.row(Linear([(column, 1.0), *made]), upper=0.0)
+            demand[taken].terms.append((column, 1.0))
+            if given is not None:
+                demand[given].terms.append((column, -1.0))
+    for balance in demand.values():
+        stage.row(balance, lower=0.0, upper=0.0)
+
+
+def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
+    """(stream): f[k] and b[k], the longer of a chunk's compute and communication streams."""
+    problem = stage.problem
+    schedule = SCHEDULES[problem.schedule]
+    forward = [stage.seconds([chunk], "forward") for chunk in range(problem.num_chunks)]
+    backward = [stage.seconds([chunk], "backward") for chunk in range(problem.num_chunks)]
+    for chunk, moves in enumerate(stage.moves):
+        for stream, phase in ((forward, 0), (backward, 1)):
+            stream[chunk].terms += [
+                (m.column, m.conversion[phase] / stage.second) for m in moves if m.conversion[phase]
+            ]
+    add_receives(stage, forward, backward)
+    plain = problem.num_ranks == 1 or schedule.fill == (1.0, 1.0, 1.0)
+    # elsewhere a slower stream could shorten the step, so the larger of the two must not be exceeded
+    exact_forward = not plain and schedule.fill[0] < 0
+    exact_backward = not plain and schedule.fill[1] < 0
+    if problem.num_ranks > 1 and _may_have_tail(problem) and (schedule.divided or not plain):
+        exact_backward = True
+    gathers = ("gather_forward",), ("gather_backward", "reduce_backward")
+    for stream, names, exact in ((forward, gathers[0], exact_forward), (backward, gathers[1], exact_backward)):
+        for chunk, moves in enumerate(stage.moves):
+            compute = "forward" if stream is forward else "backward"
+            if any(sum(getattr(m.option.costs, n) for n in names) > getattr(m.option.costs, compute) for m in moves):
+                stream[chunk] = _larger(stage, stream[chunk], stage.seconds([chunk], *names), exact=exact)
+    return forward, backward
+
+
+def _larger(stage: StageProgram, first: Linear, second: Linear, *, exact: bool) -> Linear:
+    """A column for the larger of two expressions: at least both, and with ``exact`` no more than one of them."""
+    larger = stage.program.variable()
+    stage.at_least(larger, first)
+    stage.at_least(larger, second)
+    if exact:
+        which = stage.program.variable(upper=1.0, integer=True)
+        for chosen, constant, other in ((1.0, 0.0, second), (-1.0, 1.0, first)):
+            # switched on where the other is the larger one: larger ≤ this + most the other can exceed it by
+            this = first if other is second else second
+            most = _most(stage, other)
+            row = Linear([(larger, 1.0), (which, -chosen * most)]).add(this, -1.0)
+            stage.row(row, upper=constant * most)
+    return Linear([(larger, 1.0)])
+
+
+def _most(stage: StageProgram, expression: Linear) -> float:
+    """No assignment makes the expression (with no negative coefficient) larger than this."""
+    return expression.constant + sum(value * stage.program.uppers[column] for column, value in expression.terms)
+
+
+def _may_have_tail(problem: StageProblem) -> bool:
+    return any(choice.costs.reduce_step > 0 for run in problem.runs for choice in run.choices)
+
+
+def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Linear]) -> None:
+    """(receive): a chunk that begins on another rank takes its boundary from there, and the one before its gradient."""
+    problem = stage.problem
+    ranks, allowed = problem.ranks, spans(problem)
+    for chunk in range(1, problem.num_chunks):
+        if ranks[chunk] == ranks[chunk - 1]:
+            continue
+        runs = [run for run in range(len(problem.runs)) if chunk in allowed[run]]
+        costs = {(problem.runs[run].receive_forward, problem.runs[run].receive_backward) for run in runs}
+        if len(costs) == 1:
+            received, returned = costs.pop()
+            forward[chunk].constant += received / stage.second
+            backward[chunk - 1].constant += returned / stage.second
+            continue
+        begins = [(run, stage.program.variable(upper=1.0, integer=True)) for run in runs]
+        stage.program.row([(column, 1.0) for _, column in begins], lower=1.0, upper=1.0)
+        for run, column in begins:
+            stage.row(stage.units(chunk, run).add(Linear([(column, -1.0)])), lower=0.0)
+            for before in (other for other in runs if other < run):
+                count = float(problem.runs[before].count)
+                stage.row(stage.units(chunk, before).add(Linear([(column, count)])), upper=count)
+            forward[chunk].terms.append((column, problem.runs[run].receive_forward / stage.second))
+            backward[chunk - 1].terms.append((column, problem.runs[run].receive_backward / stage.second))
+
+
+def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], load_bound: float) -> None:
+    """(load), (fill): the largest load of a rank, m times, and what filling and draining the pipeline adds."""
+    problem, program = stage.problem, stage.program
+    schedule = SCHEDULES[problem.schedule]
+    divisor = problem.num_chunks // problem.num_ranks if schedule.divided else 1
+    plain = schedule.fill == (1.0, 1.0, 1.0)
+    times = problem.num_microbatches - (1 / divisor if plain and problem.num_ranks > 1 else 0)
+    largest = program.variable(times)
+    program.row([(largest, 1.0)], lower=load_bound / stage.second)
+    for chunks in chunks_of(problem):
+        load = Linear()
+        for chunk in chunks:
+            load.add(forward[chunk]).add(backward[chunk])
+        stage.at_least(largest, load)
+    if problem.num_ranks == 1:
+        return
+    for chunk in range(problem.num_chunks):
+        if plain:
+            stage.minimise(Linear().add(forward[chunk]).add(backward[chunk]), 1 / divisor)
+            continue
+        fill_forward, fill_backward, fill_weight = schedule.fill
+        expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
+        expression.add(stage.seconds([chunk], "backward_weight"), fill_weight - fill_backward)
+        fill = program.variable((problem.num_ranks - 1) / problem.num_ranks / divisor)
+        stage.at_least(fill, expression)
+
+
+def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
+    """(tail): gradient reductions that the backward passes after them do not hide, and the very first layer's."""
+    problem, program = stage.problem, stage.program
+    if not _may_have_tail(problem):
+        return
+    tail = program.variable(1.0)
+    before = Linear()
+    for chunks in chunks_of(problem):
+        own = Linear()
+        for chunk in chunks:
+            own.add(backward[chunk])
+        costs = [move.option.costs for chunk in chunks for move in stage.moves[chunk]]
+        if any(figures.reduce_step > figures.backward for figures in costs):
+            stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(own, -1.0).add(before, -1.0))
+        before.add(own, problem.num_ranks / problem.num_chunks)
+    first = stage.first or [(m.choice, m.column) for m in stage.moves[0] if m.run == 0 and m.given is None]
+    reductions = [choice.costs.reduce_step / stage.second for choice in problem.runs[0].choices]
+    if not first and len(set(reductions)) == 1:
+        stage.at_least(tail, Linear([], reductions[0]))
+        return
+    first = first or [(move.choice, move.column) for move in stage.moves[0] if move.run == 0]
+    stage.at_least(tail, Linear([(column, reductions[choice]) for choice, column in first]))
+
+
+def add_update(stage: StageProgram) -> None:
+    """(update): the slowest rank's optimizer and gathering of what it updated."""
+    problem = stage.problem
+    if not any(c.costs.update_step or c.costs.gather_step for run in problem.runs for c in run.choices):
+        return
+    update = stage.program.variable(1.0)
+    for chunks in chunks_of(problem):
+        stage.at_least(update, stage.seconds(chunks, "update_step", "gather_step"))
+
+
+def add_memory(stage: StageProgram) -> None:
+    """(remember), (peak): state, saved activations in flight and the largest peak of each rank within its memory."""
+    problem, in_flight = stage.problem, stage.problem.in_flight
+    for chunks, limit in zip(chunks_of(problem), problem.memory):
+        if math.isinf(limit):
+            continue
+        used = Linear()
+        for chunk in chunks:
+            used.add(stage.total([chunk], lambda costs: costs.state_bytes))
+            used.add(stage.total([chunk], lambda costs: costs.saved_bytes), in_flight[chunk])
+        used.add(_peak(stage, chunks))
+        unit = (limit if limit > 0 else 1.0) / REFERENCE
+        stage.row(Linear().add(used, 1 / unit), upper=limit / unit)
+
+
+def _peak(stage: StageProgram, chunks: Sequence[int]) -> Linear:
+    """(peak): the largest peak_bytes of a rank as steps between the levels that its units can have."""
+    moves = [move for chunk in chunks for move in stage.moves[chunk]]
+    levels = sorted({move.option.costs.peak_bytes for move in moves})
+    peak = Linear([], levels[0])
+    for below, level in itertools.pairwise(levels):
+        reached = stage.program.variable(upper=1.0, integer=True)
+        peak.terms.append((reached, level - below))
+        by_run: dict[int, list[tuple[int, float]]] = {}
+        for move in moves:
+            if move.option.costs.peak_bytes >= level:
+                by_run.setdefault(move.run, []).append((move.column, 1.0))
+        for run, terms in by_run.items():
+            stage.program.row([*terms, (reached, -float(stage.problem.runs[run].count))], upper=0.0)
+    return peak
