@@ -21,9 +21,9 @@ With a single kind of boundary there is one n for each chunk and choice, and no 
 Program::
 
     minimise   M·L + Σ_k g[k] + T + U                                                                  (objective)
-        φ = (1,1,1), p > 1:  M = m - 1/d,  g[k] = (f[k] + b[k])/d;      p = 1:  M = m,  g[k] = 0
-        otherwise:           M = m,        g[k] ≥ 0,                                                        (fill)
-                             g[k] ≥ (p-1)/(p·d)·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
+        whole backward:  M = m - 1/d,  g[k] = (f[k] + b[k])/d;          p = 1:  M = m,  g[k] = 0
+        split backward:  M = m,        g[k] ≥ 0,                                                            (fill)
+                         g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
 
     Σ_k Σ_{c,a} n[k,c,a] = N(u)                                              every run u                   (place)
     Σ_{c,a} n[k,c,a] ≥ 1                                                     every chunk k                  (hold)
@@ -49,15 +49,13 @@ bound of L (``stage_bounds``) is added as a valid inequality: units are whole, w
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass
 
-from cost_models.step_time import step_memory, step_seconds
-from planner.search.linear import OPTIMAL
+from cost_models.step_time import step_seconds
 from planner.search.solver import solve
 from planner.step.stage_bounds import load_bound, lower_bound
-from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
+from planner.step.stage_problem import Assignment, StageProblem, as_step, undominated
 from planner.step.stage_program import Move, StageProgram, build_stage_program
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.

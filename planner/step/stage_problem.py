@@ -131,8 +131,8 @@ def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
         for run, choice, count in groups:
             chosen = problem.runs[run].choices[choice]
             layers.extend(_conversions(problem, given, chosen, 1))
-            layers.extend(_conversions(problem, chosen.exit, chosen, count - 1))
             layers.append((chosen.costs, count))
+            layers.extend(_conversions(problem, chosen.exit, chosen, count - 1))
             given = chosen.exit
         chunks.append(Chunk(layers=tuple(layers)))
     for chunk in range(1, len(chunks)):
@@ -184,7 +184,7 @@ def _directions(problem: StageProblem) -> dict[str, int]:
     better = {figure.name: 1 for figure in fields(LayerCosts)}
     schedule = SCHEDULES[problem.schedule]
     fill_forward, fill_backward, fill_weight = schedule.fill
-    plain = problem.num_ranks == 1 or schedule.fill == (1.0, 1.0, 1.0)
+    plain = problem.num_ranks == 1 or not schedule.splits_backward
     # delayed weight gradients may fill bubbles; where nothing is delayed they change nothing
     better["backward_weight"] = 0 if plain else _sign(fill_weight - fill_backward)
     longer_backward_may_help = fill_backward < 0

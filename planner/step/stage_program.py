@@ -216,7 +216,7 @@ def _add_reach(stage: StageProgram, here: Sequence[Move], state: dict[str | None
     for move in here:
         if move.given is not None:
             demand.setdefault(move.given, Linear()).terms.append((move.column, -1.0))
-    if len(demand) < 2:
+    if not demand.keys() - state.keys() and len(state) < 2:
         return
     for kind, arrives in state.items():
         if kind in demand:
@@ -247,7 +247,7 @@ def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
                 (m.column, m.conversion[phase] / stage.second) for m in moves if m.conversion[phase]
             ]
     add_receives(stage, forward, backward)
-    plain = problem.num_ranks == 1 or schedule.fill == (1.0, 1.0, 1.0)
+    plain = problem.num_ranks == 1 or not schedule.splits_backward
     # elsewhere a slower stream could shorten the step, so the larger of the two must not be exceeded
     exact_forward = not plain and schedule.fill[0] < 0
     exact_backward = not plain and schedule.fill[1] < 0
@@ -317,7 +317,7 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
     problem, program = stage.problem, stage.program
     schedule = SCHEDULES[problem.schedule]
     divisor = problem.num_chunks // problem.num_ranks if schedule.divided else 1
-    plain = schedule.fill == (1.0, 1.0, 1.0)
+    plain = not schedule.splits_backward
     times = problem.num_microbatches - (1 / divisor if plain and problem.num_ranks > 1 else 0)
     largest = program.variable(times)
     program.row([(largest, 1.0)], lower=load_bound / stage.second)
@@ -335,7 +335,7 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
         fill_forward, fill_backward, fill_weight = schedule.fill
         expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
         expression.add(stage.seconds([chunk], "backward_weight"), fill_weight - fill_backward)
-        fill = program.variable((problem.num_ranks - 1) / problem.num_ranks / divisor)
+        fill = program.variable((problem.num_ranks - 1) / problem.num_ranks)
         stage.at_least(fill, expression)
 
 
