@@ -1,10 +1,16 @@
-"""Bytes that the parameters' state takes on one device: parameters, gradients, optimizer state.
+"""Bytes that the parameters' state takes on one device: parameters, gradients, optimizer state; and allocator slack.
 
-All counts are of local elements: divide a sharded parameter first.
+All counts are of local elements: divide a sharded parameter first. Bytes an element, AdamW:
+
+    parameters         gradients          optimizer
+    float32 4          float32 4          two moments 8
+    bfloat16 2         bfloat16 2         float32 master copy 4, two moments 8
+    bfloat16 2         float32 4          float32 master copy 4, two moments 8      (``gradient_dtype="float32"``)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cost_models.dtypes import ITEM_SIZE, item_size
@@ -74,3 +80,85 @@ def state_bytes(num_elements: int, dtype: str, *, trainable: bool = True, optimi
         gradient_bytes(num_elements, dtype),
         optimizer_bytes(num_elements, dtype, optimizer=optimizer),
     )
+
+
+def zero_state_bytes(
+    num_elements: int,
+    dtype: str,
+    *,
+    stage: int,
+    group_size: int,
+    gradient_dtype: str | None = None,
+    optimizer: str = "adamw",
+) -> StateBytes:
+    """All parts of a trainable parameter on one of ``group_size`` devices that share its state (ZeRO).
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), section 5:
+    stage 0 divides nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters. A part that does not
+    divide is padded: every device holds ``ceil(num_elements / group_size)``. In stage 3 a parameter of 16 bits or fewer
+    is stored as its float32 master copy alone; its narrow copy exists only while it is gathered.
+
+    Args:
+        num_elements: of the parameter as it would be on the device without ZeRO (after tensor parallelism).
+        dtype: that the parameter computes in.
+        gradient_dtype: of the gradients that are kept from one micro-batch to the next; None for that of the stored
+            parameter.
+
+    Raises:
+        ValueError: for an unknown stage, dtype or optimizer, or a group of no device.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"unknown ZeRO stage {stage!r}: expected 0, 1, 2 or 3")
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    shard = math.ceil(num_elements / group_size)
+    parameters, gradients, states = (shard if stage >= least else num_elements for least in (3, 2, 1))
+    optimizer_state = optimizer_bytes(states, dtype, optimizer=optimizer)
+    stored = dtype
+    if stage == 3 and dtype in MASTER_COPY_DTYPES and optimizer != "none":
+        stored = "float32"
+        optimizer_state -= parameter_bytes(shard, stored)
+    return StateBytes(
+        parameter_bytes(parameters, stored), gradient_bytes(gradients, gradient_dtype or stored), optimizer_state
+    )
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """How a caching allocator rounds and wastes; the defaults are those of PyTorch's for CUDA.
+
+    Attributes:
+        rounding: bytes that every tensor's memory is a multiple of.
+        small, small_segment: tensors of up to ``small`` bytes share segments of ``small_segment`` bytes.
+        medium, medium_segment: larger ones of less than ``medium`` bytes share segments of ``medium_segment`` bytes.
+        large_rounding: segments of still larger ones are multiples of this.
+        fragmentation: share of what tensors take that is reserved but not usable. Not a constant of the allocator but
+            what well-behaved training runs show: their reserved memory is a few percent over the allocated.
+    """
+
+    rounding: int = 512
+    small: int = 1 << 20
+    small_segment: int = 2 << 20
+    medium: int = 10 << 20
+    medium_segment: int = 20 << 20
+    large_rounding: int = 2 << 20
+    fragmentation: float = 0.03
+
+    def tensor_bytes(self, num_bytes: float) -> int:
+        """Memory that one tensor of ``num_bytes`` takes of its segment: at least one rounding unit, unless empty."""
+        return _rounded_up(num_bytes, self.rounding)
+
+    def segment_bytes(self, num_bytes: float) -> int:
+        """Memory reserved for one tensor for which no cached segment has room."""
+        block = self.tensor_bytes(num_bytes)
+        if block <= self.small:
+            return self.small_segment if block else 0
+        return self.medium_segment if block < self.medium else _rounded_up(block, self.large_rounding)
+
+    def reserved_bytes(self, peak_bytes: float) -> int:
+        """Memory reserved by a run whose tensors take ``peak_bytes`` at their peak."""
+        return _rounded_up(peak_bytes * (1.0 + self.fragmentation), self.large_rounding)
+
+
+def _rounded_up(num_bytes: float, unit: int) -> int:
+    return math.ceil(num_bytes / unit) * unit

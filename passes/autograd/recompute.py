@@ -127,7 +127,7 @@ class Stretch:
         return tuple(extra for kept in chosen for extra in kept.extras)
 
     def remade_from(self) -> frozenset[str]:
-        """Values that cheap operators make kept tensors of their own from (but for random masks: a seed makes those)."""
+        """What cheap operators make kept tensors of their own from (random masks apart: a seed makes those)."""
         nodes = self.known.nodes
         return frozenset(
             value
