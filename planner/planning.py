@@ -116,8 +116,8 @@ def capture_for_planning(
     if example_inputs is None:
         example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
     if isinstance(example_inputs, Mapping):
-        return capture(module, kwargs=dict(example_inputs), loss_fn=loss_fn, training=training)
-    return capture(module, args=tuple(example_inputs), loss_fn=loss_fn, training=training)
+        return capture(module, kwargs=dict(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)
+    return capture(module, args=tuple(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)
 
 
 def as_module(model: Any, *, dtype: str | None = None) -> torch.nn.Module:

@@ -15,8 +15,11 @@ from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
+from passes.capture.repeats import find_repeats
+from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
 from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
+from passes.capture.unfold import unfold
 from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
 
@@ -30,6 +33,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     training: bool | None = None,
+    copy_repeats: bool = False,
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
@@ -45,10 +49,17 @@ def capture(
             (or as its first output) is the loss.
         training: put every module in training (or evaluation) mode; False also makes a graph without gradients.
             None leaves the modules' modes, and keeps gradients if there is a loss or the model is in training mode.
+        copy_repeats: trace only a few of the layers that repeat and copy the rest, which gives the same graph in a
+            time that hardly depends on how many they are. Models for which that cannot be told are traced in full.
 
     Raises:
         CaptureError: if the model cannot be traced; it names the module and the source line.
     """
+    if copy_repeats:
+        options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
+        graph = _capture_shortened(model, options)
+        if graph is not None:
+            return graph
     call = _Call(model, args, dict(kwargs or {}), loss_fn)
     stand_ins = StandIns(device_of(model))
     paths = {id(module): name for name, module in model.named_modules()}
@@ -71,6 +82,19 @@ def capture(
         training=graph_training,
         unflatten=lambda outputs: rebuild(structure, {path: outputs[name] for path, name in names.items()}),
     )
+
+
+def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | None:
+    """The graph with repeated layers copied, or None if the model has none or does not treat them as such."""
+    repeats = find_repeats(model)
+    if not repeats:
+        return None
+    try:
+        with shortened(model, repeats):
+            graph = capture(model, **options)
+        return unfold(graph, repeats)
+    except (CaptureError, NotRepeated):
+        return None
 
 
 class _Result:

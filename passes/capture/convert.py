@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from passes.canonicalise import CONSTANT, cross_entropy, nodes_with_gradient
-from passes.capture.naming import Namer
+from passes.capture.naming import Namer, name_wishes
 from passes.capture.structure import Path
 from passes.ir.errors import CaptureError
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
@@ -58,8 +57,8 @@ class _Converter:
         self.names: dict[fx.Node, str] = {}
         trainable = [name for name, source in sources.items() if source.requires_grad]
         self.carrying = nodes_with_gradient(module.graph, trainable)
-        self.calls_in = Counter(_place(node)[0] for node in self.fx_nodes if _is_call(node))
-        self.parents = {parent for path in self.calls_in for parent in _ancestors(path)}
+        calls = [node for node in self.fx_nodes if _is_call(node)]
+        self.wishes = dict(zip(calls, name_wishes([(_place(node)[0], _operator(node)) for node in calls])))
 
     def graph(self, outputs: list[str], model_name: str) -> Graph:
         inputs: list[Value] = []
@@ -96,14 +95,10 @@ class _Converter:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise CaptureError(f"in module {path!r} ({module_class}): {node.target} cannot be planned: its branches or "
                                "loops run by the values of tensors")  # fmt: skip
-        op = OUR_OPERATORS.get(node.target, str(node.target))
-        leaf = path.rpartition(".")[2]
-        short = op.split(".")[1].strip("_")
-        alone = self.calls_in[path] == 1 and path not in self.parents and leaf and not leaf.isdigit()
-        values = self.outputs(node, leaf if alone else short)
+        values = self.outputs(node, self.wishes[node])
         return Node(
             values[0].name,
-            op,
+            _operator(node),
             tuple(self.argument(argument) for argument in node.args),
             {name: self.argument(argument) for name, argument in node.kwargs.items() if name not in _PLACEMENT},
             tuple(values),
@@ -148,9 +143,8 @@ def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
+def _operator(node: fx.Node) -> str:
+    return OUR_OPERATORS.get(node.target, str(node.target))
 
 
 def _place(node: fx.Node) -> tuple[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections import Counter
+from collections.abc import Sequence
 
 #: Names that mean something else in emitted source.
 _TAKEN = {"torch", "F", "spmd", "ops", "math", "I", "P", "R", "S", "V", "w", "self", *keyword.kwlist, *dir(builtins)}
@@ -18,8 +20,7 @@ class Namer:
         self._next: dict[str, int] = {}
 
     def name(self, wish: str) -> str:
-        base = re.sub(r"\W+", "_", wish).strip("_") or "value"
-        base = f"x{base}" if base[0].isdigit() else base
+        base = identifier(wish)
         if base not in self._used:
             self._used.add(base)
             return base
@@ -29,3 +30,25 @@ class Namer:
         self._next[base] = number + 1
         self._used.add(f"{base}_{number}")
         return f"{base}_{number}"
+
+
+def identifier(wish: str) -> str:
+    """The identifier nearest to ``wish``."""
+    base = re.sub(r"\W+", "_", wish).strip("_") or "value"
+    return f"x{base}" if base[0].isdigit() else base
+
+
+def name_wishes(calls: Sequence[tuple[str, str]]) -> list[str]:
+    """The name wished for each call's value: that of its module if it is the only call there, else the operator's.
+
+    Args:
+        calls: (path of the module, operator) of every call of the graph.
+    """
+    calls_in = Counter(path for path, _ in calls)
+    parents = {".".join(parts[:end]) for path in calls_in for parts in [path.split(".")] for end in range(len(parts))}
+    wishes = []
+    for path, op in calls:
+        leaf = path.rpartition(".")[2]
+        alone = calls_in[path] == 1 and path not in parents and leaf and not leaf.isdigit()
+        wishes.append(leaf if alone else op.split(".")[1].strip("_"))
+    return wishes

@@ -1,0 +1,108 @@
+"""Whether two modules do the same, told from what they hold and without running them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Entries of a module's ``__dict__`` that ``alike`` looks at in a way of its own.
+_OWN = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, set, frozenset, type)
+
+
+def alike(first: nn.Module, second: nn.Module, *, shift: int) -> bool:
+    """Whether two modules are of the same classes all the way down, with like tensors and the same attributes.
+
+    Args:
+        shift: how far apart they stand in their list; whole-number attributes that differ by just as much (a layer's
+            number) count as the same.
+    """
+    return first is second or (
+        type(first) is type(second)
+        and _same_tensors(first._parameters, second._parameters)
+        and _same_tensors(first._buffers, second._buffers)
+        and list(first._modules) == list(second._modules)
+        and not has_hooks(first)
+        and not has_hooks(second)
+        and _same_attributes(first, second, shift)
+        and all(_alike_or_none(first._modules[name], second._modules[name], shift) for name in first._modules)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after the module's forward or backward."""
+    return any(module.__dict__.get(name) for name in HOOKS)
+
+
+def moving_attributes(first: nn.Module, second: nn.Module) -> tuple[tuple[str, str], ...]:
+    """(path of the module inside, attribute) of the whole numbers in which two modules that are alike differ."""
+    others = dict(second.named_modules())
+    return tuple(
+        (path, name)
+        for path, module in first.named_modules()
+        for name, attribute in module.__dict__.items()
+        if type(attribute) is int and attribute != others[path].__dict__[name]
+    )
+
+
+def _alike_or_none(first: nn.Module | None, second: nn.Module | None, shift: int) -> bool:
+    return first is second if first is None or second is None else alike(first, second, shift=shift)
+
+
+def _same_tensors(first: Mapping[str, torch.Tensor | None], second: Mapping[str, torch.Tensor | None]) -> bool:
+    return list(first) == list(second) and all(map(_same_tensor, first.values(), second.values()))
+
+
+def _same_tensor(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return type(first) is type(second) and _kind(first) == _kind(second)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.stride(), tensor.device
+
+
+def _same_attributes(first: nn.Module, second: nn.Module, shift: int) -> bool:
+    ours, theirs = first.__dict__, second.__dict__
+    return ours.keys() == theirs.keys() and all(
+        value is theirs[name]
+        or name in _OWN
+        or (type(value) is int and type(theirs[name]) is int and theirs[name] - value == shift)
+        or _same(value, theirs[name])
+        for name, value in ours.items()
+    )
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Whether two attributes are surely the same; False for what cannot be told."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, (int, *_PLAIN)):
+        return bool(first == second)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, Mapping):
+        return list(first) == list(second) and all(_same(value, second[key]) for key, value in first.items())
+    if isinstance(first, functools.partial):
+        return _same((first.func, first.args, first.keywords), (second.func, second.args, second.keywords))
+    if isinstance(first, types.FunctionType):
+        return _same(_parts(first), _parts(second))
+    if dataclasses.is_dataclass(first):
+        return _same(vars(first), vars(second))
+    return False
+
+
+def _parts(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    return function.__code__, function.__defaults__, function.__kwdefaults__, cells

@@ -1,0 +1,273 @@
+"""Trace a model with all but a few of its repeated entries skipped.
+
+The model's own ``forward`` runs in full, with every step of its loops over layers. Entries that a ``Repeat`` calls
+copies are replaced, for the time of tracing, by stand-ins without tensors: their call is compared with the call of the
+same entry one period before, and gives that call's outputs, each through ``meshwright.skipped`` which says whose
+output it stands for. The copies are put into the graph afterwards (``passes.capture.unfold``).
+
+An entry may be skipped only if its call differs from the one a period before in nothing but what the entry before it
+gave. Whatever is seen to break this raises ``NotRepeated``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.capture.likeness import HOOKS, has_hooks, moving_attributes
+from passes.capture.repeats import Repeat
+from passes.capture.structure import Path, Structure, flatten, rebuild
+
+SKIPPED = "meshwright.skipped.default"
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.define("skipped(Tensor x, int repeat, int entry) -> Tensor")
+_LIBRARY.impl("skipped", lambda x, repeat, entry: torch.empty_like(x), "CompositeExplicitAutograd")
+torch.library.register_autograd("meshwright::skipped", lambda ctx, grad: (grad, None, None), lib=_LIBRARY)
+
+
+class NotRepeated(Exception):
+    """The model does not treat its entries as repetitions of each other."""
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
+    """Inside the block, entries that are copies are skipped; after it the model is as it was before.
+
+    Raises:
+        NotRepeated: from inside ``model``'s forward, or at the end of the block if not every entry was called.
+    """
+    with contextlib.ExitStack() as stack:
+        calls = [_Calls(number, repeat) for number, repeat in enumerate(repeats)]
+        for each in calls:
+            stack.enter_context(_skipping(model, each))
+        stack.enter_context(_as_before(model))
+        yield
+        for each in calls:
+            each.expect(each.visits and each.visits[-1].entry == each.repeat.stop - 1)
+
+
+@dataclass
+class _Visit:
+    """One call of an entry: its arguments and results taken apart."""
+
+    entry: int
+    structure: Structure
+    tensors: dict[Path, torch.Tensor]
+    result: Structure | None = None
+    outputs: dict[Path, torch.Tensor] = field(default_factory=dict)
+
+
+class _Calls:
+    """The calls of a repeat's entries, which must come in order, each entry once."""
+
+    def __init__(self, number: int, repeat: Repeat) -> None:
+        self.number = number
+        self.repeat = repeat
+        self.visits: list[_Visit] = []
+        self.inside = False
+
+    def expect(self, holds: Any) -> None:
+        if not holds:
+            raise NotRepeated(self.repeat.path)
+
+    def enter(self, entry: int, module: nn.Module, args: Any, kwargs: Any) -> _Visit:
+        self.expect(not self.inside and entry == self.repeat.start + len(self.visits))
+        self.expect(not any(has_hooks(part) for part in module.modules()))
+        return _Visit(entry, *flatten((args, kwargs)))
+
+    def traced(self, entry: int, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, noting the call."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            visit = self.enter(entry, module, args, kwargs)
+            before = _contents(module), [tensor._version for tensor in visit.tensors.values()]
+            self.inside = True
+            try:
+                results = forward(*args, **kwargs)
+            finally:
+                self.inside = False
+            self.expect(before == (_contents(module), [tensor._version for tensor in visit.tensors.values()]))
+            visit.result, visit.outputs = flatten(results)
+            if entry >= self.repeat.start + self.repeat.period:
+                self.compare(visit)
+            self.visits.append(visit)
+            return results
+
+        return call
+
+    def skipped(self, entry: int, module: nn.Module) -> Callable[..., Any]:
+        """What stands for the forward of an entry that is a copy."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            visit = self.enter(entry, module, args, kwargs)
+            model = self.compare(visit)
+            passed = {id(tensor): visit.tensors[path] for path, tensor in model.tensors.items()}
+            made: dict[int, torch.Tensor] = {}
+            for path, output in model.outputs.items():
+                if id(output) in passed:
+                    visit.outputs[path] = passed[id(output)]
+                    continue
+                if id(output) not in made:
+                    template = self.template(model)[path]
+                    made[id(output)] = torch.ops.meshwright.skipped(template, self.number, entry)
+                visit.outputs[path] = made[id(output)]
+            assert model.result is not None
+            visit.result = model.result
+            self.visits.append(visit)
+            return rebuild(model.result, visit.outputs)
+
+        return call
+
+    def template(self, visit: _Visit) -> dict[Path, torch.Tensor]:
+        """The traced outputs of the entry that a copy is made of."""
+        place = (visit.entry - self.repeat.start) % self.repeat.period
+        return self.visits[self.repeat.period + place].outputs
+
+    def compare(self, visit: _Visit) -> _Visit:
+        """The call one period before, after checking that this one does the same with what its predecessor gave."""
+        index = visit.entry - self.repeat.start
+        model = self.visits[index - self.repeat.period]
+        self.expect(visit.structure == model.structure)
+        given = {id(tensor): path for path, tensor in self.own_outputs(self.visits[index - 1]).items()}
+        unit = [self.own_outputs(earlier) for earlier in self.visits]
+        inner = {id(tensor) for outputs in unit for tensor in outputs.values()}
+        before = self.visits[index - self.repeat.period - 1].outputs if index > self.repeat.period else None
+        in_first = index < 2 * self.repeat.period
+        for path, tensor in visit.tensors.items():
+            other = model.tensors[path]
+            shared = tensor is other and id(tensor) not in inner
+            source = given.get(id(tensor))
+            carried = source is not None and (before is None or before.get(source) is other)
+            # What enters the first unit may carry no gradient where what it gives does.
+            self.expect((shared or carried) and (in_first or tensor.requires_grad == other.requires_grad))
+            self.expect(_kind(tensor) == _kind(other))
+        return model
+
+    @staticmethod
+    def own_outputs(visit: _Visit) -> dict[Path, torch.Tensor]:
+        """Outputs of a call without the tensors that it only passed on."""
+        passed = {id(tensor) for tensor in visit.tensors.values()}
+        return {path: tensor for path, tensor in visit.outputs.items() if id(tensor) not in passed}
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, ...]]:
+    """What the module and those inside it hold, by identity: a forward that leaves something behind changes it."""
+    return [
+        tuple((name, id(entry)) for owner in (part.__dict__, part._buffers) for name, entry in owner.items())
+        for part in module.modules()
+    ]
+
+
+@contextlib.contextmanager
+def _skipping(model: nn.Module, calls: _Calls) -> Iterator[None]:
+    """The entries of one repeat watched or replaced."""
+    repeat = calls.repeat
+    owner = model.get_submodule(repeat.path)
+    entries = {index: owner._modules[str(index)] for index in range(repeat.start, repeat.stop)}
+    undo: list[Callable[[], Any]] = []
+    try:
+        for index, entry in entries.items():
+            assert entry is not None
+            if repeat.is_copied(index):
+                owner._modules[str(index)] = _stand_in(entry, calls, index)
+            else:
+                undo.extend(_number_watched(entry, entries[_neighbour(repeat, index)], calls))
+                undo.append(_with_forward(entry, calls.traced(index, entry, entry.forward)))
+        yield
+    finally:
+        owner._modules.update({str(index): entry for index, entry in entries.items()})
+        for put_back in reversed(undo):
+            put_back()
+
+
+def _neighbour(repeat: Repeat, entry: int) -> int:
+    """An entry of another unit that is like ``entry``."""
+    return entry + (repeat.period if entry + repeat.period < repeat.stop else -repeat.period)
+
+
+def _stand_in(entry: nn.Module, calls: _Calls, index: int) -> nn.Module:
+    """An object of the entry's class with its attributes, but without tensors and modules."""
+    stand_in = object.__new__(type(entry))
+    empty = {name: type(entry.__dict__[name])() for name in ("_parameters", "_buffers", "_modules", *HOOKS)}
+    stand_in.__dict__.update({**entry.__dict__, **empty})
+    stand_in.__dict__["forward"] = calls.skipped(index, stand_in)
+    return stand_in
+
+
+def _with_forward(entry: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
+    """Give ``entry`` a forward of its own; returns what takes it away again."""
+    had = entry.__dict__.get("forward")
+    entry.__dict__["forward"] = forward
+
+    def put_back() -> None:
+        if had is None:
+            del entry.__dict__["forward"]
+        else:
+            entry.__dict__["forward"] = had
+
+    return put_back
+
+
+def _number_watched(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> list[Callable[[], Any]]:
+    """Replace the attributes that count layers by numbers that must not be looked at while the entry is called."""
+    assert other is not None
+    undo: list[Callable[[], Any]] = []
+    for path, name in moving_attributes(entry, other):
+        owner = entry.get_submodule(path).__dict__
+        number = owner[name]
+        owner[name] = _Number(number)
+        owner[name].calls = calls
+        undo.append(functools.partial(operator.setitem, owner, name, number))
+    return undo
+
+
+class _Number(int):
+    """A layer's number: a layer that reads it is not like the others."""
+
+    calls: _Calls
+
+
+def _unless_inside(name: str) -> Callable[..., Any]:
+    original = getattr(int, name)
+
+    def method(self: _Number, *args: Any) -> Any:
+        self.calls.expect(not self.calls.inside)
+        return original(self, *args)
+
+    return method
+
+
+_READS = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "index", "int", "float", "bool", "add", "radd", "sub", "rsub",
+          "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "and", "rand",
+          "neg", "abs", "str", "repr", "format", "divmod", "lshift", "rshift", "or", "xor")  # fmt: skip
+for _name in _READS:
+    setattr(_Number, f"__{_name}__", _unless_inside(f"__{_name}__"))
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Attributes and hooks that the model's forward leaves on its modules are taken back after the block."""
+    saved = [(module, dict(module.__dict__), {name: dict(getattr(module, name)) for name in HOOKS})
+             for module in model.modules()]  # fmt: skip
+    try:
+        yield
+    finally:
+        for module, attributes, hooks in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, entries in hooks.items():
+                owner = getattr(module, name)
+                owner.clear()
+                owner.update(entries)
