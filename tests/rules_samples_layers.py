@@ -43,7 +43,7 @@ def batch_norm(draw: Draw) -> Arguments:
 def attention(draw: Draw) -> Arguments:
     batch, heads, length, keys, width = draw.size(), draw.of(1, 2, 4), draw.size(), draw.size(), draw.of(2, 3)
     causal = draw.flag()
-    keys = length if causal else keys
+    keys = length if causal and draw.flag() else keys
     members = draw.of(1, 1, 2, 3)
     key_heads, query_heads = heads, heads * members
     if draw.int(0, 3) == 0:  # no heads

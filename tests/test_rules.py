@@ -10,11 +10,11 @@ import rules_samples_parts  # noqa: F401  (registers its samplers)
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from rules_harness import Sample, fake_mesh, prove
+from rules_harness import Sample, fake_mesh, legal_choices, make_case, prove
 from rules_samples import SAMPLERS, Draw
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.rules import known_operators
+from passes.rules import known_operators, rule_for
 from passes.rules.rule import ShardingRule
 
 #: Operators that draw random numbers: proved in ``test_ops_random``.
@@ -60,6 +60,28 @@ def test_pointwise_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
     _prove(op, mesh, data)
+
+
+@pytest.mark.parametrize("keys", [4, 6, 8, 3])
+@pytest.mark.parametrize("members", [1, 2])
+def test_causal_attention_with_cut_queries(keys: int, members: int, mesh: DeviceMesh) -> None:
+    """Each rank's queries see the keys up to their own place in the whole sequence, on one axis or two."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, length, 3, dtype=torch.float64)
+        for heads, length in ((2 * members, 8), (2, keys), (2, keys))
+    )
+    sample = Sample(
+        "aten.scaled_dot_product_attention.default",
+        (query, key, value),
+        {"is_causal": True, "enable_gqa": members > 1},
+    )
+    case = make_case(sample)
+    rule = rule_for(case.node, case.values)
+    assert rule is not None
+    labels = [choice.label for choice in legal_choices(case, rule)]
+    queries = labels.index("cut l")
+    assert prove(mesh, sample, pairs=[(queries, place) for place in range(len(labels))] + [(0, queries)])
 
 
 def _wrong_softmax() -> tuple[Sample, ShardingRule]:

@@ -9,6 +9,7 @@ from torch import fx
 from passes.canonicalise.asserts import drop_asserts
 from passes.canonicalise.batch_norm import write_out_batch_norm
 from passes.canonicalise.broadcasts import narrow_constants
+from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
@@ -48,6 +49,7 @@ def canonicalise(
     fold_reshapes(module)
     mark_constants(module, literals)
     narrow_constants(module)
+    name_causal_masks(module)
     drop_dead_code(module)
     drop_noops(module, trainable)
     mark_constants(module, literals)

@@ -48,13 +48,14 @@ def _use(user: fx.Node, node: fx.Node, narrowed: fx.Node) -> None:
 
 def _broadcasts(user: fx.Node, node: fx.Node) -> bool:
     """Whether ``user`` works element by element and its other inputs alone have its whole shape."""
-    if not _is_pointwise(user):
+    if not is_pointwise(user):
         return False
     others = [shape(used) for used in user.all_input_nodes if used is not node]
     return bool(others) and tuple(torch.broadcast_shapes(*others)) == shape(user)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call works element by element, with broadcasting."""
     if not isinstance(node.target, OpOverload) or not is_tensor(node):
         return False
     return torch.Tag.pointwise in node.target.tags or str(node.target).split(".")[1] in _POINTWISE_UNTAGGED
@@ -75,7 +76,7 @@ class _Narrower:
         if shape(node)[dim] == 1:
             return node
         if (node, dim) not in self._made:
-            rule = _pointwise if _is_pointwise(node) else _RULES.get(node.target)
+            rule = _pointwise if is_pointwise(node) else _RULES.get(node.target)
             made = rule(self, node, dim) if rule is not None and node.meta.get(CONSTANT) else None
             if made is not None:
                 made.meta[CONSTANT] = True
@@ -89,9 +90,7 @@ def _with_one(sizes: Any, dim: int) -> list[int]:
 
 def _like(node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     assert callable(node.target)
-    made = insert(node, node.target, args)
-    made.kwargs = dict(node.kwargs)
-    return made
+    return insert(node, node.target, args, dict(node.kwargs))
 
 
 def _pointwise(narrower: _Narrower, node: fx.Node, dim: int) -> fx.Node | None:

@@ -46,26 +46,31 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def insert(
-    before: fx.Node, target: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node | None = None
+    before: fx.Node,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node | None = None,
 ) -> fx.Node:
     """A new call of ``target`` before a node, its fake value computed, its module that of ``like`` (or ``before``)."""
     with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args)
+        node = before.graph.call_function(target, args, kwargs)
     source = before if like is None else like
     node.meta = {key: entry for key, entry in source.meta.items() if key in ("nn_module_stack", "stack_trace")}
-    node.meta["val"] = evaluate(target, args)
+    node.meta["val"] = evaluate(target, args, kwargs or {}, like=source)
     return node
 
 
-def evaluate(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """The fake value of a call whose tensor arguments are nodes."""
-    values = fx.map_arg(args, lambda node: node.meta["val"])
-    leaves = torch.utils._pytree.tree_leaves(values)
+def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, like: fx.Node) -> Any:
+    """The fake value of a call whose tensor arguments are nodes; if it has none it is as fake as that of ``like``."""
+    values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    leaves = torch.utils._pytree.tree_leaves((values, named, like.meta.get("val")))
     mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
     if mode is None:
-        return target(*values)
+        return target(*values, **named)
     with mode, torch.no_grad():
-        return target(*values)
+        return target(*values, **named)
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

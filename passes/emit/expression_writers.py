@@ -140,12 +140,15 @@ def convolution(writer: Writer) -> str:
 
 
 def attention(writer: Writer) -> str:
-    """``F.scaled_dot_product_attention``; from ``runtime.ops`` where it drops probabilities."""
+    """``F.scaled_dot_product_attention``; from ``runtime.ops`` if it drops probabilities or causal queries are cut."""
     options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
-    if writer.arguments.get("dropout_p"):
+    drops = bool(writer.arguments.get("dropout_p"))
+    length_axes = writer.axes_cutting("l") if writer.arguments.get("is_causal") else ()
+    if drops or length_axes:
         source = writer.function(f"ops.scaled_dot_product_attention({given})")
-        return f"{source[:-1]}, axes={_axes(writer.sharded_axes)})"
+        axes = f", axes={_axes(writer.sharded_axes)}" if drops else ""
+        return f"{source[:-1]}{axes}{f', length_axes={_axes(length_axes)}' if length_axes else ''})"
     return writer.function(f"F.scaled_dot_product_attention({given})")
 
 

@@ -31,10 +31,18 @@ def equation(call: Call) -> float:
 
 
 def attention(call: Call) -> float:
-    """Scores and their product with the values; half of it where causality leaves out half the scores."""
+    """Scores and their product with the values.
+
+    A causal call counts what its queries see: flash kernels skip the blocks that are hidden. Query i sees keys 0 to i,
+    of l queries and k keys l²/2 pairs if l <= k, else k²/2 + (l - k)·k (the half of the diagonal is left out).
+    """
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
-    scores = math.prod(query[:-1]) * key[-2]
-    return 2.0 * scores * (query[-1] + value[-1]) * (0.5 if call["is_causal"] else 1.0)
+    length, keys = query[-2], key[-2]
+    pairs = float(length * keys)
+    if call["is_causal"]:
+        square = min(length, keys)
+        pairs = square * square / 2 + (length - square) * keys
+    return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + value[-1])
 
 
 def convolution(call: Call) -> float:

@@ -86,8 +86,9 @@ def batch_norm(call: Call) -> ShardingRule:
 def attention(call: Call) -> ShardingRule:
     """``scaled_dot_product_attention`` over (..., heads, length, width), or (batch, length, width).
 
-    Batch dims and heads may be cut; query positions too unless causality ties them to the key positions. With fewer
-    key heads than query heads (``enable_gqa``) a query head is (key head, member), and a cut must divide the former.
+    Batch dims and heads may be cut, and query positions with all keys on every rank (a causal call then counts its
+    positions over all ranks). With fewer key heads than query heads (``enable_gqa``) a query head is (key head,
+    member), and a cut must divide the former.
     """
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     rank = len(query)
@@ -100,7 +101,7 @@ def attention(call: Call) -> ShardingRule:
     elif key[:-2] != query[:-2] or value[:-2] != query[:-2]:
         # broadcast over batch dims: a key dim of size 1 is whole
         key_batch = tuple(() if 1 in (key[dim], value[dim]) else factors for dim, factors in enumerate(batch))
-    length: tuple[str, ...] = ("l",) if query[-2] != 1 and not call["is_causal"] else ()
+    length: tuple[str, ...] = ("l",) if query[-2] != 1 else ()
     factors = {
         "query": (*batch, length, ()),
         "key": (*key_batch, (), ()),

@@ -1,4 +1,4 @@
-"""Attention that drops probabilities, on sharded tensors."""
+"""Attention that drops probabilities, or is causal with cut queries, on sharded tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from spmd_types._local import _get_local_tensor_mode
+from torch.nn.attention.bias import causal_lower_right
 
 from runtime.ops.random import dropout
+from runtime.ops.types import first_of_shard, groups_of
 
 
 def scaled_dot_product_attention(
@@ -21,19 +26,70 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     axes: Sequence[str] = (),
+    length_axes: Sequence[str] = (),
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` whose dropped probabilities follow the sharding of the output.
+    """``F.scaled_dot_product_attention`` that knows how its output is sharded.
 
-    Shapes as there: query [..., heads, length, width], key and value [..., heads, keys, width]. ``axes`` are the mesh
-    axes that shard the output (see ``runtime.ops.random``). The probabilities are formed: memory is length × keys.
+    Shapes as there: query [..., heads, length, width], key and value [..., heads, keys, width], these whole along keys.
+    With ``dropout_p`` the probabilities are formed (memory is length × keys), and those that are dropped follow the
+    sharding of the output.
+
+    Args:
+        is_causal: query i sees the keys up to i, counted over the whole length, of which this rank may have a part.
+        axes: the mesh axes that shard the output (see ``runtime.ops.random``).
+        length_axes: those of them that cut the queries, outermost first.
     """
+    if is_causal and length_axes and not dropout_p and query.is_cuda and _get_local_tensor_mode(query) is None:
+        return _flash(query, key, value, length_axes, scale=scale, enable_gqa=enable_gqa)
+    if is_causal and (length_axes or dropout_p):
+        attn_mask, is_causal = _causal_mask(query, key, length_axes), False
+    if not dropout_p:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         members = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(members, -3), value.repeat_interleave(members, -3)
     scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     return dropout(scores.softmax(-1), dropout_p, axes=axes) @ value
+
+
+def _causal_mask(query: torch.Tensor, key: torch.Tensor, length_axes: Sequence[str]) -> torch.Tensor:
+    """Which keys this rank's queries see, [length, keys]."""
+    rows, keys = query.shape[-2], key.shape[-2]
+    positions = torch.arange(rows, device=query.device)
+    if length_axes:
+        whole = rows * math.prod(dist.get_world_size(group) for group in groups_of(length_axes))
+        positions = positions + first_of_shard(whole, rows, length_axes, query.device)
+    return torch.arange(keys, device=query.device) <= positions.unsqueeze(-1)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length_axes: Sequence[str],
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Causal attention of cut queries without a mask: keys after this rank's last query are left out.
+
+    The last queries then face the last keys, which is the alignment that flash kernels know.
+    """
+    place = 0
+    for group in groups_of(length_axes):
+        place = place * dist.get_world_size(group) + dist.get_rank(group)
+    rows = query.shape[-2]
+    seen = min((place + 1) * rows, key.shape[-2])
+    mask = causal_lower_right(rows, seen)
+    return F.scaled_dot_product_attention(
+        query,
+        key[..., :seen, :],
+        value[..., :seen, :],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )

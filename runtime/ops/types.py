@@ -8,12 +8,24 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
+from spmd_types import R, S
 from spmd_types._mesh import _pg_for_axis
 
 
 def groups_of(axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of mesh axes of the current mesh."""
     return tuple(_pg_for_axis(axis) for axis in axes)
+
+
+def first_of_shard(whole: int, part: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:
+    """Index [1] of the first of this rank's ``part`` entries of ``whole``, cut over ``axes`` (outermost first).
+
+    It is the rank's entry of the list of all ranks' first indices, sharded as the entries are.
+    """
+    start = torch.arange(0, whole, part, device=device)
+    for axis in axes:
+        start = spmd.convert(start, axis, src=R, dst=S(0))
+    return start
 
 
 def retyped(

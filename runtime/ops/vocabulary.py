@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
+from spmd_types import I, P, R, V
 
-from runtime.ops.types import groups_of
+from runtime.ops.types import first_of_shard, groups_of
 
 
 def embedding(
@@ -34,7 +34,7 @@ def embedding(
     Returns:
         [*indices.shape, hidden], zero where the row is another rank's.
     """
-    local = indices - _first_row(vocabulary, weight.shape[0], axes, weight.device)
+    local = indices - first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
     rows = F.embedding(local.clamp(0, weight.shape[0] - 1), weight)
     if padding_idx is not None:
         rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -43,14 +43,6 @@ def embedding(
     for axis in axes:
         found = spmd.reinterpret(found, axis, src=V, dst=P)
     return found
-
-
-def _first_row(vocabulary: int, rows: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:
-    """Index of this rank's first row, [1]: its entry of the list of all ranks' first rows, sharded like the rows."""
-    start = torch.arange(0, vocabulary, rows, device=device)
-    for axis in axes:
-        start = spmd.convert(start, axis, src=R, dst=S(0))
-    return start
 
 
 def cross_entropy(
@@ -84,7 +76,7 @@ def cross_entropy(
         )
         return losses.reshape(target.shape)
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
-    start = _first_row(vocabulary, logits.shape[-1], axes, logits.device)
+    start = first_of_shard(vocabulary, logits.shape[-1], axes, logits.device)
     return _ShardedCrossEntropy.apply(logits, target, start, ignore_index, label_smoothing, vocabulary, groups_of(axes))
 
 
