@@ -95,7 +95,7 @@ SCHEDULES: dict[str, Schedule] = {
             placement="vee",
             chunks_per_rank=2,
             splits_backward=True,
-            fill=(1, 1, -2),
+            fill=(0, 0.5, 0),
         ),
         Schedule(
             name="dualpipev",
@@ -103,7 +103,7 @@ SCHEDULES: dict[str, Schedule] = {
             placement="vee",
             chunks_per_rank=2,
             splits_backward=True,
-            fill=(1, 1, -1),
+            fill=(0, 1, -0.5),
         ),
     )
 }

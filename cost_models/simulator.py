@@ -139,8 +139,8 @@ def mfu(*, flops: float, seconds: float, num_devices: int, peak_flops: float) ->
 class _Program:
     """One rank's actions: the kinds of action it runs, and each action as (kind's place, waits for, done as).
 
-    ``operations`` lists (kind, chunk, last); ``order`` indexes it. ``waits_for`` and ``done as`` index one list of times
-    of all forwards and backwards; −1: nothing.
+    ``operations`` lists (kind, chunk, last); ``order`` indexes it. "Waits for" and "done as" index one list of the
+    times of all forwards and backwards; −1: nothing.
     """
 
     actions: tuple[Action, ...]

@@ -14,8 +14,14 @@ load_r = Σ_{k on r} t_k each micro-batch, and L = max_r load_r. The pipeline ta
 
 where d is v for interleaved 1F1B, else 1, and (φF, φB, φW) is the schedule's fill. On equal chunks these are the
 published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a),
-(p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), (p−1)·(F + B − 2W), B with W in it, for ZB-H1
-(Qi et al. 2023).
+(p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs,
+(p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023).
+
+ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
+waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of
+one of the two chunks. DualPipeV (DeepSeek-AI 2024) played the same way gives just under
+(p−1)·max(F, F + I − W, 2I − W). The formula takes I and 2I − W: the largest terms where F ≤ I ≤ 2W, as for
+transformer layers with or without recomputation.
 
 After the pipeline come the gradient reductions that the last backward passes cannot hide. Rank r has its own last
 backward, and the time until the ranks before it are done, to hide RS_r = Σ reduce_step:
