@@ -6,17 +6,22 @@ Start at ``Cluster`` (what there is) and ``CostModel`` (what things cost there u
 from cost_models.cluster import Cluster
 from cost_models.collectives import collective_seconds, send_recv
 from cost_models.cost_model import CostModel
-from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel
+from cost_models.efficiency import Curve, Efficiency, Tiling
+from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
 from cost_models.memory import StateBytes, state_bytes
 
 __all__ = [
     "Cluster",
     "CostModel",
+    "Curve",
     "Device",
     "DeviceGroup",
+    "Efficiency",
     "LinkException",
     "LinkLevel",
+    "Protocol",
     "StateBytes",
+    "Tiling",
     "collective_seconds",
     "send_recv",
     "state_bytes",

@@ -6,32 +6,64 @@
 
     [device]                       # every device alike; or several [[devices]] with a count each, in rank order
     name = "My GPU"
-    memory_bytes = 24e9            # bytes
+    memory_bytes = 24e9            # bytes that the driver reports
+    reserved_bytes = 0.6e9         # optional: of those, what tensors cannot have (context, libraries, a display)
     memory_bandwidth = 1e12        # bytes/s
     launch_overhead = 4e-6         # seconds
+    overlap_slowdown = 0.1         # optional: seconds lost to compute for each second of communication beside it
     [device.flops]                 # dense peak per second by dtype; float32 is required and stands in for the rest
     float32 = 40e12
     tfloat32 = 80e12               # float32 with TF32 allowed
     bfloat16 = 160e12
 
+    [device.efficiency.matmul]     # optional: what is reached of the peaks, by kind of work; see below
+    flops = [[1e9, 0.4], [1e11, 0.7], [1e12, 0.75]]
+    bytes = 0.9
+    [device.efficiency.matmul.tiles]
+    processors = 84
+    depth_overhead = 64
+    shapes = [[128, 256, 1.0], [128, 128, 0.9], [64, 64, 0.5]]
+    [device.efficiency.elementwise]
+    bytes = [[1e6, 0.4], [1e8, 0.9]]
+
     [[levels]]                     # links, innermost first
     name = "pcie"
     size = 4                       # how many devices (or groups of the level before) one group joins
     latency = 14e-6                # α, seconds
-    bandwidth = 12e9               # β, bytes/s per device, one direction
+    bandwidth = 12e9               # β, bytes/s of one link, one direction
 
     [[levels]]
     name = "network"
     size = 2
     latency = 22e-6
     bandwidth = 3e9
+    shared_by = 4                  # optional: devices that share one link, here a box of four with one network card
+    protocols = [                  # optional: the fastest is used
+        { name = "small", latency = 7e-6, hop_latency = 3e-6, bandwidth_efficiency = 0.25 },
+        { name = "large", latency = 9e-6, hop_latency = 14e-6, bandwidth_efficiency = [[1e6, 0.5], [1e8, 0.9]] },
+    ]
     [[levels.exceptions]]          # optional: a group of this level (counted in rank order) with slower links
     group = 0
     latency = 22e-6
     bandwidth = 1e9
 
-Ranks are numbered node after node. Every number must be positive (latency and launch_overhead may be 0); ``inf`` is
-allowed for rates and memory. A preset file may also have a ``[match]`` table, see ``cost_models.live``.
+Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes and
+overlap_slowdown may be 0); ``inf`` is allowed for rates and memory. A preset file may also have a ``[match]`` table,
+see ``cost_models.live``.
+
+**Efficiency.** Kinds are those of ``cost_models.efficiency.KIND_STAND_IN``; a kind without a table takes that of its
+stand-in, and reaches the full peak if that has none either. ``flops`` is the share of the peak rate by the number of
+operations, ``bytes`` the share of the memory bandwidth by the number of bytes: a number, or points
+``[size, efficiency]`` between which it is linear in the logarithm of the size. Points may as well be a table of
+measurements, one row a size: time a kernel at several sizes, divide the work by the time and by the peak. They must not
+fall with size, nor rise so fast that more work takes less time. ``tiles`` (matmul and convolution) adds what
+``cost_models.efficiency.Tiling`` says about shapes. ``efficiency = "h100"`` takes a set of curves that comes with the
+package (``cost_models/presets/efficiency``).
+
+**Levels.** Without ``protocols`` a collective costs ``latency`` once, whatever the number of steps, and its bytes at
+the full bandwidth: the α-β model. A protocol has its own latency, a latency of each step, and the share of the
+bandwidth that it reaches by the bytes of the collective. Levels that a collective crosses together use protocols of the
+same name.
 """
 
 from __future__ import annotations
