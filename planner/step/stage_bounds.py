@@ -1,18 +1,199 @@
-"""What no cut and no choice can beat."""
+"""What no cut and no choice can beat: a lower bound of the step's seconds, and of the bytes that are missing.
+
+Both are called for every mesh shape that a search might look into, so neither solves a program. Kinds of boundaries
+are left out of both: conversions only add.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.schedules import SCHEDULES
+from planner.step.stage_memory import memory_shortfall
 from planner.step.stage_problem import StageProblem
+
+__all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
+
+Array = NDArray[np.float64]
+
+#: Shares (compute, communication) with which a chunk's two streams are averaged: no mean is longer than the longer one.
+_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+#: Weights of (forward, gather_forward, backward, gather_backward + reduce_backward) that bound f + b.
+_STREAMS = np.array([[f, 1 - f, b, 1 - b] for f in _SHARES for b in _SHARES])
+_FORWARD, _BACKWARD = _STREAMS * [1, 1, 0, 0], _STREAMS * [0, 0, 1, 1]
+
+#: Relative precision of what is found by bisection.
+_PRECISION = 1e-7
+
+
+@dataclass(frozen=True)
+class TimeBounds:
+    """Proved lower bounds, in seconds: of the whole step, and of the largest load of a rank for one micro-batch."""
+
+    step: float
+    load: float
 
 
 def lower_bound(problem: StageProblem) -> float:
     """Seconds that no assignment beats, whatever the memory."""
-    return load_bound(problem) * max(problem.num_microbatches - 1, 1)
+    return time_bounds(problem).step
 
 
-def load_bound(problem: StageProblem) -> float:
-    """Seconds that the busiest rank computes at least for one micro-batch."""
-    total = sum(
-        run.count * min(choice.costs.forward + choice.costs.backward for choice in run.choices) for run in problem.runs
+def time_bounds(problem: StageProblem) -> TimeBounds:
+    """Bounds from averages over ranks and streams, and from units being whole.
+
+    A sum over units of the choice that is cheapest under fixed weights is a bound if the weighted figures never exceed
+    the step: the largest load is at least the mean of the ranks, the longer stream at least a mean of the two, the tail
+    at least a mean of what it is the largest of. Several such weightings are tried (``_weightings``).
+    """
+    counts = np.array([run.count for run in problem.runs], dtype=float)
+    starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
+    figures = _figures(problem)
+    received = _received(problem)
+    cheapest = np.minimum.reduceat(_STREAMS @ figures[:4], starts, axis=1)
+    means = cheapest @ counts + (_STREAMS[:, 0] * received[0] + _STREAMS[:, 2] * received[1])
+    best = int(np.argmax(means))
+    load = max(float(means[best]) / problem.num_ranks, bottleneck(problem, cheapest[best].tolist()))
+    steps = []
+    for base, streams, others, first in _weightings(problem):
+        seconds = streams @ figures[:4] + others @ figures[4:]
+        total = np.minimum.reduceat(seconds, starts, axis=1) @ counts
+        total += streams[:, 0] * received[0] + streams[:, 2] * received[1]
+        reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
+        steps.append(base * load + float(total.max()) + reduction)
+    return TimeBounds(step=max(steps), load=load)
+
+
+def _figures(problem: StageProblem) -> Array:
+    """One column for each choice of each run: the four of ``_STREAMS``, then W, reduce_step, update and gather."""
+    return np.array(
+        [
+            (
+                costs.forward,
+                costs.gather_forward,
+                costs.backward,
+                costs.gather_backward + costs.reduce_backward,
+                costs.backward_weight,
+                costs.reduce_step,
+                costs.update_step + costs.gather_step,
+            )
+            for run in problem.runs
+            for costs in (choice.costs for choice in run.choices)
+        ]
+    ).T
+
+
+def _received(problem: StageProblem) -> tuple[float, float]:
+    """Seconds, forward and backward, that a micro-batch is at least on its way between ranks, all chunks together."""
+    crossings = sum(before != after for before, after in itertools.pairwise(problem.ranks))
+    return (
+        crossings * min(run.receive_forward for run in problem.runs),
+        crossings * min(run.receive_backward for run in problem.runs),
     )
-    return total / problem.num_ranks
+
+
+def _weightings(problem: StageProblem) -> list[tuple[float, Array, Array, bool]]:
+    """Ways to write a bound of the step: (times the load bound, weights of the streams, of the rest, first layer too).
+
+    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill for
+    its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what is
+    not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
+    """
+    p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
+    schedule = SCHEDULES[problem.schedule]
+    fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+    times = float(m)
+    if schedule.splits_backward:
+        forward, backward, weight = ((p - 1) / p * value for value in schedule.fill)
+        fills.append((forward, backward, weight - backward))
+    else:
+        divisor = v if schedule.divided else 1
+        times = m - 1 / divisor
+        fills = [(1 / divisor, 1 / divisor, 0.0)]
+    hides = 1 / p + (p - 1) / (p * v)
+    reduces = any(choice.costs.reduce_step > choice.costs.backward for run in problem.runs for choice in run.choices)
+    found = []
+    for (forward, backward, weight), mean, hidden in itertools.product(fills, (True, False), (False, True)):
+        if hidden and not reduces:
+            continue
+        share = times / p if mean else 0.0
+        forward, backward = forward + share, backward + share - (hides if hidden else 0.0)
+        if forward >= 0 and backward >= 0:
+            others = np.array([weight, 1 / p if hidden else 0.0, 1 / p])
+            found.append((0.0 if mean else times, forward * _FORWARD + backward * _BACKWARD, others, not hidden))
+    return found
+
+
+def bottleneck(problem: StageProblem, seconds: Sequence[float]) -> float:
+    """The largest load of a rank is at least this, if a unit of each run takes at least ``seconds`` of it.
+
+    With one chunk a rank: the best contiguous partition. With more: the run that takes longest in all, spread over all
+    ranks, with the model's first and last unit where they must be.
+    """
+    runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
+    lower = sum(count * cost for count, cost in runs) / problem.num_ranks
+    if problem.num_chunks > problem.num_ranks:
+        return max(lower, _spread(problem, runs))
+    upper = lower + max(cost for _, cost in runs)
+    if _stages(runs, lower, problem.num_ranks):
+        return lower
+    while upper - lower > _PRECISION * upper:
+        middle = (lower + upper) / 2
+        if _stages(runs, middle, problem.num_ranks):
+            upper = middle
+        else:
+            lower = middle
+    return lower
+
+
+def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:
+    """Whether stages of at most ``limit`` suffice, filled one after another."""
+    limit *= 1 + 1e-12
+    used, room = 1, limit
+    for count, cost in runs:
+        if cost <= 0:
+            continue
+        here = min(count, int(room / cost))
+        room -= here * cost
+        rest = count - here
+        if rest:
+            whole = int(limit / cost)
+            if not whole:
+                return False
+            stages = -(-rest // whole)
+            used += stages
+            room = limit - (rest - (stages - 1) * whole) * cost
+    return used <= num_stages
+
+
+def _spread(problem: StageProblem, runs: Sequence[tuple[int, float]]) -> float:
+    """The least load at which every rank, filled with whole units, holds all of the run that takes longest."""
+    longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
+    count, cost = runs[longest]
+    if cost <= 0:
+        return 0.0
+    ends = [0.0] * problem.num_ranks
+    if longest > 0:
+        ends[0] += runs[0][1]
+    if longest < len(runs) - 1:
+        ends[problem.ranks[-1]] += runs[-1][1]
+    # the load is one rank's ends and whole units: try each rank's from the least number of units on
+    least = sum(ends) + count * cost
+    best = math.inf
+    for end in sorted(set(ends)):
+        units = max(0, math.floor((least / problem.num_ranks - end) / cost) - 1)
+        while _room(ends, cost, end + units * cost) < count:
+            units += 1
+        best = min(best, end + units * cost)
+    return best
+
+
+def _room(ends: Sequence[float], cost: float, load: float) -> int:
+    """How many units fit on all ranks with at most ``load`` each; a rank whose ends take more holds none."""
+    return sum(max(0, math.floor((load - end) / cost + 1e-9)) for end in ends)

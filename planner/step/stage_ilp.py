@@ -54,7 +54,7 @@ from dataclasses import dataclass
 
 from cost_models.step_time import step_seconds
 from planner.search.solver import solve
-from planner.step.stage_bounds import load_bound, lower_bound
+from planner.step.stage_bounds import time_bounds
 from planner.step.stage_problem import Assignment, StageProblem, as_step, undominated
 from planner.step.stage_program import Move, StageProgram, build_stage_program
 
@@ -113,12 +113,13 @@ def solve_stages(
 def _solve_program(
     problem: StageProblem, *, time_limit: float, cutoff: float | None, gap: float
 ) -> StageSolution | None:
-    stage = build_stage_program(problem, load_bound=load_bound(problem))
+    bounds = time_bounds(problem)
+    stage = build_stage_program(problem, load_bound=bounds.load)
     program = stage.program
     size = (program.num_variables, program.num_constraints)
     limit = None if cutoff is None else cutoff / stage.second - stage.constant
     solution = solve(program, time_limit=time_limit, gap=gap, cutoff=limit)
-    bound = max((solution.bound + stage.constant) * stage.second, lower_bound(problem))
+    bound = max((solution.bound + stage.constant) * stage.second, bounds.step)
     if solution.values is None:
         if not solution.infeasible:
             return StageSolution(None, math.inf, bound, NOTHING_FOUND, *size)
