@@ -138,8 +138,13 @@ def seconds_over(collective: str, *, num_bytes: float, spans: Sequence[Span], al
         raise ValueError(f"no algorithm {algorithm!r} for {collective}: expected one of {', '.join(known)}")
     if not spans:
         return 0.0
-    chosen = known.values() if algorithm is None else [known[algorithm]]
-    return min(seconds(collective, num_bytes, spans) for seconds in chosen)
+    if algorithm is not None:
+        return known[algorithm](collective, num_bytes, spans)
+    return min(
+        seconds(collective, num_bytes, spans)
+        for seconds in known.values()
+        if len(spans) > 1 or seconds is not hierarchical_seconds  # on one level that is the ring
+    )
 
 
 def collective_seconds(

@@ -129,7 +129,9 @@ class LinkLevel:
 
     def slowest_link(self, num_devices: int) -> tuple[float, float]:
         """(latency, bandwidth) no better than any group's: all groups of an axis work at once, the slowest decides."""
-        links = [self.group_link(group) for group in range(num_devices // self.group_size)]
+        links = [(exception.latency, exception.bandwidth) for exception in self.exceptions]
+        if len(links) < num_devices // self.group_size:
+            links.append((self.latency, self.bandwidth))
         return max(latency for latency, _ in links), min(bandwidth for _, bandwidth in links)
 
 

@@ -311,5 +311,7 @@ def test_a_gpu_without_preset_is_estimated_from_its_properties():
     for dtype in ("float32", "tfloat32", "bfloat16"):
         assert estimated.peak_flops(dtype) == pytest.approx(known.peak_flops(dtype), rel=0.01)
     assert estimated.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.01)
+    assert estimated.usable_bytes < estimated.memory_bytes
+    assert estimated.efficiency["matmul"].tiling.processors == 108
     with pytest.raises(ValueError, match="no figures for GPU 'Exotic'"):
         live.estimate(gpu_properties("Exotic", major=42))

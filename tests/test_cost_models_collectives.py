@@ -171,6 +171,13 @@ def test_a_slow_group_of_a_level_slows_its_collectives() -> None:
     )
 
 
+def test_a_level_may_consist_of_exceptions() -> None:
+    every = [{"group": group, "latency": 0.0, "bandwidth": 2 * INNER + group} for group in range(2)]
+    data = two_levels(2, 2).to_dict()
+    data["levels"][0]["exceptions"] = every
+    assert CostModel(Cluster.from_dict(data), {"dp": 2, "tp": 2}).link("tp") == (0.0, 2 * INNER)
+
+
 def test_three_levels() -> None:
     data = two_levels(4, 2).to_dict()
     spine = {"name": "spine", "size": 4, "latency": BASE, "bandwidth": OUTER / 2}
