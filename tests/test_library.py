@@ -4,21 +4,51 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from passes.rules.call import bind
 from planner.library import build_model, config_names, example_batch, load_config, random_batch
+from planner.planning import capture_for_planning
 
 pytest.importorskip("transformers")
 
-#: Billions of parameters, as published.
+#: Billions of parameters, as published; weights that are tied count once.
 SIZES = {
-    "gpt2": 0.124, "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "llama-2-7b": 6.74, "llama-2-13b": 13.0,
-    "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "opt-125m": 0.125, "opt-350m": 0.331,
-    "opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85, "bloom-560m": 0.559, "bloom-7b1": 7.07,
-    "t5-small": 0.0605, "t5-base": 0.223, "t5-large": 0.738, "bert-base": 0.1095, "bert-large": 0.335,
-    "vit-base": 0.0866, "vit-large": 0.304, "vit-huge": 0.632,
+    # GPT-2, GPT-3 (Brown et al. 2020, table 2.1) and Megatron (Narayanan et al. 2021, table 1; Korthikanti et al. 2022)
+    "gpt2": 0.124, "gpt2-medium": 0.355, "gpt2-large": 0.774, "gpt2-xl": 1.558, "gpt3-125m": 0.125,
+    "gpt3-350m": 0.356, "gpt3-760m": 0.76, "gpt3-1.3b": 1.316, "gpt3-2.7b": 2.651, "gpt3-6.7b": 6.66,
+    "gpt3-13b": 12.85, "gpt3-175b": 174.6, "megatron-1.7b": 1.65, "megatron-3.6b": 3.56, "megatron-7.5b": 7.5,
+    "megatron-18b": 18.4, "megatron-22b": 22.0, "megatron-39b": 39.1, "megatron-76b": 76.1, "megatron-145b": 145.6,
+    "megatron-175b": 174.6, "megatron-310b": 310.1, "megatron-530b": 529.6, "megatron-1t": 1008.0, "gpt-j-6b": 6.05,
+    "gpt-neox-20b": 20.55,
+    # Llama and its likes
+    "llama-7b": 6.74, "llama-13b": 13.02, "llama-30b": 32.53, "llama-65b": 65.29, "llama-2-7b": 6.74,
+    "llama-2-13b": 13.0, "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6, "llama-3.1-405b": 405.9, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "tinyllama-1.1b": 1.1,
+    "deepseek-llm-7b": 6.91, "deepseek-llm-67b": 67.4, "yi-6b": 6.06, "yi-34b": 34.39,
+    # Mistral, Qwen, Gemma, Phi, Falcon
+    "mistral-7b-v0.1": 7.24, "mistral-7b": 7.25, "mistral-nemo-12b": 12.25, "mistral-large-123b": 122.6,
+    "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "qwen2.5-72b": 72.71, "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76, "gemma-2b": 2.51,
+    "gemma-7b": 8.54, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.23, "gemma-3-1b": 1.0,
+    "gemma-3-4b": 3.88, "gemma-3-12b": 11.77, "gemma-3-27b": 27.01, "phi-1.5": 1.42, "phi-2": 2.78,
+    "phi-3-mini": 3.82, "phi-4": 14.66, "falcon-7b": 6.92, "falcon-40b": 41.3,
+    # OPT, BLOOM
+    "opt-125m": 0.125, "opt-350m": 0.331, "opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66, "opt-13b": 12.85,
+    "opt-30b": 29.97, "opt-66b": 65.7, "opt-175b": 174.6, "bloom-560m": 0.559, "bloom-1b7": 1.72, "bloom-3b": 3.0,
+    "bloom-7b1": 7.07, "bloom-176b": 176.25,
+    # Encoders and sequence to sequence
+    "t5-small": 0.0605, "t5-base": 0.223, "t5-large": 0.738, "t5-3b": 2.85, "t5-11b": 11.31, "t5-xl": 2.85,
+    "t5-xxl": 11.14, "bart-base": 0.139, "bart-large": 0.406, "bert-base": 0.1095, "bert-large": 0.335,
+    "roberta-base": 0.125, "roberta-large": 0.355,
+    # Images; the wide ResNets as encoder (Chen et al. 2020) and 1000 classes on 2048 × width features
+    "vit-base": 0.0866, "vit-large": 0.304, "vit-huge": 0.632, "vit-giant": 1.013, "vit-gigantic": 1.843,
+    "resnet-50": 0.02556, "wide-resnet-50x2": 0.0981, "wide-resnet-50x4": 0.3832, "wide-resnet-50x8": 1.517,
+    "wide-resnet-101x2": 0.1741, "wide-resnet-152x2": 0.2371,
 }  # fmt: skip
 
 
@@ -32,6 +62,52 @@ def test_models_have_their_published_size(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters()) and model.training
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     assert count == pytest.approx(SIZES[name], rel=0.01) if name in SIZES else count < 1e-3
+
+
+#: One name for each model type of the library: the smallest.
+TYPES = {load_config(name).model_type: name for name in sorted(SIZES, key=lambda name: SIZES[name], reverse=True)}
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+
+def shortened(name: str) -> Any:
+    """The config with two layers of every kind that it has."""
+    config = load_config(name)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    for field in LAYERS:
+        if isinstance(getattr(config, field, None), int):
+            setattr(config, field, max(2, len(kinds)))
+    if kinds:
+        config.layer_types = kinds * 2 if len(kinds) == 1 else kinds
+    if hasattr(config, "depths"):
+        config.depths = [1] * len(config.depths)
+    return config
+
+
+@pytest.mark.parametrize("name", TYPES.values(), ids=TYPES.keys())
+def test_every_model_type_can_be_captured(name: str) -> None:
+    """On meta tensors, with the batch first in every input."""
+    graph = capture_for_planning(shortened(name), batch_size=4, seq_len=64)
+    assert graph.loss == "loss" and graph.model_name == load_config(name).architectures[0]
+    batch_inputs = [value for value in graph.inputs if value.shape[0] == 4]
+    assert len(batch_inputs) == len(graph.inputs) >= 2
+
+
+#: Model types that have eager attention only, or add a learned bias to their scores.
+WITH_SCORES = {"bloom", "gptj", "gemma2", "t5", "resnet"}
+
+
+@pytest.mark.parametrize("name", sorted({"llama-3.1-8b", *TYPES.values()}))
+def test_attention_needs_no_mask(name: str) -> None:
+    """Causal or not, it is left to the kernel."""
+    config = shortened(name)
+    if config.model_type in WITH_SCORES:
+        pytest.skip("its scores are made by hand")
+    graph = capture_for_planning(config, batch_size=2, seq_len=32)
+    calls = [bind(node, graph.values) for node in graph.nodes if "scaled_dot_product" in node.op]
+    assert calls and not any(call is None or call.has("attn_mask") for call in calls)
+    causal = {call["is_causal"] for call in calls if call is not None}
+    expected = {"bart": {False, True}, "bert": {False}, "roberta": {False}, "vit": {False}}
+    assert causal == expected.get(config.model_type, {True})
 
 
 @pytest.mark.parametrize("name", [name for name in config_names() if name.startswith("tiny-")])
@@ -59,6 +135,13 @@ def test_dtype_of_parameters_and_pixels() -> None:
     assert example_batch(model, batch_size=2)["pixel_values"].dtype == torch.bfloat16
 
 
+def test_images_have_the_size_of_the_config_or_the_usual_one() -> None:
+    config = load_config("tiny-vit")
+    assert example_batch(config, batch_size=2)["pixel_values"].shape[-2:] == (config.image_size, config.image_size)
+    del (resnet := load_config("resnet-50")).image_size
+    assert example_batch(resnet, batch_size=2)["pixel_values"].shape == (2, 3, 224, 224)
+
+
 def test_configs_from_files_and_folders(tmp_path: Path) -> None:
     entries = {"model_type": "gpt2", "architectures": ["GPT2Model"], "n_layer": 3}
     (tmp_path / "config.json").write_text(json.dumps(entries))
@@ -77,6 +160,13 @@ def test_bad_config_files(tmp_path: Path, text: str, message: str) -> None:
         load_config(path)
 
 
+def test_embeddings_are_tied_as_the_config_says() -> None:
+    """transformers ties those of every T5; in version 1.1 they are not."""
+    for name, tied in (("t5-xl", False), ("t5-large", True), ("qwen3-0.6b", True), ("qwen3-8b", False)):
+        model: Any = build_model(shortened(name))
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown model 'lama-3-8b': did you mean 'llama-3-8b'.*tiny-vit"):
         load_config("lama-3-8b")
@@ -86,6 +176,10 @@ def test_sizes_that_do_not_fit() -> None:
     config = load_config("tiny-gpt2")
     with pytest.raises(ValueError, match="more than the 128 positions"):
         example_batch(config, batch_size=2, seq_len=256)
+    roberta = load_config("roberta-base")
+    assert example_batch(roberta, batch_size=2, seq_len=512)["input_ids"].shape == (2, 512)
+    with pytest.raises(ValueError, match="more than the 512 positions"):
+        example_batch(roberta, batch_size=2, seq_len=513)
     with pytest.raises(ValueError, match="seq_len is missing"):
         example_batch(config, batch_size=2)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):

@@ -11,6 +11,15 @@ from planner.library import tasks
 if TYPE_CHECKING:
     import torch
 
+#: Pixels along each side of an image where the config does not say (``resnet`` takes any).
+IMAGE_SIZE = 224
+
+#: Model types whose positions are counted from after the padding token's index, so that they have fewer.
+POSITIONS_AFTER_PADDING = frozenset({
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "esm",
+    "longformer", "mpnet", "ibert", "luke", "mluke",
+})  # fmt: skip
+
 #: Label that the loss leaves out.
 IGNORED = -100
 
@@ -84,6 +93,8 @@ def batch_fields(model_or_config: Any, *, batch_size: int, seq_len: int | None) 
 
 def _tokens(config: Any, batch_size: int, seq_len: int | None) -> Field:
     longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and config.model_type in POSITIONS_AFTER_PADDING:
+        longest -= (config.pad_token_id or 0) + 1
     if seq_len is None:
         raise ValueError("seq_len is missing: give the number of tokens of each sample")
     if seq_len < 2:
@@ -99,7 +110,7 @@ def _language(config: Any, batch_size: int, seq_len: int | None) -> dict[str, Fi
 
 
 def _images(config: Any, batch_size: int, seq_len: int | None) -> dict[str, Field]:
-    size = config.image_size
+    size = getattr(config, "image_size", IMAGE_SIZE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return {
         "pixel_values": Field((batch_size, config.num_channels, height, width)),

@@ -32,9 +32,12 @@ def load_config(name_or_path: str | Path) -> Any:
         raise ValueError(f"{path} is no Hugging Face config: it has no 'model_type'")
     model_type = entries.pop("model_type")
     try:
-        return transformers_module().AutoConfig.for_model(model_type, **entries)
+        config = transformers_module().AutoConfig.for_model(model_type, **entries)
     except ValueError as error:
         raise ValueError(f"{path}: transformers does not know model type {model_type!r}") from error
+    if isinstance(entries.get("tie_word_embeddings"), bool):
+        config.tie_word_embeddings = entries["tie_word_embeddings"]  # T5's own config class says True whatever is given
+    return config
 
 
 def _find(name: str) -> Path:

@@ -33,4 +33,7 @@ def build_model(config: Any, *, dtype: str = "float32", device: str = "meta") ->
         config = load_config(config)
     cls = training_class(config.model_type, config.architectures)
     with torch.device(device):
-        return cls._from_config(config, dtype=getattr(torch, dtype)).train()
+        model = cls._from_config(config, dtype=getattr(torch, dtype)).train()
+    if config.is_encoder_decoder and not config.tie_word_embeddings:
+        model.set_input_embeddings(model.get_input_embeddings())  # the head is apart; encoder and decoder still share
+    return model
