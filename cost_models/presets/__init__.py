@@ -2,8 +2,8 @@
 
 Conventions of the figures: flops are dense (vendors often print the figure with sparsity, twice as much);
 ``float32`` is torch's default precision ("highest", no TF32), ``tfloat32`` is what float32 matmuls reach once TF32 is
-allowed; memory is what the driver reports; link bandwidth is of one link (``shared_by`` says of how many devices) in one
-direction (NVLink's "900 GB/s" is 450 each way).
+allowed; memory is what the driver reports; link bandwidth is of one link (``shared_by`` says of how many devices) and
+in one direction (NVLink's "900 GB/s" is 450 each way).
 
 ``efficiency/`` holds the curves, one file for each kind of chip, since several clusters have the same.
 """
