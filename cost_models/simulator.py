@@ -10,14 +10,13 @@ all of them; then updated parameters are gathered.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from cost_models.schedules import Action, actions
+from cost_models.pipeline_play import Player, Program, programs, run
 from cost_models.step import Chunk, PipelineStep
 from cost_models.step_time import chunks_of_ranks, layer_sum
-from cost_models.streams import ActionMap, LayerTask, Streams, action_map, layer_tasks, play
+from cost_models.streams import Recorder, play
 
 
 class Event(NamedTuple):
@@ -44,6 +43,8 @@ class RankReport:
             reductions after the pipeline is done, gathers after the optimizer.
         bubble_seconds: the rest: waiting for other ranks.
         bubble_fraction: its share of the step.
+        stall_seconds: the part of the bubble between the rank's first and last action, which is all that is left where
+            steps follow each other without all ranks waiting for each other (as in Qi et al. 2023).
         peak_bytes: most bytes held: state, saved activations in flight, the running chunk's largest peak.
     """
 
@@ -51,6 +52,7 @@ class RankReport:
     exposed_seconds: float
     bubble_seconds: float
     bubble_fraction: float
+    stall_seconds: float
     peak_bytes: float
 
 
@@ -93,40 +95,26 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
     """
     shape = (step.schedule, step.num_ranks, step.num_microbatches, len(step.chunks))
     ranks = chunks_of_ranks(step)
-    programs = _programs(*shape)
-    players = [_Player(step.chunks, program, keep=timeline or memory) for program in programs]
-    _run(players, len(step.chunks) * step.num_microbatches)
+    players = [Player(step.chunks, program, keep=timeline or memory) for program in programs(*shape)]
+    run(players, len(step.chunks) * step.num_microbatches)
 
     pipeline = max(player.compute for player in players)
     reduced = max(pipeline, *(player.reduced() for player in players))
     updates = [sum(layer_sum(step.chunks[k], "update_step") for k in mine) for mine in ranks]
     gathers = [sum(layer_sum(step.chunks[k], "gather_step") for k in mine) for mine in ranks]
     seconds = reduced + max(update + gather for update, gather in zip(updates, gathers))
-
-    reports = []
-    curves = []
-    for player, mine, update, gather in zip(players, ranks, updates, gathers):
-        curve = _bytes_by_action(step.chunks, mine, player.program)
-        computing = player.compute_seconds() + update
-        exposed = player.occupied + update - computing + (reduced - pipeline) + gather
-        bubble = max(0.0, seconds - computing - exposed)
-        reports.append(
-            RankReport(
-                compute_seconds=computing,
-                exposed_seconds=max(0.0, exposed),
-                bubble_seconds=bubble,
-                bubble_fraction=bubble / seconds if seconds else 0.0,
-                peak_bytes=max(running for running, _ in curve),
-            )
-        )
-        if memory:
-            curves.append(_bytes_over_time(step.chunks, mine, player, curve))
+    curves = [_bytes_by_action(step.chunks, mine, player.program) for player, mine in zip(players, ranks)]
+    reports = [
+        _rank_report(player, curve, seconds=seconds, after_pipeline=reduced - pipeline, update=update, gather=gather)
+        for player, curve, update, gather in zip(players, curves, updates, gathers)
+    ]
+    over_time = (_bytes_over_time(player, curve) for player, curve in zip(players, curves))
     return StepReport(
         seconds=seconds,
         pipeline_seconds=pipeline,
         ranks=tuple(reports),
         timeline=_events(players, reduced, updates, gathers) if timeline else None,
-        memory=tuple(curves) if memory else None,
+        memory=tuple(over_time) if memory else None,
     )
 
 
@@ -135,164 +123,34 @@ def mfu(*, flops: float, seconds: float, num_devices: int, peak_flops: float) ->
     return flops / (seconds * num_devices * peak_flops)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """One rank's actions: the kinds of action it runs, and each action as (kind's place, waits for, done as).
-
-    ``operations`` lists (kind, chunk, last); ``order`` indexes it. "Waits for" and "done as" index one list of the
-    times of all forwards and backwards; −1: nothing.
-    """
-
-    actions: tuple[Action, ...]
-    operations: tuple[tuple[str, int, bool], ...]
-    order: tuple[tuple[int, int, int], ...]
-
-
-@functools.lru_cache(maxsize=8)
-def _programs(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[_Program, ...]:
-    orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return tuple(_program(order, num_microbatches, num_chunks) for order in orders)
-
-
-def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) -> _Program:
-    last_gradients = {action.chunk: place for place, action in enumerate(order) if action.kind in "BW"}
-    places: dict[tuple[str, int, bool], int] = {}
-    steps = []
-    for place, (kind, chunk, microbatch) in enumerate(order):
-        operation = (kind, chunk, kind in "BW" and last_gradients[chunk] == place)
-        waits_for = done_as = -1
-        if kind == "F":
-            done_as = chunk * num_microbatches + microbatch
-            waits_for = done_as - num_microbatches if chunk else -1
-        elif kind != "W":
-            done_as = (num_chunks + chunk) * num_microbatches + microbatch
-            waits_for = done_as + num_microbatches if chunk < num_chunks - 1 else -1
-        steps.append((places.setdefault(operation, len(places)), waits_for, done_as))
-    return _Program(order, tuple(places), tuple(steps))
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """One kind of action of one chunk, ready to play.
-
-    ``seconds`` and ``lead`` (until its last layer starts) are None where communication plays a part.
-    """
-
-    tasks: tuple[LayerTask, ...]
-    receive: float
-    seconds: float | None
-    lead: float
-    compute: float
-    maps: dict[float, ActionMap] = field(default_factory=dict)
-
-    def map_after(self, pending: float) -> ActionMap:
-        """The action as a map, after a reduction of ``pending`` seconds was left by the action before."""
-        if pending not in self.maps:
-            self.maps[pending] = action_map(self.tasks, pending)
-        return self.maps[pending]
-
-
-def _operation(chunk: Chunk, kind: str, last: bool) -> _Operation:
-    tasks = layer_tasks(chunk, kind, last=last)
-    compute = sum(task.compute for task in tasks)
-    alone = not any(task.gather or task.reduce for task in tasks)
-    return _Operation(
-        tasks=tasks,
-        receive={"F": chunk.receive_forward, "W": 0.0}.get(kind, chunk.receive_backward),
-        seconds=compute if alone else None,
-        lead=compute - tasks[-1].compute if tasks else 0.0,
-        compute=compute,
+def _rank_report(
+    player: Player,
+    curve: list[tuple[float, float]],
+    *,
+    seconds: float,
+    after_pipeline: float,
+    update: float,
+    gather: float,
+) -> RankReport:
+    computing = player.compute_seconds()
+    exposed = max(0.0, player.occupied - computing) + after_pipeline + gather
+    bubble = max(0.0, seconds - computing - update - exposed)
+    return RankReport(
+        compute_seconds=computing + update,
+        exposed_seconds=exposed,
+        bubble_seconds=bubble,
+        bubble_fraction=bubble / seconds if seconds else 0.0,
+        stall_seconds=max(0.0, player.stalled()),
+        peak_bytes=max(running for running, _ in curve),
     )
 
 
-class _Player:
-    """One rank while the step plays: how far it is, and when its streams are free."""
-
-    def __init__(self, chunks: tuple[Chunk, ...], program: _Program, *, keep: bool) -> None:
-        self.program = program
-        self.operations = [_operation(chunks[k], kind, last) for kind, k, last in program.operations]
-        self.place = 0
-        self.compute = 0.0
-        self.communication = 0.0
-        self.issue = 0.0
-        self.pending = 0.0
-        self.occupied = 0.0
-        self.kept: list[tuple[float, Streams, float, float]] | None = [] if keep else None
-
-    def compute_seconds(self) -> float:
-        """Seconds that the rank computes, all its actions together."""
-        return sum(self.operations[operation].compute for operation, _, _ in self.program.order)
-
-    def reduced(self) -> float:
-        """When the rank's last gradient reduction is done."""
-        return max(self.communication, self.compute) + self.pending
-
-    def advance(self, done: list[float]) -> bool:
-        """Run actions until one waits for another rank; ``done`` has the times of all, −1 for not yet."""
-        order = self.program.order
-        operations = self.operations
-        place, compute, issue, pending, occupied = self.place, self.compute, self.issue, self.pending, self.occupied
-        begun = place
-        while place < len(order):
-            index, waits_for, done_as = order[place]
-            start = compute
-            if waits_for >= 0:
-                arrival = done[waits_for]
-                if arrival < 0.0:
-                    break
-                if arrival > start:
-                    start = arrival
-            operation = operations[index]
-            ready = start + operation.receive
-            if self.kept is not None:
-                self.kept.append((start, Streams(ready, compute, self.communication, issue), pending, 0.0))
-            if operation.seconds is not None and not pending:
-                compute = ready + operation.seconds
-                issue = ready + operation.lead
-            else:
-                streams = (ready, compute, self.communication, issue)
-                action = operation.map_after(pending)
-                compute = _row(action.compute, streams)
-                self.communication = _row(action.communication, streams)
-                issue = _row(action.issue, streams)
-                pending = action.pending
-            occupied += compute - start
-            if self.kept is not None:
-                self.kept[-1] = (*self.kept[-1][:3], compute)
-            if done_as >= 0:
-                done[done_as] = compute
-            place += 1
-        self.place, self.compute, self.issue, self.pending, self.occupied = place, compute, issue, pending, occupied
-        return place > begun
-
-
-def _row(coefficients: tuple[float, ...], streams: tuple[float, float, float, float]) -> float:
-    return max(
-        coefficients[0] + streams[0],
-        coefficients[1] + streams[1],
-        coefficients[2] + streams[2],
-        coefficients[3] + streams[3],
-    )
-
-
-def _run(players: list[_Player], forwards: int) -> None:
-    done = [-1.0] * (2 * forwards)
-    moved = True
-    while moved:
-        moved = False
-        for player in players:
-            moved |= player.advance(done)
-    stuck = [rank for rank, player in enumerate(players) if player.place < len(player.program.order)]
-    if stuck:
-        raise RuntimeError(f"the schedule's orders wait for each other on ranks {stuck}")
-
-
-def _bytes_by_action(chunks: tuple[Chunk, ...], mine: list[int], program: _Program) -> list[tuple[float, float]]:
-    """Bytes held (while each action runs, after it)."""
+def _bytes_by_action(chunks: tuple[Chunk, ...], mine: list[int], program: Program) -> list[tuple[float, float]]:
+    """Bytes held (while each action runs, after it); the first pair is before all of them."""
     saved = {k: layer_sum(chunks[k], "saved_bytes") for k in mine}
     peaks = {k: max((layer.peak_bytes for layer, _ in chunks[k].layers), default=0.0) for k in mine}
     held = sum(layer_sum(chunks[k], "state_bytes") for k in mine)
-    curve = []
+    curve = [(held, held)]
     for kind, chunk, _ in program.actions:
         if kind == "F":
             held += saved[chunk]
@@ -303,27 +161,20 @@ def _bytes_by_action(chunks: tuple[Chunk, ...], mine: list[int], program: _Progr
     return curve
 
 
-def _bytes_over_time(
-    chunks: tuple[Chunk, ...], mine: list[int], player: _Player, curve: list[tuple[float, float]]
-) -> tuple[tuple[float, float], ...]:
-    state = sum(layer_sum(chunks[k], "state_bytes") for k in mine)
-    points = [(0.0, state)]
-    for (start, _, _, end), (running, after) in zip(player.kept or (), curve):
-        points += [(start, running), (end, after)]
+def _bytes_over_time(player: Player, curve: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    points = [(0.0, curve[0][0])]
+    for played, (running, after) in zip(player.kept, curve[1:]):
+        points += [(played.start, running), (played.end, after)]
     return tuple(points)
 
 
-def _events(players: list[_Player], reduced: float, updates: list[float], gathers: list[float]) -> tuple[Event, ...]:
+def _events(players: list[Player], reduced: float, updates: list[float], gathers: list[float]) -> tuple[Event, ...]:
     events = []
     for rank, player in enumerate(players):
         mine: list[Event] = []
-
-        def record(stream: str, label: str, start: float, end: float, rank: int = rank) -> None:
-            if end > start:
-                mine.append(Event(rank, stream, label, start, end))  # noqa: B023
-
+        record = _recorder(rank, mine)
         for action, (index, _, _), (start, streams, pending, _) in zip(
-            player.program.actions, player.program.order, player.kept or ()
+            player.program.actions, player.program.order, player.kept
         ):
             label = f"{action.kind}{action.chunk}.{action.microbatch}"
             record("receive", label, start, streams.ready)
@@ -334,3 +185,11 @@ def _events(players: list[_Player], reduced: float, updates: list[float], gather
         record("communication", "gather updated", reduced + updates[rank], reduced + updates[rank] + gathers[rank])
         events += sorted(mine, key=lambda event: (event.start, event.end))
     return tuple(events)
+
+
+def _recorder(rank: int, events: list[Event]) -> Recorder:
+    def record(stream: str, label: str, start: float, end: float) -> None:
+        if end > start:
+            events.append(Event(rank, stream, label, start, end))
+
+    return record

@@ -47,7 +47,7 @@ class Streams(NamedTuple):
     issue: float
 
 
-class Played(NamedTuple):
+class StreamsAfter(NamedTuple):
     """Streams after an action: when compute is done, when communication is, when the next gather may start."""
 
     compute: float
@@ -57,7 +57,7 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionMap:
-    """An action as a (max, +) map from ``Streams`` to ``Played``: rows of four coefficients each.
+    """An action as a (max, +) map from ``Streams`` to ``StreamsAfter``: rows of four coefficients each.
 
     ``pending`` is the seconds of the last layer's reduction, which starts after the next action's first gather.
     """
@@ -81,7 +81,7 @@ def layer_tasks(chunk: Chunk, kind: str, *, last: bool) -> tuple[LayerTask, ...]
 
 def play(
     tasks: tuple[LayerTask, ...], streams: Streams, pending: float, *, label: str = "", record: Recorder | None = None
-) -> Played:
+) -> StreamsAfter:
     """Play ``tasks`` from ``streams`` on; ``pending`` is the reduction (seconds) left by the action before."""
     compute, pending_from, communication, issue = streams
     for gather, seconds, reduce in tasks:
@@ -96,7 +96,9 @@ def play(
         issue, compute = start, start + seconds
         _note(record, "compute", label, start, compute)
         pending_from, pending = compute, reduce
-    return Played(compute, communication, issue)
+    if not tasks and pending:  # a chunk without layers still lets the reduction before it run
+        communication = _reduce(communication, pending_from, pending, label, record)
+    return StreamsAfter(compute, communication, issue)
 
 
 def action_map(tasks: tuple[LayerTask, ...], pending: float) -> ActionMap:
