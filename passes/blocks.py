@@ -105,7 +105,10 @@ class _Finder:
     def _best_run(self, group: Sequence[_Stretch], start: int) -> tuple[BlockRun, int] | None:
         """The run from ``group[start]`` that saves most nodes, with the number of list entries per copy."""
         best: tuple[int, BlockRun, int] | None = None
+        sizes = [len(entry.nodes) for entry in group[start:]]
         for width in range(1, MAX_ENTRIES_PER_COPY + 1):
+            if best is not None and best[0] >= sum(sizes[width:]):
+                break  # not even a run to the end of the list would save more
             copies = []
             for begin in range(start, len(group) - width + 1, width):
                 entries = group[begin : begin + width]

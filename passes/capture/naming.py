@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import keyword
 import re
 from collections import Counter
@@ -32,6 +33,7 @@ class Namer:
         return f"{base}_{number}"
 
 
+@functools.lru_cache(maxsize=4096)
 def identifier(wish: str) -> str:
     """The identifier nearest to ``wish``."""
     base = re.sub(r"\W+", "_", wish).strip("_") or "value"

@@ -64,6 +64,12 @@ class _Visit:
     result: Structure | None = None
     outputs: dict[Path, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def own_outputs(self) -> dict[Path, torch.Tensor]:
+        """Outputs without the tensors that the call only passed on."""
+        passed = {id(tensor) for tensor in self.tensors.values()}
+        return {path: tensor for path, tensor in self.outputs.items() if id(tensor) not in passed}
+
 
 class _Calls:
     """The calls of a repeat's entries, which must come in order, each entry once."""
@@ -72,6 +78,7 @@ class _Calls:
         self.number = number
         self.repeat = repeat
         self.visits: list[_Visit] = []
+        self.given: set[int] = set()
         self.inside = False
 
     def expect(self, holds: Any) -> None:
@@ -88,17 +95,17 @@ class _Calls:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             visit = self.enter(entry, module, args, kwargs)
-            before = _contents(module), [tensor._version for tensor in visit.tensors.values()]
+            before = _contents(module), _versions(visit)
             self.inside = True
             try:
                 results = forward(*args, **kwargs)
             finally:
                 self.inside = False
-            self.expect(before == (_contents(module), [tensor._version for tensor in visit.tensors.values()]))
+            self.expect(before == (_contents(module), _versions(visit)))
             visit.result, visit.outputs = flatten(results)
             if entry >= self.repeat.start + self.repeat.period:
                 self.compare(visit)
-            self.visits.append(visit)
+            self.add(visit)
             return results
 
         return call
@@ -121,7 +128,7 @@ class _Calls:
                 visit.outputs[path] = made[id(output)]
             assert model.result is not None
             visit.result = model.result
-            self.visits.append(visit)
+            self.add(visit)
             return rebuild(model.result, visit.outputs)
 
         return call
@@ -134,32 +141,34 @@ class _Calls:
     def compare(self, visit: _Visit) -> _Visit:
         """The call one period before, after checking that this one does the same with what its predecessor gave."""
         index = visit.entry - self.repeat.start
-        model = self.visits[index - self.repeat.period]
+        model, previous = self.visits[index - self.repeat.period], self.visits[index - 1]
         self.expect(visit.structure == model.structure)
-        given = {id(tensor): path for path, tensor in self.own_outputs(self.visits[index - 1]).items()}
-        unit = [self.own_outputs(earlier) for earlier in self.visits]
-        inner = {id(tensor) for outputs in unit for tensor in outputs.values()}
-        before = self.visits[index - self.repeat.period - 1].outputs if index > self.repeat.period else None
-        in_first = index < 2 * self.repeat.period
+        before = self.visits[index - self.repeat.period - 1] if index > self.repeat.period else None
+        given = {id(tensor): path for path, tensor in previous.own_outputs.items()}
         for path, tensor in visit.tensors.items():
             other = model.tensors[path]
-            shared = tensor is other and id(tensor) not in inner
+            if tensor is other and id(tensor) not in self.given:
+                continue
             source = given.get(id(tensor))
-            carried = source is not None and (before is None or before.get(source) is other)
+            self.expect(source is not None and (before is None or before.outputs.get(source) is other))
             # What enters the first unit may carry no gradient where what it gives does.
-            self.expect((shared or carried) and (in_first or tensor.requires_grad == other.requires_grad))
-            self.expect(_kind(tensor) == _kind(other))
+            self.expect(_kind(tensor, before is not None) == _kind(other, before is not None))
         return model
 
-    @staticmethod
-    def own_outputs(visit: _Visit) -> dict[Path, torch.Tensor]:
-        """Outputs of a call without the tensors that it only passed on."""
-        passed = {id(tensor) for tensor in visit.tensors.values()}
-        return {path: tensor for path, tensor in visit.outputs.items() if id(tensor) not in passed}
+    def add(self, visit: _Visit) -> None:
+        self.visits.append(visit)
+        self.given.update(map(id, visit.own_outputs.values()))
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _kind(tensor: torch.Tensor, with_gradient: bool) -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunction():  # the tracer looks at every attribute that is read
+        return tensor.shape, tensor.stride(), tensor.dtype, with_gradient and tensor.requires_grad
+
+
+def _versions(visit: _Visit) -> list[int]:
+    """How often each argument was written to."""
+    with torch._C.DisableTorchFunction():
+        return [tensor._version for tensor in visit.tensors.values()]
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, ...]]:

@@ -6,7 +6,6 @@ with that unit's states in place of its own, and what it took from unit 0 taken 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from passes.capture.naming import Namer, identifier, name_wishes
 from passes.capture.repeats import Repeat
 from passes.capture.shorten import SKIPPED, NotRepeated
-from passes.ir.graph import Graph, Node, Ref, State, assign_keys, map_refs
+from passes.ir.graph import Graph, Node, Ref, State, Value, map_refs, node_keys
 
 
 def unfold(graph: Graph, repeats: Sequence[Repeat]) -> Graph:
@@ -137,13 +136,15 @@ class _Units:
     def copies(self) -> list[_Placed]:
         """The nodes of the units that were skipped."""
         placed = []
-        names = {name for node in self.bodies[1] for name in node.inputs}
+        template = self.bodies[1]
+        names = {name for node in template for name in node.inputs}
+        paths = {node.module_path for node in template}
         for unit in range(2, self.repeat.last):
             sources = {name: self.in_unit(name, unit) for name in names}
-            for position, node in enumerate(self.bodies[1]):
-                path = self.repeat.moved(node.module_path, unit=unit)
+            moved = {path: self.repeat.moved(path, unit=unit) for path in paths}
+            for position, node in enumerate(template):
                 outputs = tuple(f"@{self.number}:{unit}:{position}:{index}" for index in range(len(node.outputs)))
-                placed.append(_Placed(node, path, sources, outputs))
+                placed.append(_Placed(node, moved[node.module_path], sources, outputs))
         return placed
 
 
@@ -214,25 +215,29 @@ def _named(graph: Graph, states: Sequence[State], layout: Sequence[_Placed], mar
         return final[source]
 
     nodes = []
-    wishes = name_wishes([(placed.module_path, placed.node.op) for placed in layout])
-    for placed, wish in zip(layout, wishes):
+    calls = [(placed.module_path, placed.node.op) for placed in layout]
+    for placed, wish, key in zip(layout, name_wishes(calls), node_keys(calls)):
         names = [namer.name(each) for each in _output_wishes(placed.node, wish)]
-        nodes.append(_renamed(placed, names, {name: name_of(name, placed.sources) for name in placed.node.inputs}))
+        refs = {name: Ref(name_of(name, placed.sources)) for name in placed.node.inputs}
+        nodes.append(_renamed(placed, names, refs, key))
         final.update(zip(placed.outputs, names))
     outputs = {path: name_of(name, markers) for path, name in graph.outputs.items()}
-    return graph.replace(
-        inputs=tuple(inputs), states=tuple(named_states), nodes=assign_keys(tuple(nodes)), outputs=outputs
+    return graph.replace(inputs=tuple(inputs), states=tuple(named_states), nodes=tuple(nodes), outputs=outputs)
+
+
+def _renamed(placed: _Placed, names: Sequence[str], refs: Mapping[str, Ref], key: str) -> Node:
+    node = placed.node
+    args, kwargs = map_refs((node.args, node.kwargs), lambda ref: refs[ref.name])
+    values = tuple(
+        Value(name, value.shape, value.dtype, value.kind, value.requires_grad)
+        for value, name in zip(node.outputs, names)
     )
-
-
-def _renamed(placed: _Placed, names: Sequence[str], inputs: Mapping[str, str]) -> Node:
-    args, kwargs = map_refs((placed.node.args, placed.node.kwargs), lambda ref: Ref(inputs[ref.name]))
-    values = tuple(replace(value, name=name) for value, name in zip(placed.node.outputs, names))
-    return replace(placed.node, name=names[0], args=args, kwargs=kwargs, outputs=values, module_path=placed.module_path)
+    return Node(names[0], node.op, args, kwargs, values, placed.module_path, node.module_class, node.constant, key)
 
 
 def _output_wishes(node: Node, wish: str) -> list[str]:
     """One name for each output; of an operator that gives a list, numbered from 0 (also if the list has one entry)."""
     # The namer numbers single values from 1 on.
-    listed = re.match(rf"{identifier(wish)}_0(_\d+)?$", node.name) is not None
+    first = f"{identifier(wish)}_0"
+    listed = node.name == first or (node.name.startswith(f"{first}_") and node.name[len(first) + 1 :].isdigit())
     return [f"{wish}_{index}" for index in range(len(node.outputs))] if listed else [wish]

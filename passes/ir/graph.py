@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -171,12 +171,18 @@ class Graph:
         return dataclasses.replace(self, **changes)
 
 
+def node_keys(calls: Iterable[tuple[str, str]]) -> list[str]:
+    """The ``key`` of every call, given as (module path, operator), in the order of the graph."""
+    seen: dict[tuple[str, str], int] = {}
+    keys = []
+    for path, op in calls:
+        occurrence = seen.get((path, op), 0)
+        keys.append(f"{path}:{op}:{occurrence}")
+        seen[path, op] = occurrence + 1
+    return keys
+
+
 def assign_keys(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Nodes with their ``key`` set: module path, operator and how often it came before in that module."""
-    seen: dict[tuple[str, str], int] = {}
-    keyed = []
-    for node in nodes:
-        place = (node.module_path, node.op)
-        keyed.append(dataclasses.replace(node, key=f"{node.module_path}:{node.op}:{seen.get(place, 0)}"))
-        seen[place] = seen.get(place, 0) + 1
-    return tuple(keyed)
+    keys = node_keys((node.module_path, node.op) for node in nodes)
+    return tuple(dataclasses.replace(node, key=key) for node, key in zip(nodes, keys))
