@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from capture_parity import assert_parity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.canonicalise.bands import BandFinder
 from passes.canonicalise.constants import mark_constants
@@ -21,6 +26,7 @@ from passes.capture import capture
 from passes.ir.graph import Graph, Node
 from passes.rules import forward_flops
 from passes.rules.call import Call, bind
+from runtime.ops.attention import causal_without_mask
 
 SDPA = "aten.scaled_dot_product_attention.default"
 Mask = Callable[[int, int], torch.Tensor]
@@ -215,6 +221,22 @@ def test_a_window_is_told_from_a_causal_mask_however_long() -> None:
     model = Attends(nearly).to("meta")
     graph = capture(model, args=(torch.empty(1, 65536, 4, dtype=torch.float64, device="meta"),))
     assert attention_of(graph).has("attn_mask"), "the last row does not see the first key"
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_mask_free_path_of_causal_attention(rank: int) -> None:
+    """What GPUs run instead of a mask: keys up to the rank's last query, aligned at the end."""
+    query, key = torch.randn(2, 4, 8, 4, dtype=torch.float64), torch.randn(2, 4, 8, 4, dtype=torch.float64)
+    whole = F.scaled_dot_product_attention(query, key, key, is_causal=True, scale=0.3)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        with spmd.set_current_mesh(mesh), warnings.catch_warnings(action="ignore"):
+            rows = query[:, :, 2 * rank : 2 * rank + 2]
+            found = causal_without_mask(rows, key, key, ("a", "b"), scale=0.3, enable_gqa=False)
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, whole[:, :, 2 * rank : 2 * rank + 2])
 
 
 # -- the algebra of bands against the matrices themselves ------------------------------------------------------------

@@ -87,12 +87,13 @@ def test_collectives_are_those_of_the_rule(smoothing: float, mesh: DeviceMesh) -
         assert sum(entry.num_bytes for entry in counted) == sum(6 * r.multiple * r.item_size for r in rule.reductions)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("enable_gqa", [False, True])
-def test_attention_that_drops(enable_gqa: bool, mesh: DeviceMesh) -> None:
+def test_attention_that_drops(enable_gqa: bool, is_causal: bool, mesh: DeviceMesh) -> None:
     """Every choice has the plan's types, copies of a probability are dropped alike, and the mean is unbiased."""
     query, key = torch.randn(2, 4, 4, 2, dtype=torch.float64), torch.randn(2, 2 if enable_gqa else 4, 4, 2).double()
     value = torch.ones_like(key)
-    options = {"dropout_p": 0.5, "enable_gqa": enable_gqa}
+    options = {"dropout_p": 0.5, "enable_gqa": enable_gqa, "is_causal": is_causal}
     sample = Sample("aten.scaled_dot_product_attention.default", (query, key, value), options)
     case = make_case(sample)
     rule = rule_for(case.node, case.values)
@@ -103,6 +104,7 @@ def test_attention_that_drops(enable_gqa: bool, mesh: DeviceMesh) -> None:
         call = local_call(case, rule, (choice, choices[0]))
         source = expression(call)
         assert source.startswith("ops.scaled_dot_product_attention(")
+        assert ("length_axes" in source) == (is_causal and choice.label == "cut l")
         check_types(mesh, case, call, source)
     ops.seed(0)
     kept = [ops.scaled_dot_product_attention(query, key, value, **options).mean() for _ in range(50)]

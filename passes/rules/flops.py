@@ -45,6 +45,13 @@ def attention(call: Call) -> float:
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + value[-1])
 
 
+def grouped_matmul(call: Call) -> float:
+    """Rows of the left that each meet one matrix of the right; the offsets that say which are not known."""
+    left, right = (value.shape for value in call.inputs[:2])
+    columns = right[-1]
+    return 2.0 * math.prod(left) * columns
+
+
 def convolution(call: Call) -> float:
     weight = call.shape("weight")
     positions = call.inputs[0].shape if "transpose" in call.node.op else call.outputs[0].shape
@@ -62,6 +69,7 @@ FLOPS: dict[str, Callable[[Call], float]] = {
         contraction,
     ),
     "aten.addbmm.default": lambda call: 2.0 * math.prod(call.inputs[1].shape) * call.inputs[2].shape[-1],
+    **dict.fromkeys(("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"), grouped_matmul),
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

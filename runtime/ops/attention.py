@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         length_axes: those of them that cut the queries, outermost first.
     """
     if is_causal and length_axes and not dropout_p and query.is_cuda and _get_local_tensor_mode(query) is None:
-        return _flash(query, key, value, length_axes, scale=scale, enable_gqa=enable_gqa)
+        return causal_without_mask(query, key, value, length_axes, scale=scale, enable_gqa=enable_gqa)
     if is_causal and (length_axes or dropout_p):
         attn_mask, is_causal = _causal_mask(query, key, length_axes), False
     if not dropout_p:
@@ -66,7 +66,7 @@ def _causal_mask(query: torch.Tensor, key: torch.Tensor, length_axes: Sequence[s
     return torch.arange(keys, device=query.device) <= positions.unsqueeze(-1)
 
 
-def _flash(
+def causal_without_mask(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -75,9 +75,9 @@ def _flash(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Causal attention of cut queries without a mask: keys after this rank's last query are left out.
+    """Causal attention of cut queries as flash kernels know it: aligned at the end, keys after the last query left out.
 
-    The last queries then face the last keys, which is the alignment that flash kernels know.
+    Only where every rank runs its own process, since ranks see different numbers of keys.
     """
     place = 0
     for group in groups_of(length_axes):
