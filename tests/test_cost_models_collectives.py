@@ -235,12 +235,12 @@ def test_more_bytes_never_take_less_time_and_parts_at_least_their_share(
     assert whole <= factor * part * (1 + 1e-9)
 
 
-def test_measured_figures_of_an_h100_node() -> None:
-    """nccl-tests on 8 GPUs, all-reduce: 28 us for 1 MiB, 81 us for 8 MiB, 195 us for 32 MiB."""
-    model = CostModel(Cluster.parse("dgx-h100"), {"tp": 8})
-    for mebibytes, measured in ((1, 28e-6), (8, 81e-6), (32, 195e-6)):
-        predicted = model.collective_seconds("all_reduce", num_bytes=mebibytes * 2**20, axis="tp")
-        assert predicted == pytest.approx(measured, rel=0.35)
+@pytest.mark.parametrize("name, bus_bandwidth", [("dgx-h100", 370e9), ("dgx-a100-80g", 235e9), ("dgx-v100-32g", 130e9)])
+def test_large_rings_in_a_node_reach_the_bus_bandwidth_that_the_presets_cite(name: str, bus_bandwidth: float) -> None:
+    """Bus bandwidth as nccl-tests defines it: the bytes that each rank sends, over the time."""
+    model = CostModel(Cluster.parse(name), {"tp": 8})
+    took = model.collective_seconds("all_reduce", num_bytes=8e9, axis="tp", algorithm="ring")
+    assert 14 / 8 * 8e9 / took == pytest.approx(bus_bandwidth, rel=0.02)
 
 
 @pytest.mark.parametrize(
