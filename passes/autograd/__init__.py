@@ -3,7 +3,7 @@
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute import POLICIES, Activations, Recompute, kept_under
 from passes.autograd.saved import Extra, Kept, kept_by_autograd
-from passes.autograd.storage import activations, storage_roots
+from passes.autograd.storage import activations, held_constants, storage_roots
 
 __all__ = [
     "POLICIES",
@@ -12,6 +12,7 @@ __all__ = [
     "Kept",
     "Recompute",
     "activations",
+    "held_constants",
     "kept_by_autograd",
     "kept_under",
     "storage_roots",

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 
 from passes.autograd.saved import Extra, Kept, kept_by_autograd
 from passes.autograd.storage import activations, storage_roots
+from passes.autograd.walk import Kernels
 from passes.ir.graph import Graph, Node, Value
 
 Policy = Literal["none", "selective", "full"]
@@ -62,10 +63,15 @@ class Activations:
     live: frozenset[str]
 
     @staticmethod
-    def of(graph: Graph, live: frozenset[str], nodes: Collection[str] | None = None, **options: str) -> Activations:
-        """Gather them; ``nodes`` and ``options`` (``kernels``, ``constant_masks``) as in ``kept_by_autograd``."""
-        kept = kept_by_autograd(graph, live, nodes, **options)  # type: ignore[arg-type]
-        kernels = options.get("kernels", "gpu")
+    def of(
+        graph: Graph,
+        live: frozenset[str],
+        nodes: Collection[str] | None = None,
+        *,
+        kernels: Kernels = "gpu",
+        as_traced: bool = False,
+    ) -> Activations:
+        """Gather them; the arguments are those of ``kept_by_autograd``."""
         users: dict[str, list[str]] = defaultdict(list)
         for node in graph.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -74,8 +80,8 @@ class Activations:
             nodes={node.name: node for node in graph.nodes},
             values=graph.values,
             users={name: tuple(names) for name, names in users.items()},
-            kept=kept,
-            roots=storage_roots(graph, nodes, kernels=kernels),  # type: ignore[arg-type]
+            kept=kept_by_autograd(graph, live, nodes, kernels=kernels, as_traced=as_traced),
+            roots=storage_roots(graph, nodes, kernels=kernels),
             made=activations(graph),
             live=live,
         )
@@ -122,9 +128,13 @@ class Stretch:
         chosen = (kept for kept in self.kept.values() if expensive is None or kept.is_expensive == expensive)
         return self.roots({name for kept in chosen for name in kept.values})
 
-    def extras(self, expensive: bool | None = None) -> tuple[Extra, ...]:
-        chosen = (kept for kept in self.kept.values() if expensive is None or kept.is_expensive == expensive)
-        return tuple(extra for kept in chosen for extra in kept.extras)
+    def extras(self) -> tuple[Extra, ...]:
+        """Tensors made inside operators that autograd keeps."""
+        return tuple(extra for kept in self.kept.values() for extra in kept.extras)
+
+    def kept_expensive_extras(self) -> tuple[Extra, ...]:
+        """Those of them that expensive kernels give."""
+        return tuple(extra for kept in self.kept.values() for extra in kept.extras if extra in kept.expensive_extras)
 
     def remade_from(self) -> frozenset[str]:
         """What cheap operators make kept tensors of their own from (random masks apart: a seed makes those)."""
@@ -193,12 +203,12 @@ def _none_compiled(stretch: Stretch) -> Recompute:
     written = stretch.saved(expensive=True)
     given = written | stretch.expensive_values()
     needed, _ = stretch.computed_from(stretch.saved(expensive=False) | stretch.remade_from(), given)
-    return Recompute(written | needed, stretch.extras(expensive=True), ())
+    return Recompute(written | needed, stretch.kept_expensive_extras(), ())
 
 
 def _selective_compiled(stretch: Stretch) -> Recompute:
     needed, between = stretch.computed_from(stretch.saved() | stretch.remade_from(), stretch.expensive_values())
-    return Recompute(needed, stretch.extras(expensive=True), stretch.in_order(between))
+    return Recompute(needed, stretch.kept_expensive_extras(), stretch.in_order(between))
 
 
 def _full_compiled(stretch: Stretch) -> Recompute:

@@ -30,3 +30,9 @@ def activations(graph: Graph) -> frozenset[str]:
     Parameters, buffers, literals and graph inputs are not; nor are masks and positions, made once for all steps.
     """
     return frozenset(value.name for node in graph.nodes if not node.constant for value in node.outputs)
+
+
+def held_constants(graph: Graph) -> frozenset[str]:
+    """Names of the values that depend on shapes alone and that other nodes take: made once, held for all steps."""
+    made = {value.name for node in graph.nodes if node.constant for value in node.outputs}
+    return frozenset(name for node in graph.nodes if not node.constant for name in node.inputs if name in made)

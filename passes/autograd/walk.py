@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from passes.autograd.attention import untraced
 from passes.autograd.record import CallRecord, Operand
 from passes.autograd.views import is_view
-from passes.ir.graph import Graph, Node, Ref, Value
+from passes.ir.graph import Graph, Node, Value
 
 Kernels = Literal["gpu", "cpu"]
 
@@ -36,22 +37,26 @@ def walk(
     *,
     live: frozenset[str] = frozenset(),
     kernels: Kernels = "gpu",
-    constant_masks: bool = False,
+    as_traced: bool = False,
 ) -> Iterator[TracedCall]:
     """The calls of ``nodes`` (None: all) in graph order, those to which a gradient comes back (``live``) with it.
 
-    Constant nodes are left out. Values from outside are taken to be contiguous. ``constant_masks=False`` leaves out
-    attention masks that depend on shapes alone.
+    Constant nodes are left out. Values from outside are taken to be contiguous. ``as_traced=False`` makes attention
+    calls as the untraced model does (see ``passes.autograd.attention``).
     """
     from passes.autograd.calls import record_call
 
     values = graph.values
     constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
+    makers = {value.name: node for node in graph.nodes for value in node.outputs}
     strides: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
         if node.constant or (nodes is not None and node.name not in nodes):
             continue
-        call = node if constant_masks else _without_constant_mask(node, constants)
+        call = node
+        if not as_traced:
+            grouped = kernels == "cpu" or node.output.dtype in ("bfloat16", "float16")
+            call = untraced(node, makers=makers, values=values, constants=constants, grouped=grouped)
         grad = node.name in live
         operands = {name: _operand(values[name], strides.get(name), grad=grad) for name in call.inputs}
         record = record_call(call, operands, grad=grad, kernels=kernels)
@@ -72,20 +77,3 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _without_constant_mask(node: Node, constants: set[str]) -> Node:
-    """The attention call with its mask dropped if that is a constant: fused kernels form such masks themselves."""
-    if node.op != "aten.scaled_dot_product_attention.default" or constants.isdisjoint(node.inputs):
-        return node
-
-    def kept(argument: object) -> object:
-        return None if isinstance(argument, Ref) and argument.name in constants else argument
-
-    return Node(
-        node.name,
-        node.op,
-        tuple(kept(argument) for argument in node.args),
-        {key: kept(argument) for key, argument in node.kwargs.items()},
-        node.outputs,
-    )
