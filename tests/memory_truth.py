@@ -170,7 +170,7 @@ class Prediction:
         self.known = Activations.of(self.graph, live_nodes(self.graph), kernels="cpu")
 
     def activations(self, policy: str) -> int:
-        stretches = {layer: self._nodes_of(layer) for layer in self.layers}
+        stretches = {layer: self.nodes_of(layer) for layer in self.layers}
         inside = {name for names in stretches.values() for name in names}
         rest = [node.name for node in self.graph.nodes if not node.constant and node.name not in inside]
         parts = [kept_under(self.known, rest, "none")]
@@ -193,7 +193,7 @@ class Prediction:
             sum(part.optimizer for part in parts),
         )
 
-    def _nodes_of(self, layer: str) -> list[str]:
+    def nodes_of(self, layer: str) -> list[str]:
         return [
             node.name
             for node in self.graph.nodes
