@@ -1,0 +1,162 @@
+"""The closed form of the step: equal to the simulation on equal chunks, near it on nearly equal ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_models.schedules import SCHEDULES
+from cost_models.simulator import simulate
+from cost_models.step import Chunk, LayerCosts, PipelineStep
+from cost_models.step_time import layer_sum, step_memory, step_seconds
+from tests.step_samples import any_steps, equal_step, nearly_equal_steps
+
+EXACT = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+SECONDS = st.sampled_from([0.5, 0.8, 1.0, 1.3, 1.7])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(EXACT), st.sampled_from([1, 2, 3, 4, 6]), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
+def test_equals_the_simulation_on_equal_chunks(
+    schedule: str, num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
+) -> None:
+    weights = min(weights, forward, inputs)  # longer weight gradients leave ZB-H1 nothing more to fill
+    step = equal_step(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_ranks * rounds,
+        forward=forward,
+        backward=inputs + weights,
+        backward_weight=weights,
+    )
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([1, 2, 3, 4, 6]), st.integers(2, 4), st.floats(0.6, 1.0), st.floats(1.0, 2.4), st.floats(0.7, 1.2)
+)
+def test_zbv_equals_the_simulation_on_equal_chunks_of_usual_proportions(
+    num_ranks: int, rounds: int, forward: float, inputs: float, weights: float
+) -> None:
+    inputs = min(max(inputs, weights, forward), 2 * weights)
+    step = equal_step(
+        "zbv",
+        num_ranks=num_ranks,
+        num_microbatches=num_ranks * rounds,
+        forward=forward,
+        backward=inputs + weights,
+        backward_weight=weights,
+    )
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(2, 4), st.floats(1.0, 2.4), st.floats(0.7, 1.0))
+def test_dualpipev_is_at_most_three_percent_above_the_simulation_on_equal_chunks(
+    num_ranks: int, rounds: int, inputs: float, weights: float
+) -> None:
+    step = equal_step(
+        "dualpipev",
+        num_ranks=num_ranks,
+        num_microbatches=num_ranks * rounds,
+        backward=inputs + weights,
+        backward_weight=weights,
+    )
+    simulated = simulate(step).seconds
+    assert simulated * (1 - 1e-9) <= step_seconds(step).total <= 1.03 * simulated
+
+
+nearly_equal = st.tuples(st.sampled_from(list(SCHEDULES)), st.sampled_from([1, 2, 4])).flatmap(
+    lambda case: nearly_equal_steps(case[0], num_ranks=case[1], num_microbatches=8 * case[1], spread=0.1)
+)
+unequal = st.tuples(st.sampled_from(["1f1b", "zb_h1", "gpipe"]), st.sampled_from([2, 4])).flatmap(
+    lambda case: nearly_equal_steps(case[0], num_ranks=case[1], num_microbatches=48 * case[1], spread=1.0)
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(nearly_equal)
+def test_within_two_percent_of_the_simulation_where_chunks_differ_by_a_tenth(step: PipelineStep) -> None:
+    """With at least 8 micro-batches a rank."""
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.02)
+
+
+@settings(deadline=None, max_examples=60)
+@given(unequal)
+def test_within_two_percent_of_the_simulation_where_microbatches_are_many(step: PipelineStep) -> None:
+    """Chunks up to twice as slow as others, 48 micro-batches a rank: fill and drain hardly matter."""
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.02)
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_steps("1f1b", 1, 5))
+def test_one_rank_takes_at_least_its_compute_and_at_least_its_communication(step: PipelineStep) -> None:
+    compute = sum(layer_sum(chunk, "forward", "backward") for chunk in step.chunks)
+    receives = sum(chunk.receive_forward + chunk.receive_backward for chunk in step.chunks)
+    communication = sum(layer_sum(c, "gather_forward", "gather_backward", "reduce_backward") for c in step.chunks)
+    seconds = simulate(step).seconds
+    assert seconds >= 5 * (compute + receives) * (1 - 1e-9)
+    assert seconds >= 5 * communication * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b"]), st.sampled_from([1, 4]), st.floats(0.0, 2.0))
+def test_near_the_simulation_where_communication_hides_behind_many_layers(
+    schedule: str, num_ranks: int, seconds: float
+) -> None:
+    """Chunks of 32 layers: only what the first layer of an action waits for tells them apart."""
+    step = equal_step(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=4 * num_ranks,
+        layers=32,
+        gather_forward=seconds,
+        gather_backward=seconds,
+        reduce_backward=seconds,
+    )
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.02)
+
+
+def test_hidden_communication_bounds_a_chunk_from_below() -> None:
+    slow = equal_step("1f1b", num_ranks=1, num_microbatches=4, gather_forward=3.0, reduce_backward=1.0)
+    assert step_seconds(slow).pipeline == 4 * (3.0 + 2.0)
+
+
+def test_long_reductions_show_in_the_tail() -> None:
+    step = equal_step("1f1b", num_ranks=1, num_microbatches=4, layers=8, reduce_step=5.0)
+    assert step_seconds(step).tail == 8 * 5.0 - 8 * 2.0
+    short = equal_step("1f1b", num_ranks=1, num_microbatches=4, layers=8, reduce_step=1.0)
+    assert step_seconds(short).tail == 1.0  # the first layer's has nothing to hide behind
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.sampled_from([1, 2, 4]), st.integers(2, 8), st.floats(0.1, 6.0))
+def test_tail_is_within_one_layers_backward_of_the_simulation(
+    schedule: str, num_ranks: int, layers: int, reduce_step: float
+) -> None:
+    step = equal_step(schedule, num_ranks=num_ranks, num_microbatches=8, layers=layers, reduce_step=reduce_step)
+    report = simulate(step)
+    assert step_seconds(step).tail == pytest.approx(report.seconds - report.pipeline_seconds, abs=2.0 + 1e-6)
+
+
+def test_the_slowest_ranks_update_ends_the_step() -> None:
+    quick = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5), 1),))
+    slow = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5, gather_step=0.25), 3),))
+    step = PipelineStep(schedule="1f1b", num_microbatches=2, num_ranks=2, chunks=(quick, slow))
+    assert step_seconds(step).update == 3 * 0.75
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_equals_the_simulations_on_equal_chunks(schedule: str) -> None:
+    step = equal_step(
+        schedule, num_ranks=4, num_microbatches=12, layers=2, state_bytes=7.0, saved_bytes=3.0, peak_bytes=11.0
+    )
+    assert step_memory(step) == pytest.approx([rank.peak_bytes for rank in simulate(step).ranks])
+
+
+def test_chunks_must_divide_over_ranks() -> None:
+    chunk = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0), 1),))
+    with pytest.raises(ValueError, match="3 chunks on 2 ranks"):
+        step_seconds(PipelineStep(schedule="1f1b", num_microbatches=4, num_ranks=2, chunks=(chunk,) * 3))
