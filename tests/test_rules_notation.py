@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from passes.ir.graph import Node, Ref, Value
 from passes.rules import forward_flops, rule_for
 from passes.rules.notation import parse
-from passes.rules.rule import axis_choices
+from passes.rules.rule import axis_choices, pieces_of_work
 from passes.rules.views import reshape_dims
 
 
@@ -119,6 +119,18 @@ def test_operations_are_counted(
     op: str, shapes: list[tuple[int, ...]], output: tuple[int, ...], kwargs: dict[str, object], flops: float
 ) -> None:
     assert forward_flops(*node_of(op, shapes, output, **kwargs)) == flops
+
+
+def test_the_last_of_cut_causal_queries_works_most() -> None:
+    shapes = [(2, 4, 8, 16)] * 3
+    for is_causal, expected in ((True, 2 * 16 / 7), (False, 8)):
+        node, values = node_of("aten.scaled_dot_product_attention.default", shapes, shapes[0], is_causal=is_causal)
+        rule = rule_for(node, values)
+        assert rule is not None
+        grads = [value.requires_grad for value in values.values()]
+        choices = {c.label: c for c in axis_choices(rule, input_grads=grads[:3], output_grads=grads[:1])}
+        cut = [choices["cut b0"], choices["cut l"], choices["cut l"], choices["replicate"]]
+        assert pieces_of_work(rule, cut, (2, 2, 2, 3)) == pytest.approx(expected)
 
 
 def test_rules_are_quick() -> None:

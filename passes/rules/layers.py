@@ -109,7 +109,8 @@ def attention(call: Call) -> ShardingRule:
     }
     if call.has("attn_mask"):
         factors["attn_mask"] = _mask_dims(call.shape("attn_mask"), (*batch, length, ()))
-    return call.rule(call.by_slot(factors), [(*batch, length, ())], sizes=sizes)
+    growing = frozenset(length if call["is_causal"] else ())
+    return call.rule(call.by_slot(factors), [(*batch, length, ())], sizes=sizes, growing=growing)
 
 
 def _mask_dims(shape: tuple[int, ...], full: Dims) -> Dims:

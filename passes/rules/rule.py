@@ -13,6 +13,7 @@ mesh axis means cutting one factor; what that does to each input and output foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,7 @@ class ShardingRule:
             not linear in that sense (then it takes no ``P``). Inputs in no term (indices, masks) are never ``P``.
         reductions: collectives the operator issues itself, by factor.
         passes_partial: whether partial sums may come in (they may leave a contraction either way).
+        growing: factors along which work grows from nothing, so that the last piece has the most (causal queries).
     """
 
     inputs: tuple[Dims, ...]
@@ -63,6 +65,7 @@ class ShardingRule:
     terms: tuple[tuple[int, ...], ...] | None = None
     reductions: tuple[Reduction, ...] = ()
     passes_partial: bool = True
+    growing: frozenset[Factor] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,19 @@ def axis_choices(
     if rule.terms and rule.passes_partial:
         choices.extend(_partial(rule))
     return tuple(choices)
+
+
+def pieces_of_work(rule: ShardingRule | None, choices: Sequence[AxisChoice], sizes: Sequence[int]) -> float:
+    """By how much the work of the busiest rank is less than the whole, when axes of ``sizes`` take ``choices``.
+
+    Of n pieces of a factor along which work grows linearly the last has (2n - 1) / n² of it, not 1 / n.
+    """
+    pieces: dict[Factor, int] = {}
+    for choice, size in zip(choices, sizes, strict=True):
+        if choice.factor is not None:
+            pieces[choice.factor] = pieces.get(choice.factor, 1) * size
+    growing = rule.growing if rule is not None else frozenset()
+    return math.prod(n * n / (2 * n - 1) if factor in growing else n for factor, n in pieces.items())
 
 
 def _replicated(

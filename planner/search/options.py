@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.ir.conversions import divides
 from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, SpmdType
-from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
+from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices, pieces_of_work
 from planner.search.pricing import Collective, Pricing
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
@@ -121,7 +120,7 @@ def operator_options(
     for joint in joint_choices(node, values, rule, mesh, fixed=fixed):
         placements = _placements(joint)
         inputs, outputs = tuple(placements[: len(node.inputs)]), tuple(placements[len(node.inputs) :])
-        cut = math.prod(size for choice, size in zip(joint, mesh.sizes) if choice.factor is not None)
+        cut = pieces_of_work(rule, joint, mesh.sizes)
         option = Option(
             labels=tuple(choice.label for choice in joint),
             inputs=inputs,

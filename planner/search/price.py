@@ -16,7 +16,7 @@ from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R
 from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
 from passes.rules import forward_flops, rule_for
-from passes.rules.rule import AxisChoice
+from passes.rules.rule import AxisChoice, pieces_of_work
 from planner.search.extract import Tally, add_to_tally, collectives_of
 from planner.search.liveness import live_nodes, saved_values
 from planner.search.options import FlopsOf, RuleFor, offered
@@ -140,9 +140,7 @@ class _Pricer:
         if list(planned.outputs) != outputs:
             raise ValueError(f"{node.op} ({node.key!r}) gives {outputs}, the plan says {planned.outputs}")
         live = node.name in self.live
-        cut = 1
-        for choice, size in zip(choices, self.plan.mesh.sizes):
-            cut *= size if choice.factor is not None else 1
+        cut = pieces_of_work(self.rules(node, self.values), choices, self.plan.mesh.sizes)
         flops = self.flops(node, self.values)
         seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
         self.compute[0] += seconds[0]

@@ -99,7 +99,7 @@ class Pricing:
         outputs: Sequence[Placement],
         *,
         flops: float,
-        cut: int,
+        cut: float,
         live: bool,
     ) -> tuple[float, float]:
         """Seconds of one operator, forward and backward.
