@@ -26,7 +26,10 @@ from typing import Literal
 from cost_models import schedule_orders
 from cost_models.schedule_orders import Action, microbatches_per_round
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "actions", "in_flight", "rank_of_chunk", "reason_not"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "actions", "in_flight", "in_flight_peaks", "rank_of_chunk", "reason_not"]
+
+#: What one rank holds: (chunk, micro-batches in flight) of each of its chunks.
+Held = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +169,20 @@ def in_flight(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunk
     return _in_flight(schedule, num_ranks, num_microbatches, num_chunks)
 
 
+def in_flight_peaks(
+    schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[Held, ...], ...]:
+    """Per rank: the moments at which it may hold most bytes, each as (chunk, micro-batches in flight) of its chunks.
+
+    A rank's saved activations peak at max over these of Σ count · saved bytes of a micro-batch, whatever the chunks'
+    bytes are. The first moment is that of ``in_flight``, which is enough where a rank's chunks save equal bytes.
+
+    Raises:
+        ValueError: if the combination cannot run; the message is that of ``reason_not``.
+    """
+    return _in_flight_peaks(schedule, num_ranks, num_microbatches, num_chunks)
+
+
 def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
     reason = reason_not(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     if reason is not None:
@@ -183,12 +200,20 @@ def _actions(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: i
 
 @functools.lru_cache(maxsize=4096)
 def _in_flight(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[float, ...]:
-    _check(schedule, num_ranks, num_microbatches, num_chunks)
     held = [0.0] * num_chunks
-    for rank in range(num_ranks):
-        for chunk, count in _HELD[schedule](rank, num_ranks, num_microbatches, num_chunks // num_ranks):
+    for peaks in _in_flight_peaks(schedule, num_ranks, num_microbatches, num_chunks):
+        for chunk, count in peaks[0]:
             held[chunk] = float(count)
     return tuple(held)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_flight_peaks(
+    schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[Held, ...], ...]:
+    _check(schedule, num_ranks, num_microbatches, num_chunks)
+    peaks = _PEAKS[schedule]
+    return tuple(tuple(peaks(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks))
 
 
 def _any_number(num_ranks: int, num_microbatches: int) -> str | None:
@@ -222,27 +247,47 @@ _MICROBATCH_RULES: dict[str, Callable[[int, int], str | None]] = {
 }
 
 
-def _held_interleaved(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
+def _peaks_interleaved(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[Held]:
+    """After the forwards of the warm-up and one more, and each time that forwards or backwards turn to another chunk.
+
+    In between, one chunk gains what another loses, so that no other moment holds more bytes.
+    """
     per_round = microbatches_per_round(num_ranks, num_microbatches)
-    warmup = schedule_orders.interleaved_warmup(rank, num_ranks, num_microbatches, chunks)
-    rounds, rest = divmod(min(warmup + 1, num_microbatches * chunks), per_round * chunks)
-    return [
-        (local * num_ranks + rank, rounds * per_round + min(max(rest - local * per_round, 0), per_round))
-        for local in range(chunks)
-    ]
+    total = num_microbatches * chunks
+    ahead = min(schedule_orders.interleaved_warmup(rank, num_ranks, num_microbatches, chunks) + 1, total)
+    last = min(total - ahead, per_round * chunks)
+    turns = {0, last}
+    for turn in range(chunks + 1):
+        turns |= {turn * per_round, (turn * per_round - ahead) % (per_round * chunks)}
+    peaks = []
+    for done in sorted(turn for turn in turns if turn <= last):
+        forwards = _by_turn(done + ahead, per_round, chunks)
+        backwards = _by_turn(done, per_round, chunks)[::-1]
+        peaks.append(tuple((i * num_ranks + rank, forwards[i] - backwards[i]) for i in range(chunks)))
+    return list(dict.fromkeys(peaks))
 
 
-def _held_vee(rank: int, num_ranks: int, num_microbatches: int, down: int) -> list[tuple[int, int]]:
-    up = 2 * num_ranks - 1 - rank
-    return [(rank, min(num_microbatches, down)), (up, min(num_microbatches, rank + 1))]
+def _by_turn(count: int, per_turn: int, places: int) -> list[int]:
+    """How many of ``count`` things each place gets if they are dealt out ``per_turn`` at a time, place after place."""
+    rounds, rest = divmod(count, per_turn * places)
+    return [rounds * per_turn + min(max(rest - place * per_turn, 0), per_turn) for place in range(places)]
 
 
-#: Per schedule: (rank, num_ranks, num_microbatches, chunks per rank) to (chunk, micro-batches held at the peak).
-_HELD: dict[str, Callable[[int, int, int, int], list[tuple[int, int]]]] = {
-    "gpipe": lambda rank, ranks, microbatches, _: [(rank, microbatches)],
-    "1f1b": lambda rank, ranks, microbatches, _: [(rank, min(microbatches, ranks - rank))],
-    "interleaved_1f1b": _held_interleaved,
-    "zb_h1": lambda rank, ranks, microbatches, _: [(rank, min(microbatches, ranks))],
-    "zbv": lambda rank, ranks, microbatches, _: _held_vee(rank, ranks, microbatches, 2 * ranks - 1 - rank),
-    "dualpipev": lambda rank, ranks, microbatches, _: _held_vee(rank, ranks, microbatches, 2 * ranks - rank),
+def _peaks_zbv(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[Held]:
+    """At the end of the warm-up, and in the steady state once the chunk on the way down has run one more."""
+    down, up = 2 * num_ranks - 1 - rank, rank + 1
+    peaks: list[Held] = [((rank, min(num_microbatches, down)), (2 * num_ranks - 1 - rank, min(num_microbatches, up)))]
+    if num_microbatches > down:
+        peaks.append(((rank, down + 1), (2 * num_ranks - 1 - rank, up - 1)))
+    return peaks
+
+
+#: Per schedule: (rank, num_ranks, num_microbatches, chunks per rank) to what the rank holds whenever it holds most.
+_PEAKS: dict[str, Callable[[int, int, int, int], list[Held]]] = {
+    "gpipe": lambda rank, ranks, microbatches, _: [((rank, microbatches),)],
+    "1f1b": lambda rank, ranks, microbatches, _: [((rank, min(microbatches, ranks - rank)),)],
+    "interleaved_1f1b": _peaks_interleaved,
+    "zb_h1": lambda rank, ranks, microbatches, _: [((rank, min(microbatches, ranks)),)],
+    "zbv": _peaks_zbv,
+    "dualpipev": lambda rank, ranks, microbatches, _: [((rank, 2 * ranks - rank), (2 * ranks - 1 - rank, rank + 1))],
 }

@@ -94,7 +94,8 @@ def step_memory(step: PipelineStep) -> tuple[float, ...]:
     """Bytes that each rank holds at its peak.
 
     State, the saved activations of the micro-batches in flight when there are most of them, and the largest peak of
-    any of its layers.
+    any of its layers. Exact where a rank's chunks save equal bytes; else the simulator may find another moment to be
+    the heaviest (``cost_models.schedules.in_flight_peaks`` has them all).
 
     Raises:
         ValueError: if the schedule cannot run this many chunks and micro-batches.

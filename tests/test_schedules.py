@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections import Counter
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from cost_models.schedules import SCHEDULES, Action, actions, in_flight, rank_of_chunk, reason_not
+from cost_models.schedules import SCHEDULES, Action, actions, in_flight, in_flight_peaks, rank_of_chunk, reason_not
 
 CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 3, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 
@@ -180,6 +182,21 @@ def test_in_flight_counts_what_the_order_holds_at_its_peak(schedule: str) -> Non
             assert [counts[k] for k in mine] == [peak[k] for k in mine], (ranks, microbatches, chunks, rank)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_peaks_bound_what_the_order_holds_whatever_the_chunks_weigh(schedule: str) -> None:
+    draw = random.Random(0)
+    for ranks, microbatches, chunks in shapes(schedule):
+        peaks = in_flight_peaks(schedule, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks)
+        for rank, rank_order in enumerate(order(schedule, ranks, microbatches, chunks)):
+            for _ in range(5):
+                weights = [draw.choice([0, 1, 2, 7]) for _ in range(chunks)]
+                held = itertools.accumulate(
+                    {"F": 1, "B": -1, "W": -1, "I": 0}[kind] * weights[chunk] for kind, chunk, _ in rank_order
+                )
+                heaviest = max(sum(count * weights[chunk] for chunk, count in peak) for peak in peaks[rank])
+                assert heaviest == max(held), (ranks, microbatches, chunks, rank, weights)
+
+
 def test_1f1b_holds_at_most_p_minus_i_microbatches_on_stage_i() -> None:
     assert in_flight("1f1b", num_ranks=4, num_microbatches=16, num_chunks=4) == (4, 3, 2, 1)
 
@@ -192,5 +209,5 @@ def test_zero_bubble_on_a_vee_holds_as_much_as_1f1b_on_its_first_rank() -> None:
 
 def test_in_flight_is_fast_at_any_scale() -> None:
     started = time.perf_counter()
-    in_flight("interleaved_1f1b", num_ranks=64, num_microbatches=2048, num_chunks=512)
+    in_flight_peaks("interleaved_1f1b", num_ranks=64, num_microbatches=2048, num_chunks=512)
     assert time.perf_counter() - started < 0.05
