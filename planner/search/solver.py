@@ -7,7 +7,7 @@ and solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from planner.search.linear import OPTIMAL, LinearProgram, Solution
@@ -28,14 +28,14 @@ def solve(
     solver: str | None = None,
     gap: float = RELATIVE_GAP,
     cutoff: float | None = None,
-    start: Sequence[float] | None = None,
+    start: Mapping[int, float] | None = None,
 ) -> Solution:
     """Solve ``program`` within ``time_limit`` seconds with ``"highs"``, ``"cbc"`` or (None) whichever there is.
 
     Args:
         gap: relative gap at which a solution counts as optimal.
         cutoff: only solutions with a smaller objective are wanted; without one the program comes back as infeasible.
-        start: values of a known solution to begin with, in column order (HiGHS only; CBC does without).
+        start: column → value of a known solution to begin with; columns may be left out (HiGHS only).
 
     Raises:
         ValueError: for an unknown solver name.
@@ -59,7 +59,7 @@ def _solve_highs(
     time_limit: float,
     gap: float,
     cutoff: float | None,
-    start: Sequence[float] | None,
+    start: Mapping[int, float] | None,
 ) -> Solution:
     import highspy
     import numpy as np
@@ -89,9 +89,8 @@ def _solve_highs(
         highs.setOptionValue(name, False)
     highs.passModel(model)
     if start is not None:
-        known = highspy.HighsSolution()
-        known.col_value = list(start)
-        highs.setSolution(known)
+        columns, values = np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=float)
+        highs.setSolution(len(start), columns, values)
     highs.run()
     status = highs.getModelStatus()
     info = highs.getInfo()

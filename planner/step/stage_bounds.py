@@ -34,10 +34,30 @@ _PRECISION = 1e-7
 
 @dataclass(frozen=True)
 class TimeBounds:
-    """Proved lower bounds, in seconds: of the whole step, and of the largest load of a rank for one micro-batch."""
+    """Proved lower bounds, in seconds.
 
-    step: float
+    Attributes:
+        load: of the largest load of a rank for one micro-batch.
+        terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
+        shares: of the compute stream, forward and backward, in the mean of streams that gave ``load``.
+    """
+
     load: float
+    terms: tuple[tuple[float, float], ...]
+    shares: tuple[float, float]
+
+    @property
+    def step(self) -> float:
+        """Of the whole step."""
+        return self.step_with(self.load)
+
+    def step_with(self, load: float) -> float:
+        """Of the whole step, if the largest load is at least ``load``."""
+        return max(times * load + rest for times, rest in self.terms)
+
+    def load_within(self, step: float) -> float:
+        """The largest load that a step of so many seconds leaves room for."""
+        return min(((step - rest) / times for times, rest in self.terms if times > 0), default=math.inf)
 
 
 def lower_bound(problem: StageProblem) -> float:
@@ -60,14 +80,14 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     means = cheapest @ counts + (_STREAMS[:, 0] * received[0] + _STREAMS[:, 2] * received[1])
     best = int(np.argmax(means))
     load = max(float(means[best]) / problem.num_ranks, bottleneck(problem, cheapest[best].tolist()))
-    steps = []
+    terms = []
     for base, streams, others, first in _weightings(problem):
         seconds = streams @ figures[:4] + others @ figures[4:]
         total = np.minimum.reduceat(seconds, starts, axis=1) @ counts
         total += streams[:, 0] * received[0] + streams[:, 2] * received[1]
         reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
-        steps.append(base * load + float(total.max()) + reduction)
-    return TimeBounds(step=max(steps), load=load)
+        terms.append((base, float(total.max()) + reduction))
+    return TimeBounds(load, tuple(terms), (float(_STREAMS[best, 0]), float(_STREAMS[best, 2])))
 
 
 def _figures(problem: StageProblem) -> Array:
@@ -99,11 +119,11 @@ def _received(problem: StageProblem) -> tuple[float, float]:
 
 
 def _weightings(problem: StageProblem) -> list[tuple[float, Array, Array, bool]]:
-    """Ways to write a bound of the step: (times the load bound, weights of the streams, of the rest, first layer too).
+    """Ways to write a bound of the step: (times the load bound, weights of the streams, of the rest, first layer).
 
-    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill for
-    its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what is
-    not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
+    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
+    for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
+    is not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
     """
     p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
     schedule = SCHEDULES[problem.schedule]

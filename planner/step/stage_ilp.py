@@ -49,14 +49,19 @@ bound of L (``stage_bounds``) is added as a valid inequality: units are whole, w
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cost_models.step_time import step_seconds
+from cost_models.schedules import SCHEDULES
+from cost_models.step import LayerCosts
+from cost_models.step_time import step_memory, step_seconds
+from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
 from planner.step.stage_bounds import time_bounds
-from planner.step.stage_problem import Assignment, StageProblem, as_step, undominated
-from planner.step.stage_program import Move, StageProgram, build_stage_program
+from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
+from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds
+from planner.step.stage_ranks import Shares, Weights, add_tables, mean_streams, share_out
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"
@@ -92,41 +97,155 @@ def solve_stages(
 ) -> StageSolution | None:
     """The fastest assignment within memory, None if there is none at all.
 
+    Assignments built rank by rank are tried first; the integer program is solved where they do not meet the bound.
+
     Args:
+        time_limit: seconds for the integer program.
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
     """
     if problem.num_units < problem.num_chunks:
         return None
     reduced, kept = undominated(problem)
-    found = _solve_program(reduced, time_limit=time_limit, cutoff=cutoff, gap=gap)
+    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap).run(time_limit)
     if found is None or found.assignment is None:
         return found
     original = tuple(
         tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in found.assignment
     )
-    return StageSolution(
-        original, found.objective, found.bound, found.status, found.num_variables, found.num_constraints
-    )
+    return replace(found, assignment=original)
 
 
-def _solve_program(
-    problem: StageProblem, *, time_limit: float, cutoff: float | None, gap: float
-) -> StageSolution | None:
-    bounds = time_bounds(problem)
-    stage = build_stage_program(problem, load_bound=bounds.load)
-    program = stage.program
-    size = (program.num_variables, program.num_constraints)
-    limit = None if cutoff is None else cutoff / stage.second - stage.constant
-    solution = solve(program, time_limit=time_limit, gap=gap, cutoff=limit)
-    bound = max((solution.bound + stage.constant) * stage.second, bounds.step)
-    if solution.values is None:
-        if not solution.infeasible:
-            return StageSolution(None, math.inf, bound, NOTHING_FOUND, *size)
-        return None if cutoff is None else StageSolution(None, math.inf, cutoff, CUTOFF, *size)
-    assignment = decode(stage, solution.values)
-    objective = step_seconds(as_step(problem, assignment)).total
-    return StageSolution(assignment, objective, min(bound, objective), solution.status, *size)
+class _Search:
+    """Best assignment and bound so far for one problem."""
+
+    def __init__(self, problem: StageProblem, cutoff: float, gap: float) -> None:
+        self.problem, self.cutoff, self.gap = problem, cutoff, gap
+        self.bounds = time_bounds(problem)
+        self.bound, self.load = self.bounds.step, self.bounds.load
+        self.best: Assignment | None = None
+        self.objective = math.inf
+        self.size = (0, 0)
+
+    def run(self, time_limit: float) -> StageSolution | None:
+        """Try what is quick, then the integer program's relaxation, then the program itself."""
+        deadline = time.monotonic() + time_limit
+        if self.settled() or (self.try_alike() and self.settled()):
+            return self.solution()
+        shares = self.share()
+        if self.settled():
+            return self.solution()
+        if shares is not None and math.isinf(shares.load):
+            return None
+        stage = build_stage_program(self.problem, load_bound=self.load)
+        self.size = (stage.program.num_variables, stage.program.num_constraints)
+        if shares is not None and self.best is not None:
+            add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
+            relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
+            self.raise_bound(stage, solve(relaxed, time_limit=max(0.1, deadline - time.monotonic())))
+            if self.settled():
+                return self.solution()
+        return self.solve(stage, max(0.1, deadline - time.monotonic()))
+
+    def settled(self) -> bool:
+        """Whether the best is within the gap of the bound, or nothing can be better than the cutoff."""
+        limit = min(self.objective, self.cutoff)
+        return math.isfinite(limit) and limit - self.bound <= self.gap * limit
+
+    def offer(self, assignment: Assignment) -> bool:
+        """Keep an assignment if it fits and is the fastest; whether it fits."""
+        step = as_step(self.problem, assignment)
+        if not fits(self.problem, step_memory(step)):
+            return False
+        seconds = step_seconds(step).total
+        if seconds < self.objective:
+            self.best, self.objective = assignment, seconds
+        return True
+
+    def try_alike(self) -> bool:
+        """With one chunk: every run in the choice that is fastest by itself."""
+        if self.problem.num_chunks > 1 or has_kinds(self.problem):
+            return False
+        unit = _whole_step(self.problem).unit
+        costs = [[unit(choice.costs) for choice in run.choices] for run in self.problem.runs]
+        alike = ((run, row.index(min(row)), self.problem.runs[run].count) for run, row in enumerate(costs))
+        return self.offer((tuple(alike),))
+
+    def share(self) -> Shares | None:
+        """Share units out over ranks, first as if memory were plenty; returns the tables that bound the loads."""
+        streams = mean_streams(self.bounds.shares)
+        shares = None
+        for remember in (False, True):
+            shares = share_out(self.problem, streams, remember=remember)
+            if shares is None or math.isinf(shares.load):
+                return shares
+            self.load = max(self.load, shares.load)
+            self.bound = max(self.bound, self.bounds.step_with(self.load))
+            fitting = self.offer(shares.assignment(self.problem))
+            whole = share_out(self.problem, _whole_step(self.problem), remember=remember)
+            if whole is not None and math.isfinite(whole.load):
+                fitting |= self.offer(whole.assignment(self.problem))
+            if self.settled():
+                break
+            if fitting and not remember and all(math.isinf(limit) for limit in self.problem.memory):
+                break
+        return shares
+
+    def raise_bound(self, stage: StageProgram, solution: Solution) -> None:
+        """Take over the bound of a program, or of its relaxation (for steps faster than the best, if any)."""
+        limit = min(self.objective, self.cutoff)
+        if solution.infeasible:
+            self.bound = limit
+        elif solution.status == OPTIMAL or any(stage.program.integers):
+            self.bound = max(self.bound, min(limit, (solution.bound + stage.constant) * stage.second))
+
+    def solve(self, stage: StageProgram, time_limit: float) -> StageSolution | None:
+        """Solve the integer program, from the best assignment so far."""
+        limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
+        start = encode(stage, self.best) if self.best is not None else None
+        solution = solve(stage.program, time_limit=time_limit, gap=self.gap, cutoff=limit, start=start)
+        if solution.values is not None:
+            self.offer(decode(stage, solution.values))
+        self.raise_bound(stage, solution)
+        if solution.infeasible and self.best is None and math.isinf(self.cutoff):
+            return None
+        return self.solution(OPTIMAL if solution.infeasible else solution.status)
+
+    def solution(self, status: str = OPTIMAL) -> StageSolution:
+        """What is known, as a result."""
+        if self.best is None or self.objective >= self.cutoff:
+            proved = self.bound >= self.cutoff * (1 - self.gap)
+            return StageSolution(None, math.inf, self.bound, CUTOFF if proved else NOTHING_FOUND, *self.size)
+        if self.settled():
+            status = OPTIMAL
+        return StageSolution(self.best, self.objective, min(self.bound, self.objective), status, *self.size)
+
+
+def _whole_step(problem: StageProblem) -> Weights:
+    """What a unit adds to the step where ranks are alike: its load, its part of the fill, its update."""
+    times, ranks = problem.num_microbatches, problem.num_ranks
+    schedule = SCHEDULES[problem.schedule]
+    fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)
+    forward, backward, weight = (fill * value for value in schedule.fill)
+
+    def unit(costs: LayerCosts) -> float:
+        compute = (times / ranks + forward) * max(costs.forward, costs.gather_forward)
+        communicated = costs.gather_backward + costs.reduce_backward
+        compute += (times / ranks + backward) * max(costs.backward, communicated)
+        compute += (weight - backward) * costs.backward_weight if schedule.splits_backward else 0.0
+        return compute + (costs.update_step + costs.gather_step) / ranks
+
+    return Weights(unit)
+
+
+def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:
+    """The columns of an assignment of a problem with a single kind."""
+    values = {move.column: 0.0 for moves in stage.moves for move in moves}
+    for moves, groups in zip(stage.moves, assignment):
+        columns = {(move.run, move.choice): move.column for move in moves}
+        for run, choice, count in groups:
+            values[columns[run, choice]] += float(count)
+    return values
 
 
 def decode(stage: StageProgram, values: list[float]) -> Assignment:

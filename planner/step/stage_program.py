@@ -49,7 +49,7 @@ class StageProgram:
 
     Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
     ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
-    runs as, where that is a variable of its own.
+    runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r.
     """
 
     problem: StageProblem
@@ -58,6 +58,7 @@ class StageProgram:
     constant: float = 0.0
     moves: list[list[Move]] = field(default_factory=list)
     first: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[Linear] = field(default_factory=list)
 
     def at_least(self, target: int, expression: Linear) -> None:
         """Add the row: column ``target`` ≥ expression."""
@@ -326,6 +327,7 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
         for chunk in chunks:
             load.add(forward[chunk]).add(backward[chunk])
         stage.at_least(largest, load)
+        stage.loads.append(load)
     if problem.num_ranks == 1:
         return
     for chunk in range(problem.num_chunks):

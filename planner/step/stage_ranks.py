@@ -1,0 +1,299 @@
+"""Ranks taken one by one: how fast each can run n layers within its memory, and how many layers each should hold.
+
+Models that are one long run of equal units, with at most a single unit before and after it, are cut freely: any number
+of units for each chunk is a cut. Ranks then share nothing but their sum, so a table of the least load against the
+number of units for every rank, exact in whole units and memory, gives the least bottleneck by handing out units one at
+a time to the rank that minds least. It is a proved bound of the load, and nearly always an assignment as good.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.step import LayerCosts
+from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
+from planner.step.stage_program import Linear, StageProgram, chunks_of, has_kinds, spans
+
+Array = NDArray[np.float64]
+
+#: Fronts are thinned to this many points; what that may lose is accounted for in ``_Front.lost``.
+_LARGEST_FRONT = 1000
+
+
+def main_run(problem: StageProblem) -> int | None:
+    """The index of the long run, if the model is one long run with at most a single unit at either end."""
+    longest = max(range(len(problem.runs)), key=lambda run: problem.runs[run].count)
+    ends = [run.count for index, run in enumerate(problem.runs) if index != longest]
+    if has_kinds(problem) or longest > 1 or len(problem.runs) - longest > 2 or any(count > 1 for count in ends):
+        return None
+    return longest
+
+
+@dataclass(frozen=True)
+class _Front:
+    """Undominated (seconds, bytes) of some units on a rank, and how each point came about.
+
+    ``lost`` bounds the seconds by which a point that was thinned out is faster than the one that stands for it.
+    """
+
+    seconds: Array
+    sizes: Array
+    limit: float
+    lost: float = 0.0
+    before: _Front | None = None
+    slot: tuple[int, int] = (0, 0)
+    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def with_unit(self, slot: tuple[int, int], options: tuple[Array, Array, NDArray[np.int64]]) -> _Front:
+        """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
+        option_seconds, option_sizes, choices = options
+        seconds = (self.seconds[:, None] + option_seconds).ravel()
+        sizes = (self.sizes[:, None] + option_sizes).ravel()
+        order = np.lexsort((sizes, seconds))
+        order = order[sizes[order] <= self.limit]
+        if len(order) > 1:
+            fewest = np.minimum.accumulate(sizes[order])
+            order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
+        lost = self.lost
+        if len(order) > _LARGEST_FRONT:
+            kept = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
+            lost += float(np.diff(seconds[order[kept]]).max())
+            order = order[kept]
+        return _Front(
+            seconds[order],
+            sizes[order],
+            self.limit,
+            lost,
+            self,
+            slot,
+            order // len(choices),
+            choices[order % len(choices)],
+        )
+
+    def units(self) -> list[tuple[int, int, int]]:
+        """The (chunk, run, choice) of every unit of the fastest point."""
+        found, front, point = [], self, 0
+        while front.before is not None:
+            found.append((*front.slot, int(front.picks[point])))
+            front, point = front.before, int(front.parents[point])
+        return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward."""
+
+    unit: Callable[[LayerCosts], float]
+    receive: tuple[float, float] = (1.0, 1.0)
+
+
+def mean_streams(shares: tuple[float, float]) -> Weights:
+    """A mean of the compute and communication streams, with these shares of compute forward and backward.
+
+    The longer of two streams is no shorter, so a load counted in this way is a bound.
+    """
+    forward, backward = shares
+
+    def unit(costs: LayerCosts) -> float:
+        hidden = (1 - forward) * costs.gather_forward + (1 - backward) * (costs.gather_backward + costs.reduce_backward)
+        return forward * costs.forward + backward * costs.backward + hidden
+
+    return Weights(unit, shares)
+
+
+def received(problem: StageProblem, rank: int, shares: tuple[float, float]) -> float:
+    """Seconds that a rank's chunks take at least to receive boundaries from other ranks, each way times its share."""
+    ranks, allowed = problem.ranks, spans(problem)
+    total = 0.0
+    for cut in range(1, problem.num_chunks):
+        if ranks[cut] == ranks[cut - 1]:
+            continue
+        runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
+        if ranks[cut] == rank:
+            total += shares[0] * min(run.receive_forward for run in runs)
+        if ranks[cut - 1] == rank:
+            total += shares[1] * min(run.receive_backward for run in runs)
+    return total
+
+
+class RankTable:
+    """Least load of one rank against the number of units of the long run that it holds, computed as far as asked."""
+
+    def __init__(self, problem: StageProblem, rank: int, run: int, weights: Weights) -> None:
+        self.problem, self.run, self.seconds = problem, run, weights.unit
+        self.received = received(problem, rank, weights.receive)
+        self.chunks = chunks_of(problem)[rank]
+        self.limit = problem.memory[rank]
+        held = problem.in_flight
+        self.spare = min(self.chunks, key=lambda chunk: held[chunk])
+        ends = [(0, 0)] * (run > 0) + [(problem.num_chunks - 1, len(problem.runs) - 1)] * (run < len(problem.runs) - 1)
+        mine = [end for end in ends if end[0] in self.chunks]
+        bare = [chunk for chunk in self.chunks if chunk not in {chunk for chunk, _ in mine}]
+        fixed = [*mine, *((chunk, run) for chunk in bare)]
+        self.least = len(bare)
+        runs = [problem.runs[index] for index in {run, *(index for _, index in mine)}]
+        floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
+        peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
+        levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
+        self.rows: list[list[_Front]] = []
+        self.options = [
+            {slot: self._options(slot, level, held) for slot in {*fixed, (self.spare, run)}} for level in levels
+        ]
+        fronts = []
+        for level, options in zip(levels, self.options):
+            room = self.limit * (1 + ROUNDING) - level if math.isfinite(self.limit) else math.inf
+            front = _Front(np.zeros(1), np.zeros(1), room) if room >= 0 else _Front(np.zeros(0), np.zeros(0), room)
+            for slot in fixed:
+                front = front.with_unit(slot, options[slot])
+            fronts.append(front)
+        self.rows.append(fronts)
+
+    def _options(
+        self, slot: tuple[int, int], level: float, held: Sequence[float]
+    ) -> tuple[Array, Array, NDArray[np.int64]]:
+        found = []
+        bounded = math.isfinite(self.limit)
+        for index, choice in enumerate(self.problem.runs[slot[1]].choices):
+            costs = choice.costs
+            if costs.peak_bytes <= level:
+                size = costs.state_bytes + held[slot[0]] * costs.saved_bytes if bounded else 0.0
+                found.append((self.seconds(costs), size, index))
+        seconds, sizes, indices = zip(*found)
+        return np.array(seconds), np.array(sizes), np.array(indices, dtype=np.int64)
+
+    def fronts(self, units: int) -> list[_Front]:
+        """The fronts, one for each level of peaks, of so many units (at least ``least``)."""
+        slot = (self.spare, self.run)
+        while len(self.rows) <= units - self.least:
+            self.rows.append(
+                [front.with_unit(slot, options[slot]) for front, options in zip(self.rows[-1], self.options)]
+            )
+        return self.rows[units - self.least]
+
+    def load(self, units: int) -> float:
+        """Seconds at least; infinite if memory does not hold them."""
+        found = (float(front.seconds[0]) - front.lost for front in self.fronts(units) if len(front.seconds))
+        return min(found, default=math.inf) + self.received
+
+    def assigned(self, units: int) -> list[tuple[int, int, int]]:
+        """The (chunk, run, choice) of every unit where it is fastest."""
+        fronts = [front for front in self.fronts(units) if len(front.seconds)]
+        return min(fronts, key=lambda front: float(front.seconds[0])).units()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many units of the long run each rank holds, and the tables that say what that takes.
+
+    ``load`` is the least bottleneck there is, of the seconds that the tables count.
+    """
+
+    tables: list[RankTable]
+    units: list[int]
+    load: float
+
+    def assignment(self, problem: StageProblem) -> Assignment:
+        """The assignment that the shares stand for."""
+        counts: list[dict[tuple[int, int], int]] = [{} for _ in range(problem.num_chunks)]
+        for table, units in zip(self.tables, self.units):
+            for chunk, run, choice in table.assigned(units):
+                counts[chunk][run, choice] = counts[chunk].get((run, choice), 0) + 1
+        return tuple(
+            tuple((run, choice, count) for (run, choice), count in sorted(groups.items())) for groups in counts
+        )
+
+
+def share_out(problem: StageProblem, weights: Weights, *, remember: bool = True) -> Shares | None:
+    """Hand out the units of the long run so that the largest load is least, then so that the sum of loads is small.
+
+    Args:
+        weights: what a unit and a received boundary count.
+        remember: keep within memory (else it is left out, which is much faster).
+
+    Returns:
+        None if the model is not one long run. A load of infinity says that memory cannot hold it.
+    """
+    run = main_run(problem)
+    if run is None:
+        return None
+    if not remember:
+        problem = replace(problem, memory=(math.inf,) * problem.num_ranks)
+    tables = [RankTable(problem, rank, run, weights) for rank in range(problem.num_ranks)]
+    units = [table.least for table in tables]
+    rest = problem.runs[run].count - sum(units)
+    if rest < 0:
+        return None
+    heap = [(table.load(count + 1), rank) for rank, (table, count) in enumerate(zip(tables, units))]
+    heapq.heapify(heap)
+    load = max(table.load(count) for table, count in zip(tables, units))
+    for _ in range(rest):
+        following, rank = heapq.heappop(heap)
+        load = max(load, following)
+        if math.isinf(load):
+            break
+        units[rank] += 1
+        heapq.heappush(heap, (tables[rank].load(units[rank] + 1), rank))
+    if math.isfinite(load):
+        _shift(tables, units, load)
+    return Shares(tables, units, load)
+
+
+def _shift(tables: Sequence[RankTable], units: list[int], load: float) -> None:
+    """Move units between ranks while that shortens the sum of loads and keeps each within ``load``."""
+    limit = load * (1 + 1e-12)
+    for _ in range(sum(units)):
+        gains = [
+            table.load(count) - table.load(count - 1) if count > table.least else -math.inf
+            for table, count in zip(tables, units)
+        ]
+        costs = [
+            table.load(count + 1) - table.load(count) if table.load(count + 1) <= limit else math.inf
+            for table, count in zip(tables, units)
+        ]
+        giver, taker = int(np.argmax(gains)), int(np.argmin(costs))
+        if giver == taker or gains[giver] <= costs[taker] * (1 + 1e-9):
+            return
+        units[giver] -= 1
+        units[taker] += 1
+
+
+def add_tables(stage: StageProgram, shares: Shares, largest_load: float) -> None:
+    """(tables): valid inequalities, for steps in which no load exceeds ``largest_load`` seconds.
+
+    A rank holds no more units than its table has within that load, and its load is above the convex hull of the table.
+    """
+    problem = stage.problem
+    for table, load in zip(shares.tables, stage.loads):
+        held = Linear()
+        for chunk in table.chunks:
+            held.add(stage.units(chunk, table.run))
+        points = []
+        for units in range(table.least, problem.runs[table.run].count + 1):
+            if table.load(units) > largest_load * (1 + 1e-9):
+                break
+            points.append((float(units), table.load(units) / stage.second))
+        if not points:
+            continue
+        stage.row(held, upper=points[-1][0])
+        for (left, low), (right, high) in itertools.pairwise(_lower_hull(points)):
+            slope = (high - low) / (right - left)
+            stage.row(Linear().add(load).add(held, -slope), lower=low - slope * left)
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((x, y))
+    return hull
