@@ -239,6 +239,43 @@ def test_the_mask_free_path_of_causal_attention(rank: int) -> None:
     torch.testing.assert_close(found, whole[:, :, 2 * rank : 2 * rank + 2])
 
 
+class Biased(nn.Module):
+    """Attention with a learned bias of positions, hidden where ``mask`` says so, as T5's."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask = mask
+        self.bias = nn.Parameter(torch.randn(1, 2, 6, 6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = torch.where(self.mask(6, 6), self.bias, torch.finfo(x.dtype).min)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=bias).square().sum()
+
+
+@pytest.mark.parametrize(("mask", "masked"), [(everything, False), (mirrored, True)])
+def test_a_learned_bias_is_hidden_only_where_something_is(mask: Mask, masked: bool) -> None:
+    torch.manual_seed(0)
+    graph = assert_parity(Biased(mask), args=(torch.randn(2, 2, 6, 4, dtype=torch.float64),))
+    assert any(node.op.startswith("aten.where") for node in graph.nodes) == masked
+    if not masked:
+        mask_of = attention_of(graph)
+        assert mask_of.shape("attn_mask") == (1, 2, 6, 6), "one copy for all samples"
+
+
+def test_settled_choices_keep_their_shape() -> None:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nothing = torch.zeros(3, 6, 6, dtype=torch.bool)
+            return (self.weight.masked_fill(nothing[0], 1.0) * x + torch.where(~nothing, self.weight, 2.0)).sum()
+
+    graph = assert_parity(Chooses(), args=(torch.randn(3, 6, 6, dtype=torch.float64),))
+    assert not [node.op for node in graph.nodes if "where" in node.op or "fill" in node.op]
+
+
 # -- the algebra of bands against the matrices themselves ------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from passes.canonicalise.gradients import nodes_with_gradient
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.regions import inline_regions
+from passes.canonicalise.settled_choices import take_settled_choices
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.views import fold_reshapes, normalise_views
 
@@ -50,6 +51,7 @@ def canonicalise(
     mark_constants(module, literals)
     narrow_constants(module)
     name_causal_masks(module)
+    take_settled_choices(module)
     drop_dead_code(module)
     drop_noops(module, trainable)
     mark_constants(module, literals)

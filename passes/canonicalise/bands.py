@@ -190,6 +190,8 @@ class BandFinder:
         assert isinstance(source, fx.Node)
         if node.target is aten.expand.default:
             return self._operand(source, rows, columns)
+        if node.target is aten.select.int and argument(node, "dim") % len(shape(source)) >= len(shape(source)) - 2:
+            return None
         return self.band(source) if shape(source)[-2:] == (rows, columns) else None
 
     def filled(self, node: fx.Node, rows: int, columns: int) -> Band | None:
@@ -303,7 +305,7 @@ _FILLED: dict[Any, int | None] = {
 
 _VIEWS = (
     aten.expand.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor,
-    aten.repeat.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+    aten.select.int, aten.repeat.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
 )  # fmt: skip
 
 _RULES: dict[Any, Callable[[BandFinder, fx.Node, int, int], Band | None]] = {

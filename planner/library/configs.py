@@ -1,4 +1,15 @@
-"""The config library: names, and reading a config by name or from a path."""
+"""The config library: names, and reading a config by name or from a path.
+
+Sizes are those of the published configs. Where papers leave something open:
+
+* ``gpt3-*`` keep GPT-2's vocabulary of 50,257 tokens; ``megatron-*`` pad it to 51,200, as their published sizes do.
+  ``gpt3-1.3b`` has 16 heads of 128 (the paper's 24 do not divide its width), ``gpt3-13b`` is 5,120 wide (not 5,140).
+* ``t5-xl`` and ``t5-xxl`` are version 1.1 (gated, the head not tied); ``t5-3b`` and ``t5-11b`` are version 1.0.
+* ``vit-giant`` is ViT-g/14, ``vit-gigantic`` ViT-G/14. ``wide-resnet-50x2`` is ResNet-50 with twice the channels
+  everywhere, inside and outside its bottlenecks.
+* ``mixtral-*`` are captured as transformers builds them, with grouped matmuls over the tokens sorted by expert: shapes
+  are static, but sorting mixes all samples, so that part of a layer is not cut along the batch.
+"""
 
 from __future__ import annotations
 
