@@ -24,8 +24,13 @@ class Program:
     order: tuple[tuple[int, int, int], ...]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def programs(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Program, ...]:
+    """Each rank's program, the same for all steps of this shape.
+
+    Raises:
+        ValueError: if the schedule cannot run this combination.
+    """
     orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return tuple(_program(order, num_microbatches, num_chunks) for order in orders)
 
@@ -51,7 +56,13 @@ def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) 
 class _Operation:
     """One kind of action of one chunk, ready to play.
 
-    ``seconds`` and ``lead`` (until its last layer starts) are None where communication plays a part.
+    Attributes:
+        tasks: its layers.
+        receive: seconds to take its input from another rank.
+        seconds: from its input to its end, None where communication plays a part in that.
+        lead: seconds until its last layer starts, by then the next action's first gather may be under way.
+        compute: seconds of its layers alone.
+        maps: as a (max, +) map, by the seconds of the reduction that the action before left.
     """
 
     tasks: tuple[LayerTask, ...]
@@ -63,9 +74,10 @@ class _Operation:
 
     def map_after(self, pending: float) -> ActionMap:
         """The action as a map, after a reduction of ``pending`` seconds was left by the action before."""
-        if pending not in self.maps:
-            self.maps[pending] = action_map(self.tasks, pending)
-        return self.maps[pending]
+        found = self.maps.get(pending)
+        if found is None:
+            found = self.maps[pending] = action_map(self.tasks, pending)
+        return found
 
 
 def _operation(chunk: Chunk, kind: str, last: bool) -> _Operation:
@@ -82,12 +94,11 @@ def _operation(chunk: Chunk, kind: str, last: bool) -> _Operation:
 
 
 class Played(NamedTuple):
-    """One action as it was played: from when its input was there (then ``streams`` after the receive) to its end."""
+    """From where an action was played: its input was there at ``start``; then ``streams``, after the receive."""
 
     start: float
     streams: Streams
     pending: float
-    end: float
 
 
 class Player:
@@ -126,7 +137,8 @@ class Player:
         """Run actions until one waits for another rank; ``done`` has the times of all, −1 for not yet."""
         order = self.program.order
         operations = self.operations
-        place, compute, issue, pending, occupied = self.place, self.compute, self.issue, self.pending, self.occupied
+        place, compute, communication, issue = self.place, self.compute, self.communication, self.issue
+        pending, occupied = self.pending, self.occupied
         begun = place
         if self.first is None and order[0][1] < 0:
             self.first = 0.0
@@ -143,37 +155,29 @@ class Player:
                     self.first = start
             operation = operations[index]
             ready = start + operation.receive
-            streams = (ready, compute, self.communication, issue)
-            left = pending
+            if self.keep:
+                self.kept.append(Played(start, Streams(ready, compute, communication, issue), pending))
+            busy_until = compute
             if operation.seconds is not None and not pending:
                 compute = ready + operation.seconds
                 issue = ready + operation.lead
             else:
-                action = operation.map_after(pending)
-                compute = _row(action.compute, streams)
-                self.communication = _row(action.communication, streams)
-                issue = _row(action.issue, streams)
-                pending = action.pending
+                (c0, c1, c2, c3), (q0, q1, q2, q3), (s0, s1, s2, s3), pending = operation.map_after(pending)
+                compute = max(c0 + ready, c1 + busy_until, c2 + communication, c3 + issue)
+                freed = max(q0 + ready, q1 + busy_until, q2 + communication, q3 + issue)
+                issue = max(s0 + ready, s1 + busy_until, s2 + communication, s3 + issue)
+                communication = freed
             occupied += compute - start
-            if self.keep:
-                self.kept.append(Played(start, Streams(*streams), left, compute))
             if done_as >= 0:
                 done[done_as] = compute
             place += 1
-        self.place, self.compute, self.issue, self.pending, self.occupied = place, compute, issue, pending, occupied
+        self.place, self.compute, self.communication, self.issue = place, compute, communication, issue
+        self.pending, self.occupied = pending, occupied
         return place > begun
 
 
-def _row(coefficients: tuple[float, ...], streams: tuple[float, float, float, float]) -> float:
-    return max(
-        coefficients[0] + streams[0],
-        coefficients[1] + streams[1],
-        coefficients[2] + streams[2],
-        coefficients[3] + streams[3],
-    )
-
-
 def run(players: list[Player], forwards: int) -> None:
+    """Play all ranks to the end; ``forwards`` is the number of chunks times micro-batches."""
     done = [-1.0] * (2 * forwards)
     moved = True
     while moved:

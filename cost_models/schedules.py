@@ -192,7 +192,7 @@ def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
         )
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _actions(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
     order = schedule_orders.ORDERS[schedule]
     return tuple(tuple(order(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks))

@@ -23,7 +23,7 @@ class Event(NamedTuple):
     """One stretch of the timeline, in seconds from the start of the step.
 
     ``stream`` is "compute", "communication" (parameters and gradients over the data axis) or "receive". Labels name
-    actions as kind, chunk and micro-batch: ``F3.7``.
+    actions as kind, chunk and micro-batch: ``F3.7``, ``gather F3.7``, ``reduce B3.7``.
     """
 
     rank: int
@@ -163,8 +163,9 @@ def _bytes_by_action(chunks: tuple[Chunk, ...], mine: list[int], program: Progra
 
 def _bytes_over_time(player: Player, curve: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     points = [(0.0, curve[0][0])]
-    for played, (running, after) in zip(player.kept, curve[1:]):
-        points += [(played.start, running), (played.end, after)]
+    ends = [played.streams.before for played in player.kept[1:]] + [player.compute]
+    for played, end, (running, after) in zip(player.kept, ends, curve[1:]):
+        points += [(played.start, running), (end, after)]
     return tuple(points)
 
 
@@ -173,14 +174,15 @@ def _events(players: list[Player], reduced: float, updates: list[float], gathers
     for rank, player in enumerate(players):
         mine: list[Event] = []
         record = _recorder(rank, mine)
-        for action, (index, _, _), (start, streams, pending, _) in zip(
+        label = ""
+        for action, (index, _, _), (start, streams, pending) in zip(
             player.program.actions, player.program.order, player.kept
         ):
-            label = f"{action.kind}{action.chunk}.{action.microbatch}"
+            before, label = label, f"{action.kind}{action.chunk}.{action.microbatch}"
             record("receive", label, start, streams.ready)
-            play(player.operations[index].tasks, streams, pending, label=label, record=record)
+            play(player.operations[index].tasks, streams, pending, label=label, before=before, record=record)
         if player.pending:
-            record("communication", "reduce at the end", player.reduced() - player.pending, player.reduced())
+            record("communication", f"reduce {label}", player.reduced() - player.pending, player.reduced())
         record("compute", "update", reduced, reduced + updates[rank])
         record("communication", "gather updated", reduced + updates[rank], reduced + updates[rank] + gathers[rank])
         events += sorted(mine, key=lambda event: (event.start, event.end))

@@ -12,12 +12,14 @@ however many layers a chunk has.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_models.step import Chunk, LayerCosts
 
 NEVER = float("-inf")
+
+#: Coefficients of ``Streams``, in its order.
+Row = tuple[float, float, float, float]
 
 #: (stream, label, start, end), called for each stretch of work played.
 Recorder = Callable[[str, str, float, float], None]
@@ -55,16 +57,15 @@ class StreamsAfter(NamedTuple):
     issue: float
 
 
-@dataclass(frozen=True)
-class ActionMap:
+class ActionMap(NamedTuple):
     """An action as a (max, +) map from ``Streams`` to ``StreamsAfter``: rows of four coefficients each.
 
     ``pending`` is the seconds of the last layer's reduction, which starts after the next action's first gather.
     """
 
-    compute: tuple[float, ...]
-    communication: tuple[float, ...]
-    issue: tuple[float, ...]
+    compute: Row
+    communication: Row
+    issue: Row
     pending: float
 
 
@@ -80,9 +81,19 @@ def layer_tasks(chunk: Chunk, kind: str, *, last: bool) -> tuple[LayerTask, ...]
 
 
 def play(
-    tasks: tuple[LayerTask, ...], streams: Streams, pending: float, *, label: str = "", record: Recorder | None = None
+    tasks: tuple[LayerTask, ...],
+    streams: Streams,
+    pending: float,
+    *,
+    label: str = "",
+    before: str = "",
+    record: Recorder | None = None,
 ) -> StreamsAfter:
-    """Play ``tasks`` from ``streams`` on; ``pending`` is the reduction (seconds) left by the action before."""
+    """Play ``tasks`` from ``streams`` on; ``pending`` is the reduction (seconds) left by the action before.
+
+    ``label`` and ``before`` name this action and that one to ``record``.
+    """
+    reduced = before
     compute, pending_from, communication, issue = streams
     for gather, seconds, reduce in tasks:
         start = compute
@@ -92,12 +103,12 @@ def play(
             start = max(start, communication)
             _note(record, "communication", f"gather {label}", gather_from, communication)
         if pending:
-            communication = _reduce(communication, pending_from, pending, label, record)
+            communication = _reduce(communication, pending_from, pending, reduced, record)
         issue, compute = start, start + seconds
         _note(record, "compute", label, start, compute)
-        pending_from, pending = compute, reduce
+        pending_from, pending, reduced = compute, reduce, label
     if not tasks and pending:  # a chunk without layers still lets the reduction before it run
-        communication = _reduce(communication, pending_from, pending, label, record)
+        communication = _reduce(communication, pending_from, pending, reduced, record)
     return StreamsAfter(compute, communication, issue)
 
 
@@ -111,7 +122,7 @@ def action_map(tasks: tuple[LayerTask, ...], pending: float) -> ActionMap:
 
 def _reduce(free: float, done: float, seconds: float, label: str, record: Recorder | None) -> float:
     start = max(free, done)
-    _note(record, "communication", f"reduce before {label}", start, start + seconds)
+    _note(record, "communication", f"reduce {label}", start, start + seconds)
     return start + seconds
 
 
