@@ -151,6 +151,12 @@ def test_a_reduction_lets_the_next_actions_first_gather_go_before_it() -> None:
     ]
 
 
+def test_gathers_run_one_layer_ahead_and_no_further() -> None:
+    report = simulate(one_rank(LayerCosts(forward=1.0, backward=2.0, gather_backward=0.5), 3), timeline=True)
+    gathers = [event.start for event in report.timeline or () if event.stream == "communication"]
+    assert gathers == [2.0, 3.0, 5.0]  # the last forward layer, the first and the second backward layer start
+
+
 def test_receives_delay_the_receiver_not_the_sender() -> None:
     layer = LayerCosts(forward=1.0, backward=2.0)
     chunks = (

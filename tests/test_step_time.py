@@ -131,6 +131,13 @@ def test_long_reductions_show_in_the_tail() -> None:
     assert step_seconds(short).tail == 1.0  # the first layer's has nothing to hide behind
 
 
+def test_later_ranks_have_the_earlier_ranks_drain_to_reduce_in() -> None:
+    quiet, reducing = (LayerCosts(forward=1.0, backward=2.0, reduce_step=seconds) for seconds in (0.0, 5.0))
+    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in (quiet, reducing, quiet, reducing))
+    step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=4, num_ranks=2, chunks=chunks)
+    assert step_seconds(step).tail == 2 * 5.0 - 2 * 2.0 - 2 * 2.0 / 2  # its last backward, one chunk of rank 0's
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.sampled_from([1, 2, 4]), st.integers(2, 8), st.floats(0.1, 6.0))
 def test_tail_is_within_one_layers_backward_of_the_simulation(
