@@ -185,9 +185,7 @@ class _Search:
             whole = share_out(self.problem, _whole_step(self.problem), remember=remember)
             if whole is not None and math.isfinite(whole.load):
                 fitting |= self.offer(whole.assignment(self.problem))
-            if self.settled():
-                break
-            if fitting and not remember and all(math.isinf(limit) for limit in self.problem.memory):
+            if fitting or self.settled():
                 break
         return shares
 

@@ -23,6 +23,8 @@ from planner.step.stage_program import Linear, StageProgram, chunks_of, has_kind
 
 Array = NDArray[np.float64]
 
+#: Seconds, bytes and index of each choice that a unit may take.
+_Options = tuple[Array, Array, NDArray[np.int64]]
 #: Fronts are thinned to this many points; what that may lose is accounted for in ``_Front.lost``.
 _LARGEST_FRONT = 1000
 
@@ -52,7 +54,7 @@ class _Front:
     parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def with_unit(self, slot: tuple[int, int], options: tuple[Array, Array, NDArray[np.int64]]) -> _Front:
+    def with_unit(self, slot: tuple[int, int], options: _Options) -> _Front:
         """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options
         seconds = (self.seconds[:, None] + option_seconds).ravel()
@@ -143,30 +145,36 @@ class RankTable:
         floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
         peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
         levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
-        self.rows: list[list[_Front]] = []
-        self.options = [
-            {slot: self._options(slot, level, held) for slot in {*fixed, (self.spare, run)}} for level in levels
-        ]
+        self.options: list[dict[tuple[int, int], _Options]] = []
         fronts = []
-        for level, options in zip(levels, self.options):
+        for level in levels:
+            options = {slot: self._options(slot, level, held) for slot in {*fixed, (self.spare, run)}}
+            if self.options and all(
+                np.array_equal(options[slot][2], before[2]) for slot, before in self.options[-1].items()
+            ):
+                continue
             room = self.limit * (1 + ROUNDING) - level if math.isfinite(self.limit) else math.inf
             front = _Front(np.zeros(1), np.zeros(1), room) if room >= 0 else _Front(np.zeros(0), np.zeros(0), room)
             for slot in fixed:
                 front = front.with_unit(slot, options[slot])
+            self.options.append(options)
             fronts.append(front)
-        self.rows.append(fronts)
+        self.rows = [fronts]
 
-    def _options(
-        self, slot: tuple[int, int], level: float, held: Sequence[float]
-    ) -> tuple[Array, Array, NDArray[np.int64]]:
-        found = []
+    def _options(self, slot: tuple[int, int], level: float, held: Sequence[float]) -> _Options:
+        """The undominated choices for a unit of ``slot`` = (chunk, run) with at most this peak."""
         bounded = math.isfinite(self.limit)
+        found = []
         for index, choice in enumerate(self.problem.runs[slot[1]].choices):
             costs = choice.costs
             if costs.peak_bytes <= level:
                 size = costs.state_bytes + held[slot[0]] * costs.saved_bytes if bounded else 0.0
                 found.append((self.seconds(costs), size, index))
-        seconds, sizes, indices = zip(*found)
+        best: list[tuple[float, float, int]] = []
+        for option in sorted(found):
+            if not best or option[1] < best[-1][1]:
+                best.append(option)
+        seconds, sizes, indices = zip(*best)
         return np.array(seconds), np.array(sizes), np.array(indices, dtype=np.int64)
 
     def fronts(self, units: int) -> list[_Front]:
