@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cost_models.memory import StateBytes, state_bytes
-from passes.autograd import Activations, Recompute, held_constants, kept_under
+from passes.autograd import Activations, Recompute, held_constants, kept_under, working_peak
 from passes.autograd.kernels import EXPENSIVE
 from passes.capture import capture
 from passes.ir.graph import Graph
@@ -95,8 +96,24 @@ def held_activations(case: Case, policy: str) -> int:
         loss = case.loss()
     restore()
     assert loss.grad_fn is not None
+    return sum(_allocations(profile))
+
+
+def peak_activations(case: Case, policy: str) -> int:
+    """The most bytes that the allocator has out during forward and backward, beyond parameters and gradients."""
+    restore = _checkpointed(case, policy)
+    case.loss().backward()  # gradients are there from now on
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        case.loss().backward()
+    restore()
+    return max(accumulate(_allocations(profile)))
+
+
+def _allocations(profile: torch.profiler.profile) -> list[int]:
+    """Bytes given (positive) and taken back (negative), in order."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    return sum(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def hooked_activations(case: Case) -> int:
@@ -170,12 +187,38 @@ class Prediction:
         self.known = Activations.of(self.graph, live_nodes(self.graph), kernels="cpu")
 
     def activations(self, policy: str) -> int:
-        stretches = {layer: self.nodes_of(layer) for layer in self.layers}
-        inside = {name for names in stretches.values() for name in names}
-        rest = [node.name for node in self.graph.nodes if not node.constant and node.name not in inside]
-        parts = [kept_under(self.known, rest, "none")]
-        parts += [kept_under(self.known, names, policy) for names in stretches.values()]
-        return self.num_bytes(parts)
+        return self.num_bytes([kept_under(self.known, nodes, used) for nodes, used in self.stretches(policy)])
+
+    def peak(self, policy: str) -> float:
+        """While a stretch runs, those before it hold what they keep; those after are through with their backward."""
+        stretches = self.stretches(policy)
+        parts = [kept_under(self.known, nodes, used) for nodes, used in stretches]
+        return max(
+            self.num_bytes(parts[: place + 1])
+            + working_peak(
+                self.known,
+                nodes,
+                used,
+                local_bytes=lambda value: value.num_bytes,
+                extra_bytes=lambda extra: extra.num_bytes,
+                weight_gradients=True,
+            )
+            for place, (nodes, used) in enumerate(stretches)
+        )
+
+    def stretches(self, policy: str) -> list[tuple[list[str], str]]:
+        """The graph cut into the layers, under ``policy``, and what is between them, under none; in order."""
+        found: list[tuple[list[str], str]] = []
+        current: str | None = ""
+        for node in self.graph.nodes:
+            if node.constant:
+                continue
+            layer = next((path for path in self.layers if f"{node.module_path}.".startswith(f"{path}.")), None)
+            if layer != current:
+                found.append(([], "none" if layer is None else policy))
+                current = layer
+            found[-1][0].append(node.name)
+        return found
 
     def num_bytes(self, parts: list[Recompute]) -> int:
         values = held_constants(self.graph).union(*(part.values for part in parts))
@@ -192,10 +235,3 @@ class Prediction:
             sum(part.gradients for part in parts),
             sum(part.optimizer for part in parts),
         )
-
-    def nodes_of(self, layer: str) -> list[str]:
-        return [
-            node.name
-            for node in self.graph.nodes
-            if not node.constant and f"{node.module_path}.".startswith(f"{layer}.")
-        ]

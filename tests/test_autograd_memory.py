@@ -13,7 +13,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from memory_truth import CASES, Case, Prediction, held_activations, held_state, hooked_activations
+from memory_truth import CASES, Case, Prediction, held_activations, held_state, hooked_activations, peak_activations
 from torch import nn
 
 from passes.autograd import (
@@ -57,6 +57,12 @@ def test_saved_activations_are_those_that_pytorch_packs_away(measured):
 def test_held_activations_are_those_that_the_allocator_gave(measured, policy: str):
     case, prediction = measured
     assert prediction.activations(policy) == pytest.approx(held_activations(case, policy), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_peak_is_that_of_the_allocator(measured, policy: str):
+    case, prediction = measured
+    assert prediction.peak(policy) == pytest.approx(peak_activations(case, policy), rel=0.08)
 
 
 # -- single operators -------------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def test_more_recomputation_keeps_less(measured, compiled: bool):
     known = prediction.known
     totals = []
     for policy in POLICIES:
-        kept = [kept_under(known, prediction.nodes_of(layer), policy, compiled=compiled) for layer in prediction.layers]
+        kept = [kept_under(known, nodes, used, compiled=compiled) for nodes, used in prediction.stretches(policy)]
         totals.append(prediction.num_bytes(kept))
     assert totals == sorted(totals, reverse=True)
 

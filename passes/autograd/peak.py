@@ -100,22 +100,31 @@ class _Walk:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def forward(self) -> float:
-        return self._run(self.stretch.names, held=self.recompute.values, extras=self.recompute.extras)
+        return self._run(self.stretch.names, stays=frozenset(), extras=self.recompute.extras)
 
-    def _run(self, nodes: Sequence[str], *, held: frozenset[str], extras: Collection[Extra]) -> float:
-        """The peak of running ``nodes`` forward beyond ``held`` and ``extras``."""
+    def _run(self, nodes: Sequence[str], *, stays: frozenset[str], extras: Collection[Extra]) -> float:
+        """The peak of running ``nodes`` forward, beyond what is kept.
+
+        Args:
+            stays: storages that are not let go of.
+            extras: tensors made inside operators that are kept, so that they are not counted while those run.
+        """
+        held = self.recompute.values
         last = {root: place for place, node in enumerate(nodes) for root in self.taken(node)}
-        outside = self._leaving()
+        outside = self._leaving() | stays
         alive = {root: self.bytes_of(root) for root in self.stretch.inputs() - held if root in last}
         peak = total = sum(alive.values())
         for place, node in enumerate(nodes):
             for root in self.given(node) - held:
                 alive[root] = self.bytes_of(root)
                 total += alive[root]
-            peak = max(peak, total + self.inside_bytes(self.stretch.kept[node], extras))
+            kept = self.stretch.kept[node]
+            peak = max(peak, total + self.inside_bytes(kept, extras))
+            if stays:
+                total += sum(self.extra_bytes(extra) for extra in self._held_extras(node) if extra not in extras)
             for root in [root for root in alive if last.get(root, place) <= place and root not in outside]:
                 total -= alive.pop(root)
-        return peak
+        return max(peak, total)
 
     def _leaving(self) -> frozenset[str]:
         """Storages that nodes outside the stretch take."""
@@ -129,16 +138,16 @@ class _Walk:
 
     def backward(self, *, weight_gradients: bool) -> float:
         """The peak of the second forward (where there is one) and of the walk back."""
-        kept, needed = self.recompute.values, self._needed()
-        again = needed - kept
+        needed, again = self._needed(), self.recompute.recomputed
+        remade = sum(self.bytes_of(root) for root in needed - self.recompute.values)
+        walk_back = self._back(needed, weight_gradients=weight_gradients)
+        if not again:
+            return remade + walk_back
+        inside = [extra for name in self.stretch.names for extra in self._held_extras(name)]
+        remade += sum(map(self.extra_bytes, inside)) - sum(map(self.extra_bytes, self.recompute.extras))
         entering = sum(self.bytes_of(root) for root in self._leaving() if self._has_gradient(root))
-        again_nodes = self.recompute.recomputed
-        second = self._run(again_nodes, held=kept | needed, extras=self.stretch.extras()) if again_nodes else 0.0
-        remade = sum(self.bytes_of(root) for root in again)
-        if again_nodes and not self.compiled:
-            remade += sum(map(self.extra_bytes, self.stretch.extras()))
-            remade -= sum(map(self.extra_bytes, self.recompute.extras))
-        return max(entering + remade + second, remade + self._back(needed, weight_gradients=weight_gradients))
+        second = self._run(again, stays=needed, extras=self.recompute.extras)
+        return max(entering + second, remade + walk_back)
 
     def _needed(self) -> frozenset[str]:
         """Storages that the backward pass reads; a compiled one makes those of cheap operators as it goes."""
@@ -166,7 +175,13 @@ class _Walk:
             for root in self.given(node):
                 total -= grads.pop(root, 0.0)
             total -= sum(self.bytes_of(root) for root in needed if first.get(root) == node)
+            total -= sum(map(self.extra_bytes, self._held_extras(node)))
         return peak
+
+    def _held_extras(self, node: str) -> tuple[Extra, ...]:
+        """Tensors made inside a node's forward that are there when its backward starts."""
+        kept = self.stretch.kept[node]
+        return tuple(extra for extra in kept.extras if not self.compiled or extra in kept.expensive_extras)
 
     def _first_reader(self, nodes: Sequence[str]) -> dict[str, str]:
         """Storage made inside → the earliest node whose backward reads it."""
