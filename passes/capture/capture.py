@@ -15,6 +15,7 @@ from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
+from passes.capture.literals import merge_equal_literals
 from passes.capture.repeats import find_repeats
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
@@ -70,6 +71,7 @@ def capture(
         program = _export(call, tensors, paths)
         loss = _loss_path(call, training)
         gradients = training is not False and (loss is not None or graph_training)
+        merge_equal_literals(program)
         sources = _sources(program, call, states, gradients=gradients)
         try:
             graph = _to_graph(program, sources, call)

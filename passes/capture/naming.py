@@ -52,5 +52,5 @@ def name_wishes(calls: Sequence[tuple[str, str]]) -> list[str]:
     for path, op in calls:
         leaf = path.rpartition(".")[2]
         alone = calls_in[path] == 1 and path not in parents and leaf and not leaf.isdigit()
-        wishes.append(leaf if alone else op.split(".")[1].strip("_"))
+        wishes.append(leaf if alone else op.split(".")[op.count(".") > 0].strip("_"))
     return wishes

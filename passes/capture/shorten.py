@@ -59,6 +59,7 @@ class _Visit:
     """One call of an entry: its arguments and results taken apart."""
 
     entry: int
+    with_gradient: bool
     structure: Structure
     tensors: dict[Path, torch.Tensor]
     result: Structure | None = None
@@ -88,7 +89,7 @@ class _Calls:
     def enter(self, entry: int, module: nn.Module, args: Any, kwargs: Any) -> _Visit:
         self.expect(not self.inside and entry == self.repeat.start + len(self.visits))
         self.expect(not any(has_hooks(part) for part in module.modules()))
-        return _Visit(entry, *flatten((args, kwargs)))
+        return _Visit(entry, torch.is_grad_enabled(), *flatten((args, kwargs)))
 
     def traced(self, entry: int, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward``, noting the call."""
@@ -142,7 +143,7 @@ class _Calls:
         """The call one period before, after checking that this one does the same with what its predecessor gave."""
         index = visit.entry - self.repeat.start
         model, previous = self.visits[index - self.repeat.period], self.visits[index - 1]
-        self.expect(visit.structure == model.structure)
+        self.expect((visit.structure, visit.with_gradient) == (model.structure, model.with_gradient))
         before = self.visits[index - self.repeat.period - 1] if index > self.repeat.period else None
         given = {id(tensor): path for path, tensor in previous.own_outputs.items()}
         for path, tensor in visit.tensors.items():
@@ -207,8 +208,19 @@ def _neighbour(repeat: Repeat, entry: int) -> int:
 
 
 def _stand_in(entry: nn.Module, calls: _Calls, index: int) -> nn.Module:
-    """An object of the entry's class with its attributes, but without tensors and modules."""
-    stand_in = object.__new__(type(entry))
+    """An object of the entry's class with its attributes, whose tensors and modules must not be asked for."""
+
+    def missing(self: nn.Module, name: str) -> Any:
+        calls.expect(not hasattr(entry, name))
+        raise AttributeError(name)
+
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotRepeated(calls.repeat.path)
+
+    kind = type(entry)
+    refused = dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict"), refuse)
+    body = {"__getattr__": missing, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **refused}
+    stand_in: Any = object.__new__(type(kind.__name__, (kind,), body))
     empty = {name: type(entry.__dict__[name])() for name in ("_parameters", "_buffers", "_modules", *HOOKS)}
     stand_in.__dict__.update({**entry.__dict__, **empty})
     stand_in.__dict__["forward"] = calls.skipped(index, stand_in)

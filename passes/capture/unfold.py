@@ -26,7 +26,7 @@ def unfold(graph: Graph, repeats: Sequence[Repeat]) -> Graph:
     for each in units:
         each.check()
     markers = _markers(graph, units)
-    copies: dict[str, list[_Placed]] = {each.first_of_last: each.copies() for each in units}
+    copies = {name: placed for each in units for name, placed in each.copies().items()}
     layout: list[_Placed] = []
     for node in graph.nodes:
         layout.extend(copies.get(node.name, ()))
@@ -69,7 +69,11 @@ class _Units:
             for position, node in enumerate(body)
             for index, value in enumerate(node.outputs)
         }
-        self.states = {state.value.name: state for state in graph.states if repeat.entry_of(state.path) is not None}
+        self.states = {
+            state.value.name: state
+            for state in graph.states
+            if state.value.kind != "constant" and repeat.entry_of(state.path) is not None
+        }
         self.sources = {
             node.name: (node.args[0].name, repeat.unit(node.args[2]))
             for node in graph.nodes
@@ -77,23 +81,19 @@ class _Units:
         }
         self.expect(self.bodies[1] and self.bodies[repeat.last])
 
-    @property
-    def first_of_last(self) -> str:
-        return self.bodies[self.repeat.last][0].name
-
     def expect(self, holds: Any) -> None:
         if not holds:
             raise NotRepeated(self.repeat.path)
 
     def check(self) -> None:
-        """The traced units are alike, stand together, and the last takes from the last copy what unit 1 does of 0."""
+        """The traced units are alike, and the last takes from the last copy what unit 1 does of 0."""
         last = self.repeat.last
         self.expect(not any(node.constant for unit in (1, last) for node in self.bodies[unit]))
         self.expect(not any(state.aliases for state in self.states.values()))
-        together = [node.name for unit in (1, last) for node in self.bodies[unit]]
-        names = [node.name for node in self.graph.nodes if node.op != SKIPPED]
-        start = names.index(together[0])
-        self.expect(names[start : start + len(together)] == together)
+        for node in self.graph.nodes:
+            own = self.repeat.entry_of(node.module_path)
+            owners = {self.repeat.entry_of(self.states[name].path) for name in node.inputs if name in self.states}
+            self.expect(owners <= {own})
         self.expect(all(len(body) == len(self.bodies[1]) for body in self.bodies.values()))
         for first, template, final in zip(self.bodies[0], self.bodies[1], self.bodies[last]):
             self.expect(_same_call(first, template) and _same_call(final, template))
@@ -133,19 +133,32 @@ class _Units:
             if unit == 1
         }
 
-    def copies(self) -> list[_Placed]:
-        """The nodes of the units that were skipped."""
-        placed = []
-        template = self.bodies[1]
+    def stretches(self) -> list[tuple[int, int]]:
+        """The template cut where other nodes stand between (what writes buffers comes at the end of the graph)."""
+        order = {node.name: index for index, node in enumerate(n for n in self.graph.nodes if n.op != SKIPPED)}
+        template, last = ([order[node.name] for node in self.bodies[unit]] for unit in (1, self.repeat.last))
+        cuts = [i for i in range(1, len(template)) if template[i] != template[i - 1] + 1]
+        stretches = list(zip([0, *cuts], [*cuts, len(template)]))
+        for start, stop in stretches:
+            # The last unit follows the template at once: what is copied belongs between them.
+            self.expect(last[start:stop] == list(range(template[stop - 1] + 1, template[stop - 1] + 1 + stop - start)))
+        return stretches
+
+    def copies(self) -> dict[str, list[_Placed]]:
+        """The nodes of the units that were skipped, by the node of the last unit that they stand before."""
+        template, last = self.bodies[1], self.bodies[self.repeat.last]
+        copies: dict[str, list[_Placed]] = {last[start].name: [] for start, _ in self.stretches()}
         names = {name for node in template for name in node.inputs}
         paths = {node.module_path for node in template}
         for unit in range(2, self.repeat.last):
             sources = {name: self.in_unit(name, unit) for name in names}
             moved = {path: self.repeat.moved(path, unit=unit) for path in paths}
             for position, node in enumerate(template):
+                if last[position].name in copies:
+                    placed = copies[last[position].name]
                 outputs = tuple(f"@{self.number}:{unit}:{position}:{index}" for index in range(len(node.outputs)))
                 placed.append(_Placed(node, moved[node.module_path], sources, outputs))
-        return placed
+        return copies
 
 
 def _same_call(node: Node, template: Node) -> bool:
