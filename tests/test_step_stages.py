@@ -1,0 +1,312 @@
+"""The stage program equals exhaustive enumeration on small problems, and stays small and tight on large ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cost_models.schedules import SCHEDULES, reason_not
+from cost_models.step import LayerCosts
+from cost_models.step_time import step_memory, step_seconds
+from planner.step.stage_bounds import lower_bound, memory_shortfall
+from planner.step.stage_ilp import CUTOFF, solve_stages
+from planner.step.stage_problem import Assignment, StageProblem, UnitChoice, UnitRun, as_step, fits, undominated
+from planner.step.stage_ranks import main_run
+
+GIB = 2.0**30
+
+
+def every_assignment(problem: StageProblem) -> Iterator[Assignment]:
+    """All cuts, all choices of every single unit."""
+    units = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
+    for choices in itertools.product(*(range(len(problem.runs[unit].choices)) for unit in units)):
+        for cuts in itertools.combinations(range(1, len(units)), problem.num_chunks - 1):
+            yield tuple(
+                tuple((units[place], choices[place], 1) for place in range(begin, end))
+                for begin, end in itertools.pairwise([0, *cuts, len(units)])
+            )
+
+
+def brute_force(problem: StageProblem) -> float:
+    """Seconds of the best assignment, infinite if none fits."""
+    best = math.inf
+    for assignment in every_assignment(problem):
+        try:
+            step = as_step(problem, assignment)
+        except ValueError:
+            continue
+        if fits(problem, step_memory(step)):
+            best = min(best, step_seconds(step).total)
+    return best
+
+
+class Draw:
+    """A random small problem: uneven ends, every figure, memory tight or loose, kinds with and without conversions."""
+
+    def __init__(self, seed: int, *, kinds: bool) -> None:
+        self.random, self.kinds = random.Random(seed), kinds
+
+    def maybe(self, most: float) -> float:
+        return self.random.choice([0.0, self.random.uniform(0, most)])
+
+    def choice(self, name: str) -> UnitChoice:
+        entry = self.random.choice("ab") if self.kinds else ""
+        leaves = self.random.choice("ab") if self.kinds and self.random.random() < 0.4 else entry
+        backward = self.random.uniform(0.5, 3)
+        costs = LayerCosts(
+            forward=self.random.uniform(0.2, 2),
+            backward=backward,
+            backward_weight=self.random.uniform(0, backward),
+            gather_forward=self.maybe(2),
+            gather_backward=self.maybe(2),
+            reduce_backward=self.maybe(2),
+            reduce_step=self.maybe(4),
+            update_step=self.maybe(1),
+            gather_step=self.maybe(1),
+            state_bytes=self.random.uniform(0, 5),
+            saved_bytes=self.random.uniform(0, 5),
+            peak_bytes=self.maybe(9),
+        )
+        return UnitChoice(label=(name,), costs=costs, entry=entry, exit=leaves)
+
+    def shape(self, schedule: str) -> tuple[int, int, int]:
+        while True:
+            ranks, microbatches = self.random.choice([1, 2, 2, 3, 4]), self.random.choice([1, 2, 4, 6, 8])
+            chunks = ranks * (SCHEDULES[schedule].chunks_per_rank or 2)
+            runs = reason_not(schedule, num_ranks=ranks, num_microbatches=microbatches, num_chunks=chunks) is None
+            if chunks <= 4 and runs:
+                return ranks, chunks, microbatches
+
+    def problem(self, schedule: str) -> StageProblem:
+        ranks, chunks, microbatches = self.shape(schedule)
+        counts = [1] * self.random.randint(1, 3)
+        num_units = self.random.randint(max(2, chunks), 5)
+        while sum(counts) < num_units:
+            counts[self.random.randrange(len(counts))] += 1
+        same = (self.maybe(1), self.maybe(1)) if self.random.random() < 0.5 else None
+        runs = tuple(
+            UnitRun(
+                name=f"run{index}",
+                count=count,
+                choices=tuple(self.choice(str(choice)) for choice in range(self.random.randint(1, 3))),
+                receive_forward=same[0] if same else self.maybe(1),
+                receive_backward=same[1] if same else self.maybe(1),
+            )
+            for index, count in enumerate(counts)
+        )
+        tight = self.random.uniform(4, 16) * num_units / ranks + self.random.uniform(0, 10)
+        pairs = [pair for pair in (("a", "b"), ("b", "a")) if self.random.random() < 0.8]
+        return StageProblem(
+            runs=runs,
+            schedule=schedule,
+            num_ranks=ranks,
+            num_chunks=chunks,
+            num_microbatches=microbatches,
+            memory=(self.random.choice([math.inf, tight, tight]),) * ranks,
+            conversions={pair: (self.maybe(0.5), self.maybe(0.5)) for pair in pairs},
+        )
+
+
+@pytest.mark.parametrize("kinds", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_equals_exhaustive_enumeration(schedule: str, kinds: bool) -> None:
+    feasible = 0
+    for seed in range(16):
+        problem = Draw(seed, kinds=kinds).problem(schedule)
+        best = brute_force(problem)
+        found = solve_stages(problem, gap=1e-7)
+        if math.isinf(best):
+            assert found is None
+            continue
+        feasible += 1
+        assert found is not None and found.assignment is not None
+        step = as_step(problem, found.assignment)
+        assert fits(problem, step_memory(step))
+        assert found.objective == pytest.approx(step_seconds(step).total, rel=1e-12)
+        assert found.objective == pytest.approx(best, rel=1e-6)
+        assert best * (1 - 1e-5) <= found.bound <= best * (1 + 1e-9)
+        assert lower_bound(problem) <= best * (1 + 1e-9)
+    assert feasible >= 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shortfall_tells_whether_memory_can_suffice(schedule: str) -> None:
+    for seed in range(100, 124):
+        problem = Draw(seed, kinds=False).problem(schedule)
+        short = memory_shortfall(problem)
+        if not math.isinf(brute_force(problem)):
+            assert short == 0.0
+        elif problem.num_chunks == problem.num_ranks:
+            assert short > 0.0
+
+
+def test_shortfall_of_one_chunk_is_the_bytes_that_are_missing() -> None:
+    problem = uniform(num_layers=32, num_ranks=1, memory=10 * GIB)
+    short = memory_shortfall(problem)
+    assert short > 0
+    for missing, solvable in ((short * 1.000001, True), (short * 0.999, False)):
+        enough = uniform(num_layers=32, num_ranks=1, memory=10 * GIB + missing)
+        assert (solve_stages(enough) is not None) == solvable
+
+
+#: Share of a layer's time that recomputation adds, and of its saved bytes that are left.
+RECOMPUTE = ((0.0, 1.0), (0.05, 0.72), (0.11, 0.5), (0.18, 0.33), (0.25, 0.2), (0.33, 0.08))
+
+
+def layer_choices() -> tuple[UnitChoice, ...]:
+    return tuple(
+        UnitChoice(
+            label=(f"recompute {more:.0%}",),
+            costs=LayerCosts(
+                forward=3e-3,
+                backward=6e-3 + more * 9e-3,
+                backward_weight=3e-3,
+                gather_forward=1e-3,
+                reduce_step=2e-3,
+                update_step=5e-4,
+                state_bytes=1.2 * GIB,
+                saved_bytes=0.8 * left * GIB,
+                peak_bytes=(0.3 + more / 4) * GIB,
+            ),
+        )
+        for more, left in RECOMPUTE
+    )
+
+
+def end_choice(seconds: float, peak: float) -> tuple[UnitChoice, ...]:
+    costs = LayerCosts(
+        forward=seconds / 3,
+        backward=seconds * 2 / 3,
+        backward_weight=seconds / 3,
+        reduce_step=3e-3,
+        update_step=1e-3,
+        state_bytes=2 * GIB,
+        saved_bytes=0.1 * GIB,
+        peak_bytes=peak,
+    )
+    return (UnitChoice(label=("whole",), costs=costs),)
+
+
+def uniform(
+    *, num_layers: int, num_ranks: int, memory: float, schedule: str = "1f1b", chunks_per_rank: int = 1
+) -> StageProblem:
+    """Embedding, equal layers, head: a language model."""
+    crossing = 1e-4
+    runs = [("embedding", 1, end_choice(6e-4, 0.1 * GIB)), ("layers", num_layers, layer_choices())]
+    runs.append(("head", 1, end_choice(4e-3, 1.5 * GIB)))
+    return StageProblem(
+        runs=tuple(
+            UnitRun(name=name, count=count, choices=choices, receive_forward=crossing, receive_backward=crossing)
+            for name, count, choices in runs
+        ),
+        schedule=schedule,
+        num_ranks=num_ranks,
+        num_chunks=num_ranks * chunks_per_rank,
+        num_microbatches=4 * num_ranks,
+        memory=(memory,) * num_ranks,
+    )
+
+
+SHAPES = [
+    ("1f1b", 32, 4, 1),
+    ("1f1b", 126, 16, 1),
+    ("gpipe", 126, 16, 1),
+    ("interleaved_1f1b", 126, 16, 7),
+    ("zb_h1", 126, 16, 1),
+    ("zbv", 126, 16, 2),
+    ("dualpipev", 126, 16, 2),
+]
+
+
+@pytest.mark.parametrize("memory", [1000 * GIB, 60 * GIB])
+@pytest.mark.parametrize(("schedule", "num_layers", "num_ranks", "chunks_per_rank"), SHAPES)
+def test_uniform_pipelines_are_solved_to_a_small_gap_in_a_small_program(
+    schedule: str, num_layers: int, num_ranks: int, chunks_per_rank: int, memory: float
+) -> None:
+    problem = uniform(
+        num_layers=num_layers,
+        num_ranks=num_ranks,
+        memory=memory,
+        schedule=schedule,
+        chunks_per_rank=chunks_per_rank,
+    )
+    found = solve_stages(problem, gap=1e-3)
+    assert found is not None and found.assignment is not None
+    assert found.gap <= 1e-3
+    assert found.num_variables <= 8 * problem.num_chunks + 8 * num_ranks + 8
+    assert fits(problem, step_memory(as_step(problem, found.assignment)))
+    held = [sum(count for run, _, count in groups if run == 1) for groups in found.assignment]
+    assert sum(held) == num_layers
+
+
+def test_what_a_lone_device_runs_needs_no_program_while_memory_is_plenty() -> None:
+    found = solve_stages(uniform(num_layers=126, num_ranks=1, memory=1000 * GIB))
+    assert found is not None and found.num_variables == 0
+    assert found.assignment == (((0, 0, 1), (1, 0, 126), (2, 0, 1)),)
+    assert found.gap <= 1e-12
+
+
+def test_early_ranks_of_1f1b_recompute_more_when_memory_is_tight() -> None:
+    problem = uniform(num_layers=32, num_ranks=4, memory=18 * GIB)
+    found = solve_stages(problem)
+    assert found is not None and found.assignment is not None
+
+    def recomputed(rank: int) -> float:
+        layers = [(RECOMPUTE[choice][0], count) for run, choice, count in found.assignment[rank] if run == 1]
+        return sum(more * count for more, count in layers) / sum(count for _, count in layers)
+
+    assert recomputed(0) > recomputed(3)
+
+
+def test_memory_that_holds_nothing_is_told_from_a_cutoff_that_nothing_beats() -> None:
+    assert solve_stages(uniform(num_layers=32, num_ranks=4, memory=1 * GIB)) is None
+    assert solve_stages(uniform(num_layers=2, num_ranks=8, memory=1000 * GIB)) is None
+    problem = uniform(num_layers=32, num_ranks=4, memory=20 * GIB)
+    best = solve_stages(problem)
+    assert best is not None and best.assignment is not None
+    worse = solve_stages(problem, cutoff=best.objective * 0.99)
+    assert worse is not None and (worse.assignment, worse.status) == (None, CUTOFF)
+    again = solve_stages(problem, cutoff=best.objective * 1.01)
+    assert again is not None and again.objective == pytest.approx(best.objective, rel=2e-4)
+
+
+def test_a_time_limit_gives_the_best_so_far_with_its_bound() -> None:
+    found = solve_stages(uniform(num_layers=126, num_ranks=16, memory=21 * GIB), time_limit=0.0, gap=1e-9)
+    assert found is not None and found.assignment is not None
+    assert found.status != "optimal"
+    assert 0 < found.bound < found.objective
+    assert found.gap < 0.1
+
+
+def test_only_choices_that_win_somewhere_are_kept() -> None:
+    problem = uniform(num_layers=4, num_ranks=2, memory=1000 * GIB)
+    layers = problem.runs[1]
+    costs = layers.choices[0].costs
+    slower = LayerCosts(**{**vars(costs), "forward": 2 * costs.forward})
+    extra = (UnitChoice(label=("slower",), costs=slower), *layers.choices, UnitChoice(label=("again",), costs=costs))
+    runs = (problem.runs[0], UnitRun(name="layers", count=4, choices=extra), problem.runs[2])
+    more = StageProblem(**{**vars(problem), "runs": runs})
+    reduced, kept = undominated(more)
+    assert kept[1] == tuple(range(1, 1 + len(layers.choices)))
+    assert reduced.runs[1].choices == layers.choices
+
+
+def test_a_model_of_two_long_runs_is_solved_too() -> None:
+    problem = uniform(num_layers=12, num_ranks=4, memory=1000 * GIB)
+    runs = (*problem.runs[:2], *problem.runs)
+    found = solve_stages(StageProblem(**{**vars(problem), "runs": runs}))
+    assert main_run(problem) == 1
+    assert found is not None and found.gap <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"schedule": "2f2b"}, {"num_chunks": 5}, {"memory": (1.0,)}, {"runs": ()}, {"num_microbatches": 0}]
+)
+def test_problems_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    good = uniform(num_layers=4, num_ranks=2, memory=GIB)
+    with pytest.raises(ValueError, match=r"expected|needs"):
+        StageProblem(**{**vars(good), **wrong})
