@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.ir.types import MeshShape, Placement
+from passes.step_plan import StepPlan
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class PlanData:
-    """The fields of a plan; see the module docstring for the naming of its parts."""
+    """The fields of a plan; see the module docstring for the naming of its parts.
+
+    With ``step``, the plan is of a whole training step: all other parts are then of one micro-batch.
+    """
 
     model: str
     fingerprint: str
@@ -128,4 +132,5 @@ class PlanData:
     certificate: Certificate
     constraints: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    step: StepPlan | None = None
     version: int = PLAN_VERSION

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from passes.blocks import find_blocks
 from passes.fingerprint import fingerprint
-from passes.ir.conversions import Step, steps_from
+from passes.ir.conversions import Step, divides, steps_from
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
 from passes.ir.types import I, MeshShape, P, Placement, R, shard
 from passes.plan import (
@@ -231,8 +231,8 @@ def path(root: Placement, target: Placement, shape: tuple[int, ...], mesh: MeshS
     reached: dict[Placement, Step | None] = {root: None}
     queue = deque([root])
     while queue and target not in reached:
-        for step in steps_from(queue.popleft(), shape, mesh, types):
-            if step.target not in reached:
+        for step in steps_from(queue.popleft(), mesh, [types] * len(root)):
+            if step.target not in reached and divides(step.target, shape, mesh):
                 reached[step.target] = step
                 queue.append(step.target)
     steps: list[Step] = []

@@ -177,7 +177,9 @@ class BruteForce:
             for (placement, back), live in itertools.product(have, (True, False) if len(lives) > 1 else (True,)):
                 if live and not back:
                     continue
-                for step in steps_from(placement, value.shape, self.mesh, tuple(types)):
+                for step in steps_from(placement, self.mesh, [tuple(types)] * len(placement)):
+                    if not divides(step.target, value.shape, self.mesh):
+                        continue
                     then = have | {(step.target, live)}
                     total = cost + self.step_cost(step, value, pays[live])
                     if total < best.get(then, INFINITE):

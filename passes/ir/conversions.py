@@ -6,7 +6,7 @@ Types and semantics are those of the ``spmd_types`` package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, local_shape, shard_dim
@@ -73,19 +73,21 @@ class Step:
 
 
 def is_legal(step: Step, shape: tuple[int, ...], mesh: MeshShape) -> bool:
-    """Whether a step exists, divides, and touches only the innermost axis that shards a dim.
+    """Whether a step exists, divides, and touches only the innermost axis that shards a dim."""
+    return exists(step) and divides(step.target, shape, mesh)
+
+
+def exists(step: Step) -> bool:
+    """Whether there is such a conversion, and it touches only the innermost axis that shards a dim.
 
     Where several axes shard one dim the outer axis comes first in the mesh, so an axis may begin or stop to shard a
     dim only while no later axis shards it.
     """
     source, target = step.source_type, step.target_type
-    if source == target or (_letter(source), _letter(target)) not in CONVERSIONS:
+    if (_letter(source), _letter(target)) not in CONVERSIONS or source == target:
         return False
-    for spmd_type in (source, target):
-        dim = shard_dim(spmd_type)
-        if dim is not None and any(shard_dim(later) == dim for later in step.source[step.axis + 1 :]):
-            return False
-    return divides(step.target, shape, mesh)
+    later = step.source[step.axis + 1 :]
+    return not any(spmd_type in later for spmd_type in (source, target) if shard_dim(spmd_type) is not None)
 
 
 def divides(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bool:
@@ -98,15 +100,15 @@ def divides(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bo
     return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in pieces.items())
 
 
-def steps_from(
-    placement: Placement, shape: tuple[int, ...], mesh: MeshShape, types: tuple[SpmdType, ...]
-) -> Iterator[Step]:
-    """Every legal step out of ``placement`` to one of ``types`` on one axis (axes of size 1 excluded)."""
+def steps_from(placement: Placement, mesh: MeshShape, types: Sequence[Sequence[SpmdType]]) -> Iterator[Step]:
+    """Every step out of ``placement`` to one of an axis's ``types`` (axes of size 1 excluded).
+
+    Whether the target divides a tensor is for the caller to check.
+    """
     for axis, size in enumerate(mesh.sizes):
         if size == 1:
             continue
-        for spmd_type in types:
-            target = (*placement[:axis], spmd_type, *placement[axis + 1 :])
-            step = Step(axis, placement, target)
-            if is_legal(step, shape, mesh):
+        for spmd_type in types[axis]:
+            step = Step(axis, placement, (*placement[:axis], spmd_type, *placement[axis + 1 :]))
+            if exists(step):
                 yield step

@@ -89,10 +89,9 @@ class Lattices:
         mesh = self.pricing.mesh
         placements = tuple(placements_of(value, types, mesh))
         index = {placement: position for position, placement in enumerate(placements)}
-        union = tuple(sorted({spmd_type for axis in types for spmd_type in axis}))
         arcs: dict[tuple[int, int], Arc] = {}
         for placement in placements:
-            for step in steps_from(placement, value.shape, mesh, union):
+            for step in steps_from(placement, mesh, types):
                 if step.target not in index or self._is_forbidden(step, value, live):
                     continue
                 forward, backward = self.pricing.step(step, value)

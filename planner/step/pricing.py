@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
@@ -39,10 +40,26 @@ def state_derived(graph: Graph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Fusion:
-    """What compiled code keeps out of memory: (node, input) pairs that it reads, values that it writes, in registers."""
+    """What compiled code keeps in registers: (node, input) pairs that it does not read, values it does not write."""
 
     reads: frozenset[tuple[str, str]] = frozenset()
     writes: frozenset[str] = frozenset()
+
+
+class StepPrices(Protocol):
+    """What a cost model must price here: compute by kind and shape, collectives by axis."""
+
+    def compute_seconds(
+        self,
+        *,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        kind: str | None = None,
+        shape: tuple[int, int, int, int] | None = None,
+    ) -> float: ...
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
 
 
 class StepPricing(Pricing):
@@ -51,8 +68,9 @@ class StepPricing(Pricing):
     ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``.
     """
 
-    def __init__(self, cost_model: object, mesh: MeshShape, *, states: frozenset[str], fusion: Fusion) -> None:
-        super().__init__(cost_model, mesh)  # type: ignore[arg-type]
+    def __init__(self, cost_model: StepPrices, mesh: MeshShape, *, states: frozenset[str], fusion: Fusion) -> None:
+        super().__init__(cost_model, mesh)
+        self.prices = cost_model
         self.states = states
         self.fusion = fusion
 
@@ -72,7 +90,7 @@ class StepPricing(Pricing):
         outputs: Sequence[Placement],
         *,
         flops: float,
-        cut: int,
+        cut: float,
         live: bool,
     ) -> tuple[float, float]:
         """Seconds of one operator, forward and backward, by its kind and local shape."""
@@ -87,7 +105,7 @@ class StepPricing(Pricing):
         read = self._read(node, values, inputs, written)
         dtype = node.output.dtype
         grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad] if live else []
-        price = self.cost_model.compute_seconds
+        price = self.prices.compute_seconds
         num_bytes, local_flops = written + read, flops / cut
         if kind == MATMUL:
             shape = self._matmul(node, values, inputs, outputs)
@@ -141,14 +159,14 @@ class BatchPrices:
     ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
     """
 
-    def __init__(self, cost_model: object, *, sample_latency: float, sample_bandwidth: float, mixes: bool) -> None:
+    def __init__(self, cost_model: StepPrices, *, sample_latency: float, sample_bandwidth: float, mixes: bool) -> None:
         self.inner = cost_model
-        self.compute_seconds = cost_model.compute_seconds  # type: ignore[attr-defined]
+        self.compute_seconds = cost_model.compute_seconds
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
         if axis != DATA:
-            return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))  # type: ignore[attr-defined]
+            return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))
         if num_bytes <= SCALAR_BYTES:
             return self.sample_latency
         if not self.mixes:

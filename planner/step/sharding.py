@@ -7,7 +7,7 @@ gives several undominated *variants*: the fastest, and ones that keep less for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from passes.blocks import BlockRun, find_blocks
@@ -15,17 +15,16 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.rules import forward_flops, rule_for
 from planner.search.assignment import Assignment, complete, read_choices
-from planner.search.constraints import Constraint, apply_constraints
-from planner.search.ilp import build_ilp
+from planner.search.constraints import Demands as Pins
+from planner.search.constraints import apply_constraints, foldable_runs, user_constraints
+from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
 from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
 from planner.search.space import Roles, fill_options
 from planner.step.following import Followed, follow_batch
-from planner.step.pricing import CONTEXT, DATA, STATE_AXES, TENSOR, Fusion, StepPricing, state_derived
+from planner.step.pricing import CONTEXT, DATA, STATE_AXES, TENSOR, Fusion, StepPrices, StepPricing, state_derived
 
-#: Seconds that a byte is worth when looking for variants, as a share of (seconds of the fastest / its bytes).
-BYTE_WEIGHTS = (0.0, 0.25)
 #: Seconds for one sharding ILP; they take milliseconds.
 ILP_SECONDS = 10.0
 
@@ -64,38 +63,39 @@ class ShardingSpace:
     followed: Followed
     states: frozenset[str]
     fusion: Fusion = field(default_factory=Fusion)
-    variants: dict[tuple[object, ...], tuple[Variant, ...]] = field(default_factory=dict)
+    pins: Pins = field(default_factory=dict)
 
     @staticmethod
-    def of(graph: Graph, *, fusion: Fusion | None = None) -> ShardingSpace:
-        runs = find_blocks(graph)
+    def of(graph: Graph, *, fusion: Fusion | None = None, pins: Pins | None = None) -> ShardingSpace:
+        """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.search.constraints``."""
+        pinned = dict(pins or {})
+        runs = foldable_runs(graph, find_blocks(graph), tuple(pinned))
         structure = build_structure(graph, runs, Cut(1).mesh)
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first)
         return ShardingSpace(
-            graph, structure.runs, structure, followed, state_derived(graph), fusion if fusion is not None else Fusion()
+            graph, structure.runs, structure, followed, state_derived(graph), fusion or Fusion(), pinned
         )
 
 
-def find_variants(
-    space: ShardingSpace,
-    cut: Cut,
-    prices: object,
-    *,
-    constraints: Sequence[Constraint] = (),
-    weights: Sequence[float] = BYTE_WEIGHTS,
-) -> tuple[Variant, ...]:
-    """The undominated shardings for ``cut``; none if nothing divides.
+def find_variant(space: ShardingSpace, cut: Cut, prices: StepPrices, *, weight: float = 0.0) -> Variant | None:
+    """The best sharding for ``cut`` where a byte kept for the backward pass is worth ``weight`` × (seconds / bytes of the
+    fastest); None if nothing divides.
 
     ``prices`` gives the seconds of compute and of collectives on this cut's axes (see ``planner.step.pricing``).
     """
     fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
-    if cut.context > 1:
-        along = _search(space, Cut(cut.pieces, cut.context), prices, fixed, (0.0,), constraints)
-        if not along:
-            return ()
-        fixed = {name: {**labels, **_labels_on(along[0], name, CONTEXT)} for name, labels in fixed.items()}
-    return _search(space, cut, prices, fixed, weights if cut.tensor > 1 else weights[:1], constraints)
+    if cut.context > 1 and cut.tensor > 1:
+        along = find_variant(space, Cut(cut.pieces, cut.context), prices)
+        if along is None:
+            return None
+        fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
+    pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
+    problem = _problem(space, cut, pricing, fixed)
+    if not all(element.options for element in problem.elements.values()):
+        return None
+    assignment = _solve(problem, Lattices(pricing), weight)
+    return None if assignment is None else Variant(f"bytes × {weight:g}", cut, problem, pricing, assignment)
 
 
 def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
@@ -105,34 +105,12 @@ def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
     return {axis: option.labels[variant.cut.mesh.names.index(axis)]}
 
 
-def _search(
-    space: ShardingSpace,
-    cut: Cut,
-    prices: object,
-    fixed: Mapping[str, Mapping[str, str]],
-    weights: Sequence[float],
-    constraints: Sequence[Constraint],
-) -> tuple[Variant, ...]:
-    pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
-    problem = _problem(space, cut, pricing, fixed)
-    if constraints:
-        left = apply_constraints(problem, constraints)
-        problem = replace(
-            problem, elements={n: replace(e, options=left[n] or e.options) for n, e in problem.elements.items()}
-        )
-    if not all(element.options for element in problem.elements.values()):
-        return ()
-    lattices = Lattices(pricing)
-    found: list[Assignment] = []
-    for weight in weights:
-        assignment = _solve(problem, lattices, weight, found[0] if found else None)
-        if assignment is not None and all(_better_somewhere(assignment, other) for other in found):
-            found.append(assignment)
-    return tuple(Variant(f"v{index}", cut, problem, pricing, each) for index, each in enumerate(found))
-
-
-def _better_somewhere(new: Assignment, old: Assignment) -> bool:
-    return new.memory < old.memory * 0.999 or new.seconds < old.seconds * 0.999
+def _pinned(problem: Problem, pins: Pins) -> Problem:
+    """The problem with what the user's pins leave; of an element that they leave nothing, nothing."""
+    demanded = user_constraints(problem, problem.mesh, pins)
+    left = apply_constraints(problem, demanded)
+    elements = {name: replace(element, options=left[name]) for name, element in problem.elements.items()}
+    return replace(problem, elements=elements)
 
 
 def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mapping[str, Mapping[str, str]]) -> Problem:
@@ -142,17 +120,40 @@ def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mappin
     problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled)
     roles = Roles(fixed=fixed, whole_states=STATE_AXES)
     fill_options(problem, pricing, rule_for=rule_for, flops_of=forward_flops, bound_frozen=False, roles=roles)
-    return problem
+    if searched == CONTEXT and cut.context > 1:
+        problem = _without_samples(problem, space.followed.labels)
+    return _pinned(problem, space.pins) if space.pins else problem
 
 
-def _solve(problem: Problem, lattices: Lattices, weight: float, fastest: Assignment | None) -> Assignment | None:
+def _without_samples(problem: Problem, labels: Mapping[str, str]) -> Problem:
+    """Nothing cuts samples on the context axis: that is what the data axis is for."""
+    axis = problem.mesh.names.index(CONTEXT)
+    elements = {
+        name: replace(
+            element,
+            options=[o for o in element.options if o.labels[axis] != labels.get(name) or not o.cut_axes[axis]],
+        )
+        if element.kind == "op"
+        else element
+        for name, element in problem.elements.items()
+    }
+    return replace(problem, elements=elements)
+
+
+def _solve(problem: Problem, lattices: Lattices, weight: float) -> Assignment | None:
     """The best assignment if a byte is worth ``weight`` × (seconds / bytes of the fastest)."""
     ilp = build_ilp(problem, lattices, memory_limit=None)
-    if weight and fastest is not None and fastest.memory:
-        worth = weight * fastest.seconds / fastest.memory
-        for column, num_bytes in ilp.memory_terms:
-            ilp.program.costs[column] += worth * num_bytes
+    fastest = _assignment(ilp, lattices)
+    if not weight or fastest is None or not fastest.memory:
+        return fastest
+    worth = weight * fastest.seconds / fastest.memory
+    for column, num_bytes in ilp.memory_terms:
+        ilp.program.costs[column] += worth * num_bytes
+    return _assignment(ilp, lattices)
+
+
+def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
     solution = solve(ilp.program, time_limit=ILP_SECONDS)
     if solution.values is None:
         return None
-    return complete(problem, read_choices(ilp, solution.values), lattices)
+    return complete(ilp.problem, read_choices(ilp, solution.values), lattices)

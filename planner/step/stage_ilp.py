@@ -59,9 +59,10 @@ from cost_models.step_time import step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
 from planner.step.stage_bounds import time_bounds
+from planner.step.stage_fronts import Weights, mean_streams
 from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
 from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds
-from planner.step.stage_ranks import Shares, Weights, add_tables, mean_streams, share_out
+from planner.step.stage_ranks import Shares, add_tables, share_out
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"

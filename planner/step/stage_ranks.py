@@ -11,22 +11,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.step import LayerCosts
+from planner.step.stage_fronts import Front, Options, Weights, options_of, received
 from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
-from planner.step.stage_program import Linear, StageProgram, chunks_of, has_kinds, spans
+from planner.step.stage_program import Linear, StageProgram, chunks_of, has_kinds
 
 Array = NDArray[np.float64]
-
-#: Seconds, bytes and index of each choice that a unit may take.
-_Options = tuple[Array, Array, NDArray[np.int64]]
-#: Fronts are thinned to this many points; what that may lose is accounted for in ``_Front.lost``.
-_LARGEST_FRONT = 1000
 
 
 def main_run(problem: StageProblem) -> int | None:
@@ -36,94 +31,6 @@ def main_run(problem: StageProblem) -> int | None:
     if has_kinds(problem) or longest > 1 or len(problem.runs) - longest > 2 or any(count > 1 for count in ends):
         return None
     return longest
-
-
-@dataclass(frozen=True)
-class _Front:
-    """Undominated (seconds, bytes) of some units on a rank, and how each point came about.
-
-    ``lost`` bounds the seconds by which a point that was thinned out is faster than the one that stands for it.
-    """
-
-    seconds: Array
-    sizes: Array
-    limit: float
-    lost: float = 0.0
-    before: _Front | None = None
-    slot: tuple[int, int] = (0, 0)
-    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-
-    def with_unit(self, slot: tuple[int, int], options: _Options) -> _Front:
-        """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
-        option_seconds, option_sizes, choices = options
-        seconds = (self.seconds[:, None] + option_seconds).ravel()
-        sizes = (self.sizes[:, None] + option_sizes).ravel()
-        order = np.lexsort((sizes, seconds))
-        order = order[sizes[order] <= self.limit]
-        if len(order) > 1:
-            fewest = np.minimum.accumulate(sizes[order])
-            order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
-        lost = self.lost
-        if len(order) > _LARGEST_FRONT:
-            kept = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
-            lost += float(np.diff(seconds[order[kept]]).max())
-            order = order[kept]
-        return _Front(
-            seconds[order],
-            sizes[order],
-            self.limit,
-            lost,
-            self,
-            slot,
-            order // len(choices),
-            choices[order % len(choices)],
-        )
-
-    def units(self) -> list[tuple[int, int, int]]:
-        """The (chunk, run, choice) of every unit of the fastest point."""
-        found, front, point = [], self, 0
-        while front.before is not None:
-            found.append((*front.slot, int(front.picks[point])))
-            front, point = front.before, int(front.parents[point])
-        return found
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward."""
-
-    unit: Callable[[LayerCosts], float]
-    receive: tuple[float, float] = (1.0, 1.0)
-
-
-def mean_streams(shares: tuple[float, float]) -> Weights:
-    """A mean of the compute and communication streams, with these shares of compute forward and backward.
-
-    The longer of two streams is no shorter, so a load counted in this way is a bound.
-    """
-    forward, backward = shares
-
-    def unit(costs: LayerCosts) -> float:
-        hidden = (1 - forward) * costs.gather_forward + (1 - backward) * (costs.gather_backward + costs.reduce_backward)
-        return forward * costs.forward + backward * costs.backward + hidden
-
-    return Weights(unit, shares)
-
-
-def received(problem: StageProblem, rank: int, shares: tuple[float, float]) -> float:
-    """Seconds that a rank's chunks take at least to receive boundaries from other ranks, each way times its share."""
-    ranks, allowed = problem.ranks, spans(problem)
-    total = 0.0
-    for cut in range(1, problem.num_chunks):
-        if ranks[cut] == ranks[cut - 1]:
-            continue
-        runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
-        if ranks[cut] == rank:
-            total += shares[0] * min(run.receive_forward for run in runs)
-        if ranks[cut - 1] == rank:
-            total += shares[1] * min(run.receive_backward for run in runs)
-    return total
 
 
 class RankTable:
@@ -145,7 +52,7 @@ class RankTable:
         floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
         peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
         levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
-        self.options: list[dict[tuple[int, int], _Options]] = []
+        self.options: list[dict[tuple[int, int], Options]] = []
         fronts = []
         for level in levels:
             options = {slot: self._options(slot, level, held) for slot in {*fixed, (self.spare, run)}}
@@ -154,30 +61,20 @@ class RankTable:
             ):
                 continue
             room = self.limit * (1 + ROUNDING) - level if math.isfinite(self.limit) else math.inf
-            front = _Front(np.zeros(1), np.zeros(1), room) if room >= 0 else _Front(np.zeros(0), np.zeros(0), room)
+            front = Front(np.zeros(1), np.zeros(1), room) if room >= 0 else Front(np.zeros(0), np.zeros(0), room)
             for slot in fixed:
                 front = front.with_unit(slot, options[slot])
             self.options.append(options)
             fronts.append(front)
         self.rows = [fronts]
 
-    def _options(self, slot: tuple[int, int], level: float, held: Sequence[float]) -> _Options:
-        """The undominated choices for a unit of ``slot`` = (chunk, run) with at most this peak."""
+    def _options(self, slot: tuple[int, int], level: float, held: Sequence[float]) -> Options:
+        chunk, run = slot
+        choices = self.problem.runs[run].choices
         bounded = math.isfinite(self.limit)
-        found = []
-        for index, choice in enumerate(self.problem.runs[slot[1]].choices):
-            costs = choice.costs
-            if costs.peak_bytes <= level:
-                size = costs.state_bytes + held[slot[0]] * costs.saved_bytes if bounded else 0.0
-                found.append((self.seconds(costs), size, index))
-        best: list[tuple[float, float, int]] = []
-        for option in sorted(found):
-            if not best or option[1] < best[-1][1]:
-                best.append(option)
-        seconds, sizes, indices = zip(*best)
-        return np.array(seconds), np.array(sizes), np.array(indices, dtype=np.int64)
+        return options_of(choices, self.seconds, peak=level, held=held[chunk], bounded=bounded)
 
-    def fronts(self, units: int) -> list[_Front]:
+    def fronts(self, units: int) -> list[Front]:
         """The fronts, one for each level of peaks, of so many units (at least ``least``)."""
         slot = (self.spare, self.run)
         while len(self.rows) <= units - self.least:

@@ -1,0 +1,123 @@
+"""The part of a plan that says how a whole training step runs: layout, micro-batches, stages, recompute, ZeRO.
+
+The rest of the plan is then of one micro-batch: its mesh has the axes ``dp``, ``cp`` and ``tp``, and whatever is sharded on
+``dp`` is also cut into ``num_microbatches`` parts in time, first by ``dp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """``count`` equal units in a row that run alike: the module path of the first, what is recomputed, ZeRO stage."""
+
+    unit: str
+    first: int
+    count: int
+    recompute: str
+    zero: int
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Consecutive units on one pipeline rank, with predicted seconds of one micro-batch."""
+
+    rank: int
+    groups: tuple[GroupPlan, ...]
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted bytes on each device of a pipeline rank when its memory peaks."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Predicted seconds of one step: the closed form by part, and what the simulator says.
+
+    ``bubble``: share of the step that the busiest rank's compute stream has nothing to do, for want of micro-batches;
+    ``exposed``: share of it that waits for communication that could have been hidden; ``flops``: model flops of a step
+    (forward and backward, nothing computed twice), ``utilisation``: those over what all devices could do at their peak.
+    """
+
+    seconds: float
+    pipeline: float
+    tail: float
+    update: float
+    simulated: float
+    bubble: float
+    exposed: float
+    flops: float
+    utilisation: float
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A runner-up: what it is, its seconds by the closed form and by the simulator, bytes on its fullest rank."""
+
+    what: str
+    seconds: float
+    simulated: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a training step runs.
+
+    Attributes:
+        axes: mesh axis → size over the whole cluster, outermost first.
+        global_batch, local_batch, num_microbatches: samples of a step, of one micro-batch on one device, and how many.
+        schedule, chunks_per_rank: of the pipeline; ``chunks`` in model order.
+        optimizer, gradient_dtype, compiled: how parameters are trained (``""``: gradients in float32 or wider).
+        memory: by pipeline rank; ``memory_limit``: bytes that were allowed.
+        search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
+    """
+
+    axes: dict[str, int]
+    global_batch: int
+    local_batch: int
+    num_microbatches: int
+    schedule: str
+    chunks_per_rank: int
+    chunks: tuple[ChunkPlan, ...]
+    optimizer: str
+    gradient_dtype: str
+    compiled: bool
+    costs: StepCosts
+    memory: tuple[RankMemory, ...]
+    memory_limit: float
+    search: dict[str, int] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        total = 1
+        for size in self.axes.values():
+            total *= size
+        return total
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """Policies in use, in model order."""
+        return tuple(dict.fromkeys(group.recompute for chunk in self.chunks for group in chunk.groups))
+
+    @property
+    def zero(self) -> tuple[int, ...]:
+        """ZeRO stages in use, in model order."""
+        return tuple(dict.fromkeys(group.zero for chunk in self.chunks for group in chunk.groups))

@@ -1,0 +1,93 @@
+"""Everything that is enumerated: layout × micro-batch × schedule, each with a bound that costs nothing to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES, reason_not
+from planner.step.demands import CHUNKS_PER_RANK, Demands
+from planner.step.layout import AXES, Layout, divisors, layouts
+from planner.step.sharding import Cut
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step but for shardings, cuts, recompute and ZeRO, which are searched for it.
+
+    ``local_batch``: samples of one micro-batch on one device; ``chunks_per_rank``: chunks of the model a device holds.
+    """
+
+    layout: Layout
+    local_batch: int
+    num_microbatches: int
+    schedule: str
+    chunks_per_rank: int
+
+    @property
+    def cut(self) -> Cut:
+        pieces = self.layout.data * self.num_microbatches
+        return Cut(pieces, self.layout.context, self.layout.tensor)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.layout.pipeline * self.chunks_per_rank
+
+    def bound(self, seconds: float) -> float:
+        """The least that the step takes if one micro-batch takes ``seconds`` of one pipeline's devices in all.
+
+        The busiest rank has at least its share, and where fill and drain are those of one-forward-one-backward the
+        first micro-batch passes all ranks (see ``cost_models.step_time``).
+        """
+        ranks, m = self.layout.pipeline, self.num_microbatches
+        row = SCHEDULES[self.schedule]
+        if row.fill != (1, 1, 1):
+            return seconds * m / ranks
+        divisor = self.chunks_per_rank if row.divided else 1
+        return seconds * ((m - 1 / divisor) / ranks + 1 / divisor)
+
+    def __str__(self) -> str:
+        pipeline = f", {self.schedule}" if self.layout.pipeline > 1 else ""
+        if self.chunks_per_rank > 1:
+            pipeline += f" with {self.chunks_per_rank} chunks a rank"
+        return f"{self.layout}, {self.num_microbatches} micro-batches of {self.local_batch}{pipeline}"
+
+
+def candidates(
+    cluster: Cluster, *, global_batch: int, num_units: int, demands: Demands, micro_batches: bool = True
+) -> Iterator[Candidate]:
+    """All candidates that the demands allow; ``micro_batches`` False: the model cannot be run in parts of a batch."""
+    sizes = {axis: _allowed(axis, cluster.num_devices, demands) for axis in AXES}
+    for layout in layouts(cluster, sizes):
+        if global_batch % layout.data or layout.pipeline > num_units:
+            continue
+        for local_batch in divisors(global_batch // layout.data):
+            m = global_batch // layout.data // local_batch
+            if (m > 1 and not micro_batches) or not demands.allows("micro_batch", local_batch):
+                continue
+            if demands.allows("num_microbatches", m):
+                yield from _schedules(layout, local_batch, m, num_units, demands)
+
+
+def _allowed(axis: str, num_devices: int, demands: Demands) -> frozenset[int] | None:
+    if axis not in demands.fixed and axis not in demands.forbidden:
+        return None
+    return frozenset(size for size in divisors(num_devices) if demands.allows(axis, size))
+
+
+def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands: Demands) -> Iterator[Candidate]:
+    if layout.pipeline == 1:
+        yield Candidate(layout, local_batch, m, "1f1b", 1)
+        return
+    for name in demands.among("schedule", SCHEDULES):
+        row = SCHEDULES[name]
+        counts = CHUNKS_PER_RANK if row.chunks_per_rank is None else (row.chunks_per_rank,)
+        if "chunks_per_rank" in demands.fixed:
+            counts = tuple(sorted(demands.fixed["chunks_per_rank"]))
+        for chunks in demands.among("chunks_per_rank", counts):
+            total = layout.pipeline * chunks
+            if total > num_units or (row.splits_backward and m < layout.pipeline):
+                continue  # with fewer micro-batches than ranks there is no steady state whose bubbles could be filled
+            if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
+                yield Candidate(layout, local_batch, m, name, chunks)

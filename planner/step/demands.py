@@ -1,0 +1,104 @@
+"""What the user fixes or forbids of a training step, and the rest of what shapes the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_models.fields import suggest
+from cost_models.schedules import SCHEDULES
+from planner.step.layout import AXES
+from planner.step.training import POLICIES, ZERO_STAGES, Training
+
+#: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
+CHOICES: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(AXES),
+    "micro_batch": None,
+    "num_microbatches": None,
+    "chunks_per_rank": None,
+    "schedule": tuple(SCHEDULES),
+    "recompute": POLICIES,
+    "zero": ZERO_STAGES,
+}
+#: Chunks on each rank that interleaved schedules are tried with, unless the user says.
+CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a plan must be like.
+
+    Attributes:
+        fixed: name → values allowed. The names: mesh axes (sizes), ``micro_batch`` (samples on one device at a time),
+            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``.
+        forbidden: name → values not allowed.
+        headroom: share of each device's memory to leave free.
+        memory_limit: bytes that a device may hold; None for what it has.
+        training: optimizer and gradient dtype.
+        compiled: whether elementwise chains run as fused kernels, as ``torch.compile`` makes them.
+        num_alternatives: how many plans to give, the best first.
+        gap: the search stops when no plan can be better by more than this share.
+        time_limit: seconds.
+    """
+
+    fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    forbidden: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    headroom: float = 0.0
+    memory_limit: float | None = None
+    training: Training = field(default_factory=Training)
+    compiled: bool = False
+    num_alternatives: int = 1
+    gap: float = 5e-3
+    time_limit: float = 60.0
+
+    def allows(self, name: str, value: Any) -> bool:
+        return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())
+
+    def among(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(value for value in values if self.allows(name, value))
+
+
+def read_demands(
+    fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None, **options: Any
+) -> Demands:
+    """Demands from ``{"tp": 8, "schedule": ["1f1b", "gpipe"], …}``; a value or a collection of them.
+
+    Raises:
+        ValueError: for an unknown name, or a value that it cannot have.
+    """
+    if not 0 <= options.get("headroom", 0.0) < 1:
+        raise ValueError(f"headroom must be a share of memory from 0 to below 1, got {options['headroom']!r}")
+    if options.get("num_alternatives", 1) < 1:
+        raise ValueError(f"num_alternatives must be at least 1, got {options['num_alternatives']!r}")
+    return Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
+
+
+def _read(given: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:
+    found = {}
+    for name, value in given.items():
+        if name not in CHOICES:
+            hint = suggest(name, CHOICES) or f": expected one of {', '.join(CHOICES)}"
+            raise ValueError(f"{where}: unknown name {name!r}{hint}")
+        values = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        if not values:
+            raise ValueError(f"{where}: {name!r} has no values")
+        found[name] = frozenset(_checker(name)(name, where, item) for item in values)
+    return found
+
+
+def _checker(name: str) -> Callable[[str, str, Any], Any]:
+    return _positive if CHOICES[name] is None else _listed
+
+
+def _positive(name: str, where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {name!r} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _listed(name: str, where: str, value: Any) -> Any:
+    known = CHOICES[name] or ()
+    if value not in known or isinstance(value, bool):
+        raise ValueError(f"{where}: {name!r} must be one of {', '.join(map(str, known))}, got {value!r}")
+    return value

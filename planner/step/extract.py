@@ -1,0 +1,218 @@
+"""Turn a solution of the step search into a Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.memory import StateBytes
+from cost_models.schedules import rank_of_chunk
+from cost_models.simulator import StepReport, simulate
+from cost_models.step import PipelineStep
+from cost_models.step_time import step_memory, step_seconds
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
+from passes.plan import Certificate, Plan
+from passes.rules import forward_flops
+from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
+from planner.search.extract import make_plan
+from planner.step.choices import state_bytes
+from planner.step.pricing import CONTEXT, DATA, TENSOR
+from planner.step.search import Outcome, Search, Solution
+from planner.step.stage_problem import as_step
+
+#: Forward and backward of a model are three forward passes: one product forward, two backward (Narayanan et al. 2021).
+PASSES = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A solution with its step played by the simulator."""
+
+    solution: Solution
+    step: PipelineStep
+    report: StepReport
+
+
+def judge(solution: Solution) -> Judged:
+    step = as_step(solution.problem, solution.stages.assignment)
+    return Judged(solution, step, simulate(step))
+
+
+def extract(
+    search: Search,
+    outcome: Outcome,
+    best: Judged,
+    others: list[Judged],
+    *,
+    cluster: Cluster,
+    constraints: Mapping[str, Any],
+) -> Plan:
+    """The plan of ``best``; ``others`` are its runners-up."""
+    solution = best.solution
+    sharded, candidate = solution.sharded, solution.candidate
+    certificate = Certificate(
+        objective=solution.seconds,
+        bound=min(outcome.bound, solution.seconds),
+        gap=max(0.0, (solution.seconds - outcome.bound) / solution.seconds) if solution.seconds else 0.0,
+        status=outcome.status,
+        solver="best first over candidates, HiGHS for shardings and stages",
+        num_variables=solution.stages.num_variables,
+        num_constraints=solution.stages.num_constraints,
+    )
+    variant = sharded.variant
+    plan = make_plan(
+        variant.problem,
+        variant.assignment,
+        variant.pricing,
+        certificate=certificate,
+        cluster=cluster.to_dict(),
+        constraints=dict(constraints),
+    )
+    layout = candidate.layout
+    mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
+    return dataclasses.replace(plan, mesh=mesh, step=_step_plan(search, outcome, best, others))
+
+
+def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged]) -> StepPlan:
+    candidate, demands = best.solution.candidate, search.demands
+    counts = {**outcome.counts, "shardings searched": search.level_one.solved}
+    return StepPlan(
+        axes=candidate.layout.sizes,
+        global_batch=search.level_one.global_batch,
+        local_batch=candidate.local_batch,
+        num_microbatches=candidate.num_microbatches,
+        schedule=candidate.schedule if candidate.layout.pipeline > 1 else "none",
+        chunks_per_rank=candidate.chunks_per_rank,
+        chunks=_chunks(best),
+        optimizer=demands.training.optimizer,
+        gradient_dtype=demands.training.gradient_dtype or "",
+        compiled=demands.compiled,
+        costs=_costs(search, best),
+        memory=_memory(search, best),
+        memory_limit=search.memory,
+        search={name: int(count) for name, count in sorted(counts.items())},
+        alternatives=tuple(_alternative(other) for other in others),
+    )
+
+
+def _chunks(best: Judged) -> tuple[ChunkPlan, ...]:
+    problem, assignment = best.solution.problem, best.solution.stages.assignment
+    done = [0] * len(problem.runs)
+    found = []
+    for chunk, groups in enumerate(assignment):
+        plans = []
+        for run, choice, count in groups:
+            recompute, zero = problem.runs[run].choices[choice].label
+            first = _unit_name(best, run, done[run])
+            plans.append(GroupPlan(first, done[run], count, recompute, _zero_stage((recompute, zero))))
+            done[run] += count
+        layers = best.step.chunks[chunk].layers
+        rank = rank_of_chunk(problem.schedule, chunk, num_ranks=problem.num_ranks, num_chunks=problem.num_chunks)
+        forward = sum(costs.forward * count for costs, count in layers)
+        backward = sum(costs.backward * count for costs, count in layers)
+        found.append(ChunkPlan(rank, tuple(plans), forward, backward))
+    return tuple(found)
+
+
+def _unit_name(best: Judged, run: int, copy: int) -> str:
+    """Module path of one copy of a unit."""
+    unit = best.solution.sharded.figures[run].unit
+    if unit.run is None:
+        return unit.name
+    return " ".join(best.solution.sharded.variant.problem.runs[unit.run].roots[copy])
+
+
+def _costs(search: Search, best: Judged) -> StepCosts:
+    seconds = step_seconds(best.step)
+    report = best.report
+    flops = model_flops(search.level_one.space.graph)
+    cluster = search.cluster
+    dtype = _compute_dtype(search.level_one.space.graph)
+    peak = cluster.device.peak_flops(dtype) * cluster.num_devices
+    return StepCosts(
+        seconds=seconds.total,
+        pipeline=seconds.pipeline,
+        tail=seconds.tail,
+        update=seconds.update,
+        simulated=report.seconds,
+        bubble=max(rank.bubble_fraction for rank in report.ranks),
+        exposed=max(rank.exposed_seconds for rank in report.ranks) / report.seconds if report.seconds else 0.0,
+        flops=flops,
+        utilisation=flops / (report.seconds * peak) if report.seconds and peak else 0.0,
+        samples_per_second=search.level_one.global_batch / report.seconds if report.seconds else 0.0,
+    )
+
+
+def model_flops(graph: Graph) -> float:
+    """Floating point operations of one step on the global batch, forward and backward, attention counted whole.
+
+    That is the convention of model flops utilisation (Chowdhery et al. 2022, appendix B): nothing recomputed, and
+    causal attention not halved.
+    """
+    values = graph.values
+    total = 0.0
+    for node in graph.nodes:
+        flops = forward_flops(node, values) if not node.constant else 0.0
+        if flops and "scaled_dot_product_attention" in node.op and node.kwargs.get("is_causal", _causal(node.args)):
+            flops *= 2.0
+        total += flops
+    return total * (PASSES if graph.training and graph.loss is not None else 1.0)
+
+
+def _causal(args: tuple[Any, ...]) -> bool:
+    """``is_causal`` among positional arguments of attention."""
+    return len(args) > 5 and args[5] is True
+
+
+def _compute_dtype(graph: Graph) -> str:
+    """The dtype of most parameters' bytes."""
+    sizes: dict[str, int] = {}
+    for state in graph.parameters:
+        sizes[state.value.dtype] = sizes.get(state.value.dtype, 0) + state.value.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
+
+
+def _memory(search: Search, best: Judged) -> tuple[RankMemory, ...]:
+    """Bytes of every rank by part: what the step's memory says, with the state told apart."""
+    problem, assignment = best.solution.problem, best.solution.stages.assignment
+    totals = step_memory(best.step)
+    flight = problem.in_flight
+    setting = search.setting(best.solution.candidate)
+    found = []
+    for rank, total in enumerate(totals):
+        states, activations = [0.0, 0.0, 0.0], 0.0
+        for chunk, groups in enumerate(assignment):
+            if problem.ranks[chunk] != rank:
+                continue
+            for run, choice, count in groups:
+                option = problem.runs[run].choices[choice]
+                parts = state_bytes(best.solution.sharded.figures[run], _zero_stage(option.label), setting)
+                states = [held + count * part for held, part in zip(states, _three(parts))]
+                activations += count * option.costs.saved_bytes * flight[chunk]
+        transient = total - sum(states) - activations
+        found.append(RankMemory(states[0], states[1], states[2], activations, transient))
+    return tuple(found)
+
+
+def _zero_stage(label: tuple[str, ...]) -> int:
+    return int(label[1].removeprefix("zero-"))
+
+
+def _three(parts: StateBytes) -> tuple[float, float, float]:
+    return parts.parameters, parts.gradients, parts.optimizer
+
+
+def _alternative(judged: Judged) -> Alternative:
+    solution = judged.solution
+    labels = sorted(
+        {
+            " ".join(solution.problem.runs[run].choices[choice].label)
+            for groups in solution.stages.assignment
+            for run, choice, _ in groups
+        }
+    )
+    what = f"{solution.candidate}; {', '.join(labels)}"
+    return Alternative(what, solution.seconds, judged.report.seconds, max(step_memory(judged.step)))

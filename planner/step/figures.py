@@ -1,0 +1,329 @@
+"""What one unit costs under one sharding: seconds and bytes of one copy for one micro-batch on one device.
+
+Everything is read off a ``Variant``: each operator's chosen option, each value's conversions, and what autograd keeps of
+both. A unit of n copies shares what its conversions cost evenly, so that n times its figures is what the folded program
+costs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.autograd.peak import working_peak
+from passes.autograd.recompute import Activations, Recompute, kept_under
+from passes.autograd.saved import Extra
+from passes.ir.graph import Node, Value
+from passes.ir.types import Placement
+from passes.rules.kinds import MATMUL, kind_of
+from planner.search.liveness import live_nodes
+from planner.search.problem import Stream
+from planner.step.sharding import ShardingSpace, Variant
+from planner.step.units import Unit, find_units, unit_of_nodes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of one copy of a unit: elements on one device, dtype; ``uses``: units that use it (tied if several);
+    ``shared``: the copies of the unit have it in common."""
+
+    path: str
+    elements: int
+    dtype: str
+    trainable: bool
+    uses: tuple[int, ...]
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A recompute policy: seconds that it adds to backward (compute, communication), bytes kept, peak beyond them."""
+
+    name: str
+    compute: float
+    communication: float
+    saved_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class UnitFigures:
+    """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on."""
+
+    unit: Unit
+    compute: tuple[float, float]
+    communication: tuple[float, float]
+    weight_backward: float
+    policies: tuple[Policy, ...]
+    weights: tuple[Weight, ...]
+    buffer_bytes: float
+    entering_bytes: float
+
+
+@dataclass(frozen=True)
+class KeptSpace:
+    """What autograd keeps of every unit under every policy, whatever the sharding: made once per graph."""
+
+    units: tuple[Unit, ...]
+    known: Activations
+    recompute: Mapping[tuple[int, str], Recompute]
+    compiled: bool = False
+
+    @staticmethod
+    def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
+        graph, live = space.graph, live_nodes(space.graph)
+        units = find_units(graph, space.runs)
+        known = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
+        recompute = {
+            (index, policy): kept_under(known, unit.nodes, policy, compiled=compiled)
+            for index, unit in enumerate(units)
+            for policy in ("none", "selective", "full")
+        }
+        return KeptSpace(units, known, recompute, compiled)
+
+
+def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:
+    """The figures of every unit under ``variant``."""
+    reader = _Reader(space, kept, variant)
+    return tuple(reader.figures(index) for index in range(len(kept.units)))
+
+
+class _Reader:
+    def __init__(self, space: ShardingSpace, kept: KeptSpace, variant: Variant) -> None:
+        self.space, self.kept, self.variant = space, kept, variant
+        self.problem, self.pricing = variant.problem, variant.pricing
+        self.options = variant.assignment.options
+        self.values = space.graph.values
+        self.unit_of = unit_of_nodes(kept.units)
+        self.streams_of: dict[int, list[Stream]] = defaultdict(list)
+        for name, stream in self.problem.streams.items():
+            unit = self._unit_of_stream(stream)
+            if unit is not None:
+                self.streams_of[unit].append(stream)
+        self.names = {id(stream): name for name, stream in self.problem.streams.items()}
+        self.weights_of = self._weights()
+
+    def figures(self, index: int) -> UnitFigures:
+        unit = self.kept.units[index]
+        compute, communication = [0.0, 0.0], [0.0, 0.0]
+        weight_backward = 0.0
+        for name in unit.nodes:
+            option = self.options.get(name)
+            if option is None:
+                continue
+            for phase in (0, 1):
+                compute[phase] += option.compute[phase]
+                communication[phase] += option.communication[phase]
+            weight_backward += option.compute[1] * self._weight_share(self.problem.elements[name].node)
+        for stream in self.streams_of[index]:
+            for item in self.variant.assignment.trees[self.names[id(stream)]]:
+                communication[0] += item.copies * item.arc.forward / unit.count
+                communication[1] += item.backward_copies * item.arc.backward / unit.count
+        weights, buffers = self.weights_of[index]
+        return UnitFigures(
+            unit=unit,
+            compute=(compute[0], compute[1]),
+            communication=(communication[0], communication[1]),
+            weight_backward=weight_backward,
+            policies=tuple(self._policies(index)),
+            weights=tuple(weights),
+            buffer_bytes=buffers,
+            entering_bytes=sum(self._local_bytes(self.values[name]) for name in unit.entering),
+        )
+
+    def _unit_of_stream(self, stream: Stream) -> int | None:
+        """The unit that pays for a stream's conversions: its maker's, or for what comes from outside its first user's."""
+        element = self.problem.elements[stream.source]
+        if stream.source in self.unit_of:
+            return self.unit_of[stream.source]
+        if element.kind == "carry":
+            run = int(element.key.removeprefix("carry:").partition("#")[0])
+            return next(index for index, unit in enumerate(self.kept.units) if unit.run == run)
+        users = [self.unit_of[use.element] for use in stream.uses if use.element in self.unit_of]
+        return min(users) if users else None
+
+    def _weight_share(self, node: Node | None) -> float:
+        """Share of an operator's backward that only makes gradients of parameters."""
+        if node is None:
+            return 0.0
+        grads = [name for name in dict.fromkeys(node.inputs) if self.values[name].requires_grad]
+        if not grads or (kind_of(node) != MATMUL and len(grads) > 1):
+            return 0.0
+        return sum(name in self.space.states for name in grads) / len(grads)
+
+    def _weights(self) -> dict[int, tuple[list[Weight], float]]:
+        found: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}
+        paths = {state.value.name: state.path for state in self.space.graph.states}
+        for name, element in self.problem.elements.items():
+            if element.kind not in ("parameter", "buffer"):
+                continue
+            stream = self.problem.streams[name]
+            users = tuple(sorted({unit for unit in self._users(stream) if unit is not None}))
+            if not users:
+                continue
+            value, where = stream.value, self.options[name].outputs[0]
+            owner = users[0]
+            weights, buffers = found[owner]
+            if element.kind == "buffer":
+                found[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
+                continue
+            shared = element.copies == 1 and self.kept.units[owner].count > 1
+            weights.append(
+                Weight(
+                    paths[name],
+                    self.pricing.local_elements(value, where),
+                    value.dtype,
+                    value.requires_grad,
+                    users,
+                    shared,
+                )
+            )
+        return found
+
+    def _users(self, stream: Stream) -> set[int]:
+        """Units that use a state, through views and casts of it as well."""
+        found: set[int] = set()
+        for use in stream.uses:
+            if use.element not in self.unit_of:
+                continue
+            node = self.problem.elements[use.element].node
+            outputs = [value.name for value in node.outputs] if node is not None else []
+            derived = [name for name in outputs if name in self.space.states and name in self.problem.streams]
+            if derived:
+                for name in derived:
+                    found |= self._users(self.problem.streams[name])
+            else:
+                found.add(self.unit_of[use.element])
+        return found
+
+    def _made(self, name: str) -> Placement:
+        """The placement in which a value is made (of a value carried from copy to copy: in which it is handed on)."""
+        for index, run in enumerate(self.problem.runs):
+            for slot, names in enumerate(run.carried):
+                if name == names[0] or name == names[-1]:
+                    return self.options[f"carry:{index}#{slot}"].outputs[0]
+        stream = self.problem.streams.get(self.problem.first_name(name))
+        if stream is None:
+            return ("R",) * len(self.variant.cut.mesh.names)
+        return self.options[stream.source].outputs[stream.output]
+
+    def _local_bytes(self, value: Value) -> float:
+        return float(self.pricing.local_bytes(value, self._made(value.name)))
+
+    def _extra_bytes(self, extra: Extra) -> float:
+        like = self.values[extra.like]
+        whole, local = like.num_elements, self.pricing.local_elements(like, self._made(extra.like))
+        return extra.num_bytes * local / max(1, whole)
+
+    def _policies(self, index: int) -> list[Policy]:
+        copies = self._converted_copies(index)
+        plain = self._policy(index, "none", "none", copies, keep_copies=True)
+        found = [plain]
+        if copies:
+            found.append(self._policy(index, "regather", "none", copies, keep_copies=False))
+        found.append(self._policy(index, "selective", "selective", copies, keep_copies=False))
+        found.append(self._policy(index, "full", "full", copies, keep_copies=False))
+        return found
+
+    def _policy(
+        self,
+        index: int,
+        name: str,
+        base: str,
+        copies: Mapping[tuple[str, Placement], tuple[float, float]],
+        *,
+        keep_copies: bool,
+    ) -> Policy:
+        unit, rule = self.kept.units[index], self.kept.recompute[index, base]
+        roots = {root for root in rule.values if self._is_held(unit, root)}
+        if name == "none":
+            replaced = {self.kept.known.roots.get(value, value) for value, _ in copies}
+            roots -= replaced - self._taken_as_made(unit)
+        saved = sum(self._local_bytes(self.values[root]) for root in roots)
+        saved += sum(self._extra_bytes(extra) for extra in rule.extras)
+        if keep_copies:
+            saved += sum(num_bytes for num_bytes, _ in copies.values())
+        options = [self.options[node] for node in rule.recomputed if node in self.options]
+        compute = sum(option.compute[0] for option in options)
+        again = 0.0 if keep_copies else sum(seconds for _, seconds in copies.values())
+        if base == "full":
+            again = sum(option.communication[0] for option in options) + self._forward_communication(index)
+        peak = working_peak(
+            self.kept.known,
+            unit.nodes,
+            base,
+            local_bytes=self._local_bytes,
+            extra_bytes=self._extra_bytes,
+            compiled=self.kept.compiled,
+        )
+        return Policy(name, compute, again, saved, peak)
+
+    def _is_held(self, unit: Unit, root: str) -> bool:
+        """Whether the unit answers for a value's memory: its own, or what it takes from the unit before."""
+        if root in unit.carried:
+            return True
+        made_here = self.problem.streams.get(root)
+        return root in self.kept.known.made and made_here is not None and made_here.source in set(unit.nodes)
+
+    def _taken_as_made(self, unit: Unit) -> set[str]:
+        """Roots that some operator of the unit keeps in the placement they are made in."""
+        found = set()
+        for name in unit.nodes:
+            option = self.options.get(name)
+            node = self.problem.elements[name].node if name in self.problem.elements else None
+            if option is None or node is None or name not in self.kept.known.kept:
+                continue
+            for value in self.kept.known.kept[name].values:
+                if value not in node.inputs or option.inputs[node.inputs.index(value)] == self._made(value):
+                    found.add(self.kept.known.roots.get(value, value))
+        return found
+
+    def _converted_copies(self, index: int) -> dict[tuple[str, Placement], tuple[float, float]]:
+        """Copies that conversions make and the backward pass needs: (value, placement) → bytes, seconds to remake."""
+        unit = self.kept.units[index]
+        found: dict[tuple[str, Placement], tuple[float, float]] = {}
+        for name in unit.nodes:
+            option, kept = self.options.get(name), self.kept.known.kept.get(name)
+            node = self.problem.elements[name].node if name in self.problem.elements else None
+            if option is None or kept is None or node is None:
+                continue
+            for value in kept.values:
+                if value not in node.inputs:
+                    continue
+                taken = option.inputs[node.inputs.index(value)]
+                seconds = self._forward_seconds(unit, value, taken)
+                if seconds is not None:
+                    found[value, taken] = (float(self.pricing.local_bytes(self.values[value], taken)), seconds)
+        return found
+
+    def _forward_seconds(self, unit: Unit, value: str, taken: Placement) -> float | None:
+        """Seconds of the collectives on the way to ``taken``; None if there are none (the copy is the value)."""
+        stream = self._stream(unit, value)
+        if stream is None:
+            return None
+        steps = {item.arc.step.target: item for item in self.variant.assignment.trees[stream]}
+        seconds, moved, place = 0.0, False, taken
+        while place in steps:
+            item = steps[place]
+            moved = moved or item.arc.step.collectives[0] is not None
+            seconds += item.arc.forward
+            place = item.arc.step.source
+        return seconds if moved else None
+
+    def _stream(self, unit: Unit, value: str) -> str | None:
+        if unit.run is not None:
+            for slot, names in enumerate(self.problem.runs[unit.run].carried):
+                if names[0] == value:
+                    return f"carry:{unit.run}#{slot}"
+        name = self.problem.first_name(value)
+        return name if name in self.problem.streams else None
+
+    def _forward_communication(self, index: int) -> float:
+        """Seconds of all forward conversions that one copy of the unit does."""
+        unit = self.kept.units[index]
+        return sum(
+            item.copies * item.arc.forward / unit.count
+            for stream in self.streams_of[index]
+            for item in self.variant.assignment.trees[self.names[id(stream)]]
+        )

@@ -1,0 +1,135 @@
+"""From a captured graph and a cluster to the plan of a whole training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cost_models import Cluster
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from planner.step.demands import Demands
+from planner.step.extract import Judged, extract, judge
+from planner.step.figures import KeptSpace
+from planner.step.fusion import fuse
+from planner.step.infeasible import infeasible
+from planner.step.layout import divisors
+from planner.step.level_one import LevelOne
+from planner.step.search import Outcome, Progress, Search
+from planner.step.sharding import ShardingSpace
+
+#: Objectives of ``plan_step``.
+OBJECTIVES = ("time", "devices", "memory")
+#: How closely the least memory is found, as a share of a device's.
+MEMORY_STEP = 0.01
+
+
+def plan_step(
+    graph: Graph,
+    cluster: Cluster,
+    demands: Demands,
+    *,
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+    objective: str = "time",
+    target_seconds: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Decide how a training step of ``graph`` (captured at the global batch) runs on ``cluster``.
+
+    Args:
+        pins: constraints on shardings by glob, see ``planner.search.constraints``.
+        objective: ``"time"``: the fastest step; ``"devices"``: the fewest devices whose step takes no more than
+            ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
+        progress: told of every better plan.
+
+    Raises:
+        ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
+    if (objective == "devices") != (target_seconds is not None):
+        raise ValueError('target_seconds goes with objective="devices": give both or neither')
+    planner = _Planner(graph, demands, pins, progress)
+    if objective == "devices":
+        assert target_seconds is not None
+        return planner.fewest_devices(cluster, target_seconds)
+    return planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+
+
+class _Planner:
+    """Searches of one graph, which share what does not depend on the cluster."""
+
+    def __init__(
+        self, graph: Graph, demands: Demands, pins: Mapping[str, Mapping[str, Any]] | None, progress: Progress | None
+    ) -> None:
+        self.demands, self.pins, self.progress = demands, dict(pins or {}), progress
+        fusion = fuse(graph) if demands.compiled else None
+        self.space = ShardingSpace.of(graph, fusion=fusion, pins=pins)
+        self.kept = KeptSpace.of(self.space, compiled=demands.compiled)
+
+    def search(self, cluster: Cluster, demands: Demands) -> tuple[Search, Outcome]:
+        search = Search(LevelOne(cluster, self.space, self.kept), cluster, demands, progress=self.progress)
+        return search, search.run()
+
+    def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
+        search, outcome = self.search(cluster, demands)
+        if not outcome.solutions:
+            raise infeasible(search, outcome)
+        judged = [judge(solution) for solution in outcome.solutions[: max(3, demands.num_alternatives)]]
+        best = _best(judged, outcome, demands)
+        others = [each for each in judged if each is not best][: demands.num_alternatives - 1]
+        return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+
+    def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
+        """The first of the clusters of ever more devices that is fast enough."""
+        slowest = None
+        for size in _sizes(cluster):
+            try:
+                plan = self.fastest(cluster.subset(size), self.demands)
+            except ValueError:
+                if size == cluster.num_devices:
+                    raise
+                continue
+            assert plan.step is not None
+            if plan.step.costs.seconds <= target:
+                return plan
+            slowest = plan.step.costs.seconds
+        raise ValueError(
+            f"no plan takes {target:g} s a step: all {cluster.num_devices} devices of {cluster.name!r} take "
+            f"{slowest:.3g} s; give more devices or a longer target_seconds"
+        )
+
+    def least_memory(self, cluster: Cluster) -> Plan:
+        """Bisect the memory limit down to what still fits."""
+        found = self.fastest(cluster, self.demands)
+        assert found.step is not None
+        low, high = 0.0, max(rank.total for rank in found.step.memory)
+        smallest = MEMORY_STEP * cluster.device.usable_bytes
+        while high - low > smallest:
+            middle = (low + high) / 2
+            try:
+                found = self.fastest(cluster, dataclasses.replace(self.demands, memory_limit=middle, headroom=0.0))
+                assert found.step is not None
+                high = min(middle, max(rank.total for rank in found.step.memory))
+            except ValueError:
+                low = middle
+        return found
+
+
+def _best(judged: list[Judged], outcome: Outcome, demands: Demands) -> Judged:
+    """Of the solutions that are as good as the best by the closed form, the one that the simulator likes most."""
+    limit = outcome.solutions[0].seconds * (1.0 + demands.gap)
+    near = [each for each in judged if each.solution.seconds <= limit]
+    return min(near, key=lambda each: each.report.seconds)
+
+
+def _sizes(cluster: Cluster) -> list[int]:
+    """Numbers of devices to try: divisors of a node, then whole nodes."""
+    sizes: set[int] = set()
+    inner = 1
+    for level in cluster.levels:
+        sizes.update(inner * count for count in divisors(level.group_size // inner))
+        sizes.update(inner * count for count in range(1, min(16, level.group_size // inner) + 1))
+        inner = level.group_size
+    return sorted(sizes)

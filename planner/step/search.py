@@ -1,0 +1,281 @@
+"""Level 2: every way to run a training step, best first, until no other can be better.
+
+Candidates (layout × micro-batch × schedule) wait in a heap, each under a lower bound of its step's seconds. A candidate
+that comes to the top is bounded better, in four stages, and goes back; one whose shardings, cuts, recompute and ZeRO
+are solved (``planner.step.stage_ilp``) is an incumbent. The search stops when the top of the heap is no better than the
+incumbent by more than the gap: everything below it is pruned by its bound, which is the certificate.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES
+from planner.step.bounds import Bounds
+from planner.step.candidates import Candidate, candidates
+from planner.step.choices import Setting, unit_runs
+from planner.step.demands import Demands
+from planner.step.layout import ORDERS, Layout, Links
+from planner.step.level_one import LevelOne, Sharded
+from planner.step.stage_bounds import lower_bound, memory_shortfall
+from planner.step.stage_ilp import StageSolution, solve_stages
+from planner.step.stage_problem import StageProblem
+from planner.step.training import POLICIES, ZERO_STAGES
+
+#: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
+BYTE_WEIGHTS = (0.0, 0.25, 1.0)
+#: Candidates that are solved before the search begins.
+DIVES = 8
+#: The stage of an entry whose sharding is to be searched.
+_SHARD = 2
+#: Called with the share of the gap that is closed, the incumbent's seconds and the bound.
+Progress = Callable[[str, float, float], None]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One way to run the step: the candidate, its sharding, and what the stages do."""
+
+    candidate: Candidate
+    sharded: Sharded
+    problem: StageProblem
+    stages: StageSolution
+
+    @property
+    def seconds(self) -> float:
+        return self.stages.objective
+
+
+@dataclass
+class Outcome:
+    """What a search found: solutions best first, the proved bound, and what became of every candidate."""
+
+    solutions: list[Solution]
+    bound: float
+    status: str
+    counts: Counter[str] = field(default_factory=Counter)
+    shortfalls: dict[Candidate, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        if not self.solutions:
+            return float("inf")
+        best = self.solutions[0].seconds
+        return max(0.0, (best - self.bound) / best) if best else 0.0
+
+
+@dataclass(order=True)
+class _Entry:
+    bound: float
+    order: int
+    candidate: Candidate = field(compare=False)
+    stage: int = field(compare=False, default=0)
+    problem: StageProblem | None = field(compare=False, default=None)
+    sharded: Sharded | None = field(compare=False, default=None)
+    weight: float = field(compare=False, default=0.0)
+
+
+class Search:
+    """Best-first search over all candidates of one model on one cluster."""
+
+    def __init__(
+        self, level_one: LevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
+    ) -> None:
+        self.level_one, self.cluster, self.demands, self.progress = level_one, cluster, demands, progress
+        self.counts: Counter[str] = Counter()
+        self.shortfalls: dict[Candidate, float] = {}
+        self.solutions: list[Solution] = []
+        self.links: dict[Layout, Links] = {}
+        self.order = itertools.count()
+        self.memory = self._memory()
+        self.bounds = Bounds(level_one, demands.training)
+
+    def run(self) -> Outcome:
+        """Search until the gap is closed, nothing is left, or time is up."""
+        deadline = time.monotonic() + self.demands.time_limit
+        heap = list(self._first_entries())
+        heapq.heapify(heap)
+        self._dive(heap)
+        status = "optimal"
+        while heap and heap[0].bound < self._cutoff():
+            if time.monotonic() > deadline and self.solutions:
+                status = "time limit"
+                break
+            self._push(heap, self._advance(heapq.heappop(heap)))
+        self.counts["pruned by bound"] += len(heap)
+        best = self.solutions[0].seconds if self.solutions else float("inf")
+        left = heap[0].bound if heap else float("inf")
+        bound = min([left, best, *(each.stages.bound for each in self.solutions[:1])])
+        return Outcome(self.solutions, bound, status, self.counts, self.shortfalls)
+
+    def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.bound < self._cutoff():
+                heapq.heappush(heap, entry)
+            else:
+                self.counts["pruned by bound"] += 1
+
+    def _dive(self, heap: list[_Entry]) -> None:
+        """Solve a few promising candidates at once, so that there is something to prune with.
+
+        Of every pair of pipeline and tensor sizes the one of least bound, least bound first.
+        """
+        best: dict[tuple[int, int], _Entry] = {}
+        for entry in heap:
+            layout = entry.candidate.layout
+            key = (layout.pipeline, layout.tensor)
+            if layout.context == 1 and layout.order == ORDERS[0] and (key not in best or entry < best[key]):
+                best[key] = entry
+        for first in sorted(best.values())[:DIVES]:
+            stack = [first]
+            while stack:
+                entry = stack.pop()
+                if entry.bound < self._cutoff():
+                    stack.extend(self._advance(entry))
+
+    def _memory(self) -> float:
+        device = self.cluster.device.usable_bytes
+        limit = device if self.demands.memory_limit is None else min(device, self.demands.memory_limit)
+        return limit * (1.0 - self.demands.headroom)
+
+    def _cutoff(self) -> float:
+        """What a candidate must beat to be of interest."""
+        wanted = self.demands.num_alternatives
+        if len(self.solutions) < wanted:
+            return float("inf")
+        return self.solutions[wanted - 1].seconds * (1.0 - self.demands.gap)
+
+    def _first_entries(self) -> Iterator[_Entry]:
+        found = candidates(
+            self.cluster,
+            global_batch=self.level_one.global_batch,
+            num_units=sum(unit.count for unit in self.level_one.kept.units),
+            demands=self.demands,
+            micro_batches=self.level_one.micro_batches,
+        )
+        for candidate in found:
+            self.counts["enumerated"] += 1
+            least = self.bounds.whole(candidate.cut)
+            if least == float("inf"):
+                self.counts["cannot be divided"] += 1
+                continue
+            missing = self.bounds.memory(candidate) - self.memory
+            if missing > 0:
+                self._lacks(candidate, missing)
+                continue
+            yield _Entry(candidate.bound(least), next(self.order), candidate)
+
+    def _lacks(self, candidate: Candidate, missing: float) -> None:
+        """Note that ``candidate`` does not fit, by how many bytes at least."""
+        self.counts["out of memory"] += 1
+        self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
+
+    def _advance(self, entry: _Entry) -> Iterator[_Entry]:
+        """The entries that take the place of ``entry``, one stage further; none if it is solved or impossible."""
+        stages = (self._scale, self._bound_by_axis, self._shard, self._bound_stages, self._solve)
+        return stages[entry.stage](entry)
+
+    def _next(self, entry: _Entry, bound: float, **changes: Any) -> _Entry:
+        """``entry`` one stage further."""
+        return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
+
+    def _scale(self, entry: _Entry) -> Iterator[_Entry]:
+        yield self._next(entry, entry.candidate.bound(self.bounds.scaled(entry.candidate.cut)))
+
+    def _bound_by_axis(self, entry: _Entry) -> Iterator[_Entry]:
+        again = entry.candidate.bound(self.bounds.scaled(entry.candidate.cut))
+        if again > entry.bound:
+            yield replace(entry, bound=again)  # others have told more in the meantime
+            return
+        least = self.bounds.by_axis(entry.candidate.cut)
+        if least == float("inf"):
+            self.counts["cannot be divided"] += 1
+            return
+        yield self._next(entry, entry.candidate.bound(least))
+
+    def _shard(self, entry: _Entry) -> Iterator[_Entry]:
+        candidate = entry.candidate
+        again = candidate.bound(self.bounds.scaled(candidate.cut))
+        if again > entry.bound:
+            yield replace(entry, bound=again)
+            return
+        sharded = self.level_one.sharded(
+            candidate.cut, candidate.layout, self._links(candidate.layout), weight=entry.weight
+        )
+        if sharded is None:
+            self.counts["cannot be divided"] += 1
+            return
+        if candidate.layout.order == ORDERS[0] and not entry.weight:
+            self.bounds.learn(candidate.cut, sharded.seconds)
+        yield self._next(entry, candidate.bound(sharded.seconds), sharded=sharded)
+
+    def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
+        assert entry.sharded is not None
+        problem = self.problem(entry.candidate, entry.sharded)
+        missing = memory_shortfall(problem)
+        if missing > 0:
+            yield from self._with_fewer_bytes(entry)
+            self._lacks(entry.candidate, missing)
+            return
+        yield self._next(entry, lower_bound(problem), problem=problem)
+
+    def _solve(self, entry: _Entry) -> Iterator[_Entry]:
+        assert entry.sharded is not None and entry.problem is not None
+        self.counts["solved"] += 1
+        solved = solve_stages(entry.problem, time_limit=self.demands.time_limit, gap=self.demands.gap / 2)
+        if solved is None or solved.assignment is None:
+            self.counts["out of memory"] += 1
+            yield from self._with_fewer_bytes(entry)
+            return
+        if solved.objective > entry.bound * (1.0 + self.demands.gap):
+            yield from self._with_fewer_bytes(entry)
+        self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
+
+    def _with_fewer_bytes(self, entry: _Entry) -> Iterator[_Entry]:
+        """Where memory binds: the candidate again, under the sharding for which a byte is worth more."""
+        heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
+        if heavier is not None and entry.candidate.layout.tensor > 1:
+            yield replace(entry, order=next(self.order), stage=_SHARD, weight=heavier, problem=None, sharded=None)
+
+    def _add(self, solution: Solution) -> None:
+        self.solutions.append(solution)
+        self.solutions.sort(key=lambda each: each.seconds)
+        del self.solutions[max(8, self.demands.num_alternatives) :]
+        if self.progress is not None:
+            self.progress(str(solution.candidate), self.solutions[0].seconds, solution.stages.bound)
+
+    def _links(self, layout: Layout) -> Links:
+        if layout not in self.links:
+            self.links[layout] = Links.of(self.cluster, layout)
+        return self.links[layout]
+
+    def setting(self, candidate: Candidate) -> Setting:
+        """Where the units of ``candidate`` run."""
+        layout, demands = candidate.layout, self.demands
+        return Setting(
+            layout=layout,
+            links=self._links(layout),
+            num_microbatches=candidate.num_microbatches,
+            tied_apart=layout.pipeline > 1 and SCHEDULES[candidate.schedule].placement != "vee",
+            training=demands.training,
+            recompute=demands.among("recompute", POLICIES),
+            zero=demands.among("zero", ZERO_STAGES),
+        )
+
+    def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
+        """The stage problem of one candidate under one sharding."""
+        return StageProblem(
+            runs=unit_runs(sharded.figures, self.setting(candidate)),
+            schedule=candidate.schedule,
+            num_ranks=candidate.layout.pipeline,
+            num_chunks=candidate.num_chunks,
+            num_microbatches=candidate.num_microbatches,
+            memory=(self.memory,) * candidate.layout.pipeline,
+        )

@@ -1,0 +1,129 @@
+"""What some units take of a rank at best: undominated (seconds, bytes) over all their choices, in whole units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.step import LayerCosts
+from planner.step.stage_problem import StageProblem, UnitChoice
+from planner.step.stage_program import spans
+
+Array = NDArray[np.float64]
+
+#: Seconds, bytes and index of each choice that a unit may take.
+Options = tuple[Array, Array, NDArray[np.int64]]
+#: Fronts are thinned to this many points; what that may lose is accounted for in ``Front.lost``.
+_LARGEST_FRONT = 1000
+
+
+@dataclass(frozen=True)
+class Front:
+    """Undominated (seconds, bytes) of some units on a rank, and how each point came about.
+
+    ``lost`` bounds the seconds by which a point that was thinned out is faster than the one that stands for it.
+    """
+
+    seconds: Array
+    sizes: Array
+    limit: float
+    lost: float = 0.0
+    before: Front | None = None
+    slot: tuple[int, int] = (0, 0)
+    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
+        """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
+        option_seconds, option_sizes, choices = options
+        seconds = (self.seconds[:, None] + option_seconds).ravel()
+        sizes = (self.sizes[:, None] + option_sizes).ravel()
+        order = np.lexsort((sizes, seconds))
+        order = order[sizes[order] <= self.limit]
+        if len(order) > 1:
+            fewest = np.minimum.accumulate(sizes[order])
+            order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
+        lost = self.lost
+        if len(order) > _LARGEST_FRONT:
+            kept = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
+            lost += float(np.diff(seconds[order[kept]]).max())
+            order = order[kept]
+        return Front(
+            seconds[order],
+            sizes[order],
+            self.limit,
+            lost,
+            self,
+            slot,
+            order // len(choices),
+            choices[order % len(choices)],
+        )
+
+    def units(self) -> list[tuple[int, int, int]]:
+        """The (chunk, run, choice) of every unit of the fastest point."""
+        found, front, point = [], self, 0
+        while front.before is not None:
+            found.append((*front.slot, int(front.picks[point])))
+            front, point = front.before, int(front.parents[point])
+        return found
+
+
+def options_of(
+    choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, peak: float, held: float, bounded: bool
+) -> Options:
+    """The undominated choices of a unit that need at most ``peak`` bytes beyond what they keep.
+
+    ``held`` is the number of micro-batches in flight; without a memory limit (``bounded``) bytes count as nothing.
+    """
+    found = []
+    for index, choice in enumerate(choices):
+        costs = choice.costs
+        if costs.peak_bytes <= peak:
+            size = costs.state_bytes + held * costs.saved_bytes if bounded else 0.0
+            found.append((seconds(costs), size, index))
+    best: list[tuple[float, float, int]] = []
+    for option in sorted(found):
+        if not best or option[1] < best[-1][1]:
+            best.append(option)
+    times, sizes, indices = zip(*best) if best else ((), (), ())
+    return np.array(times, dtype=float), np.array(sizes, dtype=float), np.array(indices, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward."""
+
+    unit: Callable[[LayerCosts], float]
+    receive: tuple[float, float] = (1.0, 1.0)
+
+
+def mean_streams(shares: tuple[float, float]) -> Weights:
+    """A mean of the compute and communication streams, with these shares of compute forward and backward.
+
+    The longer of two streams is no shorter, so a load counted in this way is a bound.
+    """
+    forward, backward = shares
+
+    def unit(costs: LayerCosts) -> float:
+        hidden = (1 - forward) * costs.gather_forward + (1 - backward) * (costs.gather_backward + costs.reduce_backward)
+        return forward * costs.forward + backward * costs.backward + hidden
+
+    return Weights(unit, shares)
+
+
+def received(problem: StageProblem, rank: int, shares: tuple[float, float]) -> float:
+    """Seconds that a rank's chunks take at least to receive boundaries from other ranks, each way times its share."""
+    ranks, allowed = problem.ranks, spans(problem)
+    total = 0.0
+    for cut in range(1, problem.num_chunks):
+        if ranks[cut] == ranks[cut - 1]:
+            continue
+        runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
+        if ranks[cut] == rank:
+            total += shares[0] * min(run.receive_forward for run in runs)
+        if ranks[cut - 1] == rank:
+            total += shares[1] * min(run.receive_backward for run in runs)
+    return total

@@ -1,0 +1,28 @@
+"""How a model is trained, as far as memory and time depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models.dtypes import item_size
+
+#: ZeRO stages (Rajbhandari et al. 2020): what is divided over the devices that hold the same parameters.
+ZERO_STAGES = (0, 1, 2, 3)
+#: Recompute policies in the order of what they keep.
+POLICIES = ("none", "regather", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How parameters are trained: the optimizer, and the dtype that gradients are summed and reduced in.
+
+    ``gradient_dtype`` None: float32 for parameters of 16 bits, else the parameter's own.
+    """
+
+    optimizer: str = "adamw"
+    gradient_dtype: str | None = None
+
+    def gradients(self, dtype: str) -> str:
+        if self.gradient_dtype is not None:
+            return self.gradient_dtype
+        return "float32" if item_size(dtype) < 4 else dtype
