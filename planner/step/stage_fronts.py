@@ -39,6 +39,8 @@ class Front:
     def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
         """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options
+        if not len(choices) or not len(self.seconds):
+            return Front(np.zeros(0), np.zeros(0), self.limit, self.lost, self, slot)
         seconds = (self.seconds[:, None] + option_seconds).ravel()
         sizes = (self.sizes[:, None] + option_sizes).ravel()
         order = np.lexsort((sizes, seconds))
