@@ -3,8 +3,8 @@
 Forward: storages live from the node that makes them to the last that takes them; what leaves the stretch lives to its
 end; what is made inside an operator lives while that runs. What is kept anyway is not counted twice.
 
-Backward, mirrored: what was not kept but autograd needs is made again first and all alive at once; then node by node in
-reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second contribution
+Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end; then node by
+node in reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second contribution
 exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its forward, and
 kept storages go when the earliest node that needs them is through.
 
@@ -76,7 +76,8 @@ class _Walk:
             for user in self.known.users.get(name, ())
             if user not in inside or self.stretch.kept[user].is_expensive
         }
-        return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values()
+        read = self.stretch.saved(expensive=True)
+        return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values() | read
 
     def bytes_of(self, root: str) -> float:
         return self.local_bytes(self.known.values[root]) if root in self.written else 0.0
