@@ -96,10 +96,14 @@ def options_of(
 
 @dataclass(frozen=True)
 class Weights:
-    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward."""
+    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward.
+
+    ``proves`` says that a rank is never busy for less than this in one micro-batch.
+    """
 
     unit: Callable[[LayerCosts], float]
     receive: tuple[float, float] = (1.0, 1.0)
+    proves: bool = True
 
 
 def mean_streams(shares: tuple[float, float]) -> Weights:

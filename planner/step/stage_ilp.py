@@ -63,6 +63,7 @@ from planner.step.stage_fronts import Weights, mean_streams
 from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
 from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds
 from planner.step.stage_ranks import Shares, add_tables, share_out
+from planner.step.stage_segments import Segments, cut_segments
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"
@@ -141,7 +142,8 @@ class _Search:
         stage = build_stage_program(self.problem, load_bound=self.load)
         self.size = (stage.program.num_variables, stage.program.num_constraints)
         if shares is not None and self.best is not None:
-            add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
+            if isinstance(shares, Shares):
+                add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
             relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
             self.raise_bound(stage, solve(relaxed, time_limit=max(0.1, deadline - time.monotonic())))
             if self.settled():
@@ -172,22 +174,34 @@ class _Search:
         alike = ((run, row.index(min(row)), self.problem.runs[run].count) for run, row in enumerate(costs))
         return self.offer((tuple(alike),))
 
-    def share(self) -> Shares | None:
-        """Share units out over ranks, first as if memory were plenty; returns the tables that bound the loads."""
-        streams = mean_streams(self.bounds.shares)
-        shares = None
+    def share(self) -> Shares | Segments | None:
+        """Share units out over ranks, first as if memory were plenty, and take over what that proves.
+
+        Returns the last result, None for a problem that cannot be taken rank by rank.
+        """
+        found: Shares | Segments | None = None
         for remember in (False, True):
-            shares = share_out(self.problem, streams, remember=remember)
-            if shares is None or math.isinf(shares.load):
-                return shares
-            self.load = max(self.load, shares.load)
-            self.bound = max(self.bound, self.bounds.step_with(self.load))
-            fitting = self.offer(shares.assignment(self.problem))
-            whole = share_out(self.problem, _whole_step(self.problem), remember=remember)
-            if whole is not None and math.isfinite(whole.load):
-                fitting |= self.offer(whole.assignment(self.problem))
+            problem = self.problem if remember else _without_memory(self.problem)
+            fitting = False
+            for weights in (mean_streams(self.bounds.shares), _whole_step(self.problem)):
+                found_now = self.taken_apart(problem, weights)
+                if found_now is None or (math.isinf(found_now.load) and weights.proves):
+                    return found_now
+                if weights.proves:
+                    found = found_now
+                    self.load = max(self.load, found.load)
+                    self.bound = max(self.bound, self.bounds.step_with(self.load))
+                if math.isfinite(found_now.load) and (assignment := found_now.assignment) is not None:
+                    fitting |= self.offer(assignment)
             if fitting or self.settled():
                 break
+        return found
+
+    def taken_apart(self, problem: StageProblem, weights: Weights) -> Shares | Segments | None:
+        """The least bottleneck rank by rank, where the problem allows that."""
+        shares = share_out(problem, weights)
+        if shares is None and problem.num_chunks == problem.num_ranks and not has_kinds(problem):
+            return cut_segments(problem, weights, load_bound=self.load if weights.proves else 0.0)
         return shares
 
     def raise_bound(self, stage: StageProgram, solution: Solution) -> None:
@@ -220,6 +234,10 @@ class _Search:
         return StageSolution(self.best, self.objective, min(self.bound, self.objective), status, *self.size)
 
 
+def _without_memory(problem: StageProblem) -> StageProblem:
+    return replace(problem, memory=(math.inf,) * problem.num_ranks)
+
+
 def _whole_step(problem: StageProblem) -> Weights:
     """What a unit adds to the step where ranks are alike: its load, its part of the fill, its update."""
     times, ranks = problem.num_microbatches, problem.num_ranks
@@ -234,7 +252,7 @@ def _whole_step(problem: StageProblem) -> Weights:
         compute += (weight - backward) * costs.backward_weight if schedule.splits_backward else 0.0
         return compute + (costs.update_step + costs.gather_step) / ranks
 
-    return Weights(unit)
+    return Weights(unit, proves=False)
 
 
 def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:

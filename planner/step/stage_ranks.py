@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,9 +105,10 @@ class Shares:
     units: list[int]
     load: float
 
-    def assignment(self, problem: StageProblem) -> Assignment:
+    @property
+    def assignment(self) -> Assignment:
         """The assignment that the shares stand for."""
-        counts: list[dict[tuple[int, int], int]] = [{} for _ in range(problem.num_chunks)]
+        counts: list[dict[tuple[int, int], int]] = [{} for table in self.tables for _ in table.chunks]
         for table, units in zip(self.tables, self.units):
             for chunk, run, choice in table.assigned(units):
                 counts[chunk][run, choice] = counts[chunk].get((run, choice), 0) + 1
@@ -116,12 +117,11 @@ class Shares:
         )
 
 
-def share_out(problem: StageProblem, weights: Weights, *, remember: bool = True) -> Shares | None:
+def share_out(problem: StageProblem, weights: Weights) -> Shares | None:
     """Hand out the units of the long run so that the largest load is least, then so that the sum of loads is small.
 
     Args:
         weights: what a unit and a received boundary count.
-        remember: keep within memory (else it is left out, which is much faster).
 
     Returns:
         None if the model is not one long run. A load of infinity says that memory cannot hold it.
@@ -129,8 +129,6 @@ def share_out(problem: StageProblem, weights: Weights, *, remember: bool = True)
     run = main_run(problem)
     if run is None:
         return None
-    if not remember:
-        problem = replace(problem, memory=(math.inf,) * problem.num_ranks)
     tables = [RankTable(problem, rank, run, weights) for rank in range(problem.num_ranks)]
     units = [table.least for table in tables]
     rest = problem.runs[run].count - sum(units)
@@ -182,7 +180,7 @@ def add_tables(stage: StageProgram, shares: Shares, largest_load: float) -> None
             held.add(stage.units(chunk, table.run))
         points = []
         for units in range(table.least, problem.runs[table.run].count + 1):
-            if table.load(units) > largest_load * (1 + 1e-9):
+            if math.isinf(table.load(units)) or table.load(units) > largest_load * (1 + 1e-9):
                 break
             points.append((float(units), table.load(units) / stage.second))
         if not points:
