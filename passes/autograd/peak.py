@@ -3,10 +3,10 @@
 Forward: storages live from the node that makes them to the last that takes them; what leaves the stretch lives to its
 end; what is made inside an operator lives while that runs. What is kept anyway is not counted twice.
 
-Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end; then node by
-node in reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second contribution
-exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its forward, and
-kept storages go when the earliest node that needs them is through.
+Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end. Then, node by
+node in reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second
+contribution exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its
+forward, and kept storages go when the earliest node that needs them is through.
 
 ``compiled=True`` leaves out what fused kernels never write: values and gradients between cheap operators.
 """
