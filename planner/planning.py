@@ -20,7 +20,7 @@ def plan(
     model: Any,
     cluster: Cluster | str | None = None,
     *,
-    mesh: MeshShape | Mapping[str, int] | str,
+    mesh: MeshShape | Mapping[str, int] | str | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
@@ -31,48 +31,119 @@ def plan(
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
     time_limit: float = 60.0,
+    global_batch: int | None = None,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    headroom: float = 0.0,
+    num_devices: int | None = None,
+    objective: str = "time",
+    target_seconds: float | None = None,
+    num_alternatives: int = 1,
+    optimizer: str = "adamw",
+    gradient_dtype: str | None = None,
+    compiled: bool = False,
+    progress: Callable[[str, float, float], None] | None = None,
 ) -> Plan:
-    """Choose how every operator and parameter of ``model`` is split over ``mesh``.
+    """Decide how a training step of ``model`` runs on ``cluster``.
+
+    Without ``mesh`` everything is decided: how many ways of data, tensor, context and pipeline parallelism and on which
+    links, micro-batches and schedule, where the pipeline is cut, and for every layer how it is sharded, what is
+    recomputed, and its ZeRO stage. With ``mesh``, only how every operator and parameter is split over its axes.
 
     Args:
         model: an ``nn.Module`` (meta tensors will do), a Hugging Face config, the path of a config, or a name from
             the config library (``"llama-3-8b"``).
         cluster: the hardware, or its short form (``"dgx-h100:32"``); None for this machine's processors.
         mesh: axis sizes, outermost first: ``{"dp": 32, "tp": 8}`` or ``"dp=32,tp=8"``.
-        batch_size, seq_len: the global batch of a Hugging Face model (images: ``seq_len`` is not used).
+        batch_size, global_batch: samples in a step, over all devices (two names of one thing).
+        seq_len: tokens in a sample of a Hugging Face model (images: not used).
         example_inputs: for any other model, its keyword arguments (a mapping) or positional ones (a tuple).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
         dtype: parameter dtype of a model built from a config (default: bfloat16).
         training: plan a training step (default: when there is a loss) or inference.
-        memory_limit: bytes that a device may hold; None for no bound.
+        memory_limit: bytes that a device may hold; None for what it has (with ``mesh``: no bound).
         constraints: pins by glob on names, ``{"model.layers.*.mlp.*": {"tp": "S(0)"}}``.
-        forbid_collectives: collectives that the plan must not use (``("all_gather",)``).
-        time_limit: seconds for the solver; on reaching it the best plan so far is returned with its gap.
+        forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
+        time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
+        fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. The choices:
+            ``pp``, ``dp``, ``cp``, ``tp``, ``micro_batch`` (samples on a device at a time), ``num_microbatches``,
+            ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``.
+        headroom: share of each device's memory to leave free.
+        num_devices: plan for so many of the cluster's devices.
+        objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).
+        num_alternatives: how many plans to find; the runners-up are in ``plan.step.alternatives``.
+        optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
+        compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
+        progress: called with (candidate, seconds of the best plan, bound) at every better plan.
 
     Raises:
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
-    shape = as_mesh_shape(mesh)
-    hardware = as_cluster(cluster, num_devices=shape.num_devices)
+    if mesh is not None:
+        _refuse_with_mesh(fix=fix, forbid=forbid, num_devices=num_devices, target_seconds=target_seconds)
+    shape = None if mesh is None else as_mesh_shape(mesh)
+    hardware = as_cluster(cluster, num_devices=1 if shape is None else shape.num_devices)
+    if num_devices is not None:
+        hardware = hardware.subset(num_devices)
     graph = capture_for_planning(
         model,
-        batch_size=batch_size,
+        batch_size=_one_of(batch_size, global_batch),
         seq_len=seq_len,
         example_inputs=example_inputs,
         loss_fn=loss_fn,
         dtype=dtype,
         training=training,
     )
-    return plan_graph(
-        graph,
-        hardware,
-        mesh=shape,
+    if shape is not None:
+        return plan_graph(
+            graph,
+            hardware,
+            mesh=shape,
+            memory_limit=memory_limit,
+            constraints=constraints,
+            forbid_collectives=forbid_collectives,
+            time_limit=time_limit,
+        )
+    from planner.step.demands import read_demands
+    from planner.step.planning import plan_step
+    from planner.step.training import Training
+
+    demands = read_demands(
+        fix,
+        forbid,
+        headroom=headroom,
         memory_limit=memory_limit,
-        constraints=constraints,
-        forbid_collectives=forbid_collectives,
+        training=Training(optimizer, gradient_dtype),
+        compiled=compiled,
+        num_alternatives=num_alternatives,
         time_limit=time_limit,
     )
+    return plan_step(
+        graph,
+        hardware,
+        demands,
+        pins=constraints,
+        objective=objective,
+        target_seconds=target_seconds,
+        progress=progress,
+    )
+
+
+def _one_of(batch_size: int | None, global_batch: int | None) -> int | None:
+    if batch_size is not None and global_batch is not None and batch_size != global_batch:
+        raise ValueError(
+            f"batch_size {batch_size} and global_batch {global_batch} are the same thing: give one of them"
+        )
+    return batch_size if batch_size is not None else global_batch
+
+
+def _refuse_with_mesh(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"{name} goes with planning a whole step, for which mesh is not given: drop one of the two"
+            )
 
 
 def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, **options: Any) -> Plan:

@@ -60,7 +60,16 @@ from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
 from planner.step.stage_bounds import time_bounds
 from planner.step.stage_fronts import Weights, mean_streams
-from planner.step.stage_problem import Assignment, StageProblem, as_step, fits, undominated
+from planner.step.stage_problem import (
+    Assignment,
+    StageProblem,
+    as_step,
+    fits,
+    of_kind,
+    relabelled,
+    undominated,
+    without_kinds,
+)
 from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds
 from planner.step.stage_ranks import Shares, add_tables, share_out
 from planner.step.stage_segments import Segments, cut_segments
@@ -112,10 +121,7 @@ def solve_stages(
     found = _Search(reduced, math.inf if cutoff is None else cutoff, gap).run(time_limit)
     if found is None or found.assignment is None:
         return found
-    original = tuple(
-        tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in found.assignment
-    )
-    return replace(found, assignment=original)
+    return replace(found, assignment=relabelled(found.assignment, kept))
 
 
 class _Search:
@@ -157,7 +163,10 @@ class _Search:
 
     def offer(self, assignment: Assignment) -> bool:
         """Keep an assignment if it fits and is the fastest; whether it fits."""
-        step = as_step(self.problem, assignment)
+        try:
+            step = as_step(self.problem, assignment)
+        except ValueError:  # neighbours of kinds that cannot meet
+            return False
         if not fits(self.problem, step_memory(step)):
             return False
         seconds = step_seconds(step).total
@@ -177,11 +186,13 @@ class _Search:
     def share(self) -> Shares | Segments | None:
         """Share units out over ranks, first as if memory were plenty, and take over what that proves.
 
+        Kinds are left out of what is proved, as conversions only add; assignments of a single kind are offered besides.
         Returns the last result, None for a problem that cannot be taken rank by rank.
         """
+        self.try_single_kinds()
         found: Shares | Segments | None = None
         for remember in (False, True):
-            problem = self.problem if remember else _without_memory(self.problem)
+            problem = without_kinds(self.problem if remember else _without_memory(self.problem))
             fitting = False
             for weights in (mean_streams(self.bounds.shares), _whole_step(self.problem)):
                 found_now = self.taken_apart(problem, weights)
@@ -197,10 +208,22 @@ class _Search:
                 break
         return found
 
+    def try_single_kinds(self) -> None:
+        """Where there are several kinds: the best of assignments that keep to one throughout."""
+        if not has_kinds(self.problem):
+            return
+        for kind in sorted({choice.exit for run in self.problem.runs for choice in run.choices}):
+            reduced, kept = of_kind(self.problem, kind)
+            if reduced is None:
+                continue
+            found = self.taken_apart(reduced, _whole_step(reduced))
+            if found is not None and math.isfinite(found.load) and found.assignment is not None:
+                self.offer(relabelled(found.assignment, kept))
+
     def taken_apart(self, problem: StageProblem, weights: Weights) -> Shares | Segments | None:
         """The least bottleneck rank by rank, where the problem allows that."""
         shares = share_out(problem, weights)
-        if shares is None and problem.num_chunks == problem.num_ranks and not has_kinds(problem):
+        if shares is None and problem.num_chunks == problem.num_ranks:
             return cut_segments(problem, weights, load_bound=self.load if weights.proves else 0.0)
         return shares
 
@@ -256,12 +279,18 @@ def _whole_step(problem: StageProblem) -> Weights:
 
 
 def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:
-    """The columns of an assignment of a problem with a single kind."""
+    """The columns of an assignment."""
+    kinds = has_kinds(stage.problem)
     values = {move.column: 0.0 for moves in stage.moves for move in moves}
+    given: str | None = None
     for moves, groups in zip(stage.moves, assignment):
-        columns = {(move.run, move.choice): move.column for move in moves}
+        columns = {(move.run, move.choice, move.given if kinds else None): move.column for move in moves}
         for run, choice, count in groups:
-            values[columns[run, choice]] += float(count)
+            leaves = stage.problem.runs[run].choices[choice].exit if kinds else None
+            values[columns[run, choice, given]] += 1.0
+            if count > 1:
+                values[columns[run, choice, leaves]] += count - 1.0
+            given = leaves
     return values
 
 

@@ -153,6 +153,38 @@ def fits(problem: StageProblem, memory: Sequence[float]) -> bool:
     return all(used <= limit * (1 + ROUNDING) for used, limit in zip(memory, problem.memory))
 
 
+def without_kinds(problem: StageProblem) -> StageProblem:
+    """The problem with every boundary alike, so that nothing is converted: never slower to solve or to run."""
+    runs = tuple(
+        replace(run, choices=tuple(replace(choice, entry="", exit="") for choice in run.choices))
+        for run in problem.runs
+    )
+    return replace(problem, runs=runs)
+
+
+def of_kind(problem: StageProblem, kind: str) -> tuple[StageProblem | None, tuple[tuple[int, ...], ...]]:
+    """The problem with only the choices that take and give one kind (None if a run has none), and where they are from."""
+    kept = tuple(
+        tuple(index for index, choice in enumerate(run.choices) if choice.entry == choice.exit == kind)
+        for run in problem.runs
+    )
+    if not all(kept):
+        return None, kept
+    return _with_choices(problem, kept), kept
+
+
+def relabelled(assignment: Assignment, kept: Sequence[Sequence[int]]) -> Assignment:
+    """An assignment of a problem with fewer choices, in terms of the problem that ``kept`` says they are from."""
+    return tuple(tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in assignment)
+
+
+def _with_choices(problem: StageProblem, kept: Sequence[Sequence[int]]) -> StageProblem:
+    runs = tuple(
+        replace(run, choices=tuple(run.choices[index] for index in indices)) for run, indices in zip(problem.runs, kept)
+    )
+    return replace(problem, runs=runs)
+
+
 def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
     """The problem without choices that another one beats or equals in every figure, and where the rest come from.
 
@@ -160,10 +192,7 @@ def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, .
     """
     better = _directions(problem)
     kept = tuple(_undominated(run.choices, better) for run in problem.runs)
-    runs = tuple(
-        replace(run, choices=tuple(run.choices[index] for index in indices)) for run, indices in zip(problem.runs, kept)
-    )
-    return replace(problem, runs=runs), kept
+    return _with_choices(problem, kept), kept
 
 
 def _conversions(

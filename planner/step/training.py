@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_models.dtypes import item_size
+from cost_models.memory import OPTIMIZER_MOMENTS
 
 #: ZeRO stages (Rajbhandari et al. 2020): what is divided over the devices that hold the same parameters.
 ZERO_STAGES = (0, 1, 2, 3)
@@ -21,6 +22,13 @@ class Training:
 
     optimizer: str = "adamw"
     gradient_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an optimizer or dtype that nothing is known of."""
+        if self.optimizer not in OPTIMIZER_MOMENTS:
+            raise ValueError(f"unknown optimizer {self.optimizer!r}: expected one of {', '.join(OPTIMIZER_MOMENTS)}")
+        if self.gradient_dtype is not None:
+            item_size(self.gradient_dtype)
 
     def gradients(self, dtype: str) -> str:
         if self.gradient_dtype is not None:
