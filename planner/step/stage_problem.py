@@ -163,7 +163,7 @@ def without_kinds(problem: StageProblem) -> StageProblem:
 
 
 def of_kind(problem: StageProblem, kind: str) -> tuple[StageProblem | None, tuple[tuple[int, ...], ...]]:
-    """The problem with only the choices that take and give one kind (None if a run has none), and where they are from."""
+    """The problem with only the choices of one kind (None if a run has none), and where they are from."""
     kept = tuple(
         tuple(index for index, choice in enumerate(run.choices) if choice.entry == choice.exit == kind)
         for run in problem.runs
