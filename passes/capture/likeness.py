@@ -97,12 +97,18 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, functools.partial):
         return _same((first.func, first.args, first.keywords), (second.func, second.args, second.keywords))
     if isinstance(first, types.FunctionType):
-        return _same(_parts(first), _parts(second))
+        return _same_function(first, second)
     if dataclasses.is_dataclass(first):
         return _same(vars(first), vars(second))
     return False
 
 
-def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    return function.__code__, function.__defaults__, function.__kwdefaults__, cells
+def _same_function(first: types.FunctionType, second: types.FunctionType) -> bool:
+    """Whether two functions come from the same definition, which saw nothing else around it."""
+    return (
+        first.__code__ is second.__code__
+        and first.__closure__ is None
+        and second.__closure__ is None
+        and _same(first.__defaults__, second.__defaults__)
+        and _same(first.__kwdefaults__, second.__kwdefaults__)
+    )
