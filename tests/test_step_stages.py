@@ -12,6 +12,8 @@ import pytest
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
+from planner.search.linear import LinearProgram
+from planner.search.solver import solve
 from planner.step.stage_bounds import lower_bound, memory_shortfall
 from planner.step.stage_ilp import CUTOFF, solve_stages
 from planner.step.stage_problem import Assignment, StageProblem, UnitChoice, UnitRun, as_step, fits, undominated
@@ -301,6 +303,46 @@ def test_a_model_of_two_long_runs_is_solved_too() -> None:
     found = solve_stages(StageProblem(**{**vars(problem), "runs": runs}))
     assert main_run(problem) == 1
     assert found is not None and found.gap <= 1e-4
+
+
+def two_kinds(problem: StageProblem) -> StageProblem:
+    """Every choice as it is with kind "a", and a slower one of kind "b" that keeps less."""
+
+    def both(choice: UnitChoice) -> tuple[UnitChoice, UnitChoice]:
+        figures = vars(choice.costs)
+        less = {"forward": 1.03 * choice.costs.forward, "saved_bytes": 0.7 * choice.costs.saved_bytes}
+        other = UnitChoice(label=(*choice.label, "b"), costs=LayerCosts(**{**figures, **less}), entry="b", exit="b")
+        return UnitChoice(label=choice.label, costs=choice.costs, entry="a", exit="a"), other
+
+    runs = tuple(
+        UnitRun(**{**vars(run), "choices": tuple(itertools.chain(*map(both, run.choices)))}) for run in problem.runs
+    )
+    conversions = {("a", "b"): (2e-4, 2e-4), ("b", "a"): (2e-4, 2e-4)}
+    return StageProblem(**{**vars(problem), "runs": runs, "conversions": conversions})
+
+
+def test_kinds_that_cost_conversions_are_mixed_where_memory_makes_that_pay() -> None:
+    plenty, tight = (two_kinds(uniform(num_layers=32, num_ranks=4, memory=size * GIB)) for size in (1000, 25))
+    kinds = []
+    for problem in (plenty, tight):
+        found = solve_stages(problem, gap=1e-3)
+        assert found is not None and found.assignment is not None and found.gap <= 1e-3
+        chosen = {problem.runs[run].choices[choice].exit for groups in found.assignment for run, choice, _ in groups}
+        kinds.append(chosen)
+    assert kinds[0] == {"a"}
+    assert "b" in kinds[1]
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_solvers_take_a_cutoff_a_gap_and_a_start(solver: str) -> None:
+    program = LinearProgram()
+    columns = [program.variable(cost, upper=3.0, integer=True) for cost in (5.0, 4.0, 3.0)]
+    program.row(zip(columns, (2.0, 3.0, 1.0)), lower=7.0)
+    best = solve(program, time_limit=10, solver=solver, start={columns[0]: 3.0, columns[2]: 1.0})
+    assert best.values is not None
+    assert sum(cost * value for cost, value in zip(program.costs, best.values)) == pytest.approx(11.0)
+    assert solve(program, time_limit=10, solver=solver, cutoff=10.0).infeasible
+    assert solve(program, time_limit=10, solver=solver, cutoff=12.0, gap=0.5).values is not None
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,13 @@ Program::
 
 f and b are the larger of their two bounds in every solution that is best, except where a longer stream would shorten
 the step (a reduction that it hides, a negative coefficient): there a binary says which of the two it equals. A proved
-bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not see.
+bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not see. With
+one long run (``stage_ranks``), so is the convex hull of each rank's least load against the units that it holds,
+
+    n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
+
+over what a step no slower than the best known one leaves room for. Both are found rank by rank, exactly, before the
+program is solved, together with assignments that often meet the bound, so that the program need not be solved at all.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
-from planner.step.stage_bounds import time_bounds
+from planner.step.stage_bounds import memory_shortfall, time_bounds
 from planner.step.stage_fronts import Weights, mean_streams
 from planner.step.stage_problem import (
     Assignment,
@@ -116,6 +122,8 @@ def solve_stages(
         gap: relative gap at which an assignment counts as optimal.
     """
     if problem.num_units < problem.num_chunks:
+        return None
+    if memory_shortfall(problem) > 0:
         return None
     reduced, kept = undominated(problem)
     found = _Search(reduced, math.inf if cutoff is None else cutoff, gap).run(time_limit)
