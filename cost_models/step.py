@@ -1,7 +1,7 @@
 """What one training step is made of, as plain figures: layers, chunks of layers, and the pipeline that runs them.
 
-The planner fills these in; ``cost_models.step_time`` gives the closed form of the step's time, ``cost_models.simulator``
-plays it event by event. Seconds and bytes are of one device.
+The planner fills these in; ``cost_models.step_time`` gives the closed form of the step's time,
+``cost_models.simulator`` plays it event by event. Seconds and bytes are of one device.
 """
 
 from __future__ import annotations
