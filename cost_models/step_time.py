@@ -34,7 +34,7 @@ gather_step). Interleaved schedules hide more than this window, since a chunk's 
 micro-batches before the next chunk's; schedules that end in weight gradients hide less. All terms are
 linear, or maxima of linear terms, in the seconds of the layers.
 
-How near this is to the simulation where nothing overlaps: equal on equal chunks (DualPipeV: up to 3% above); within 2%
+How near this is to the simulation where nothing overlaps: equal on equal chunks (DualPipeV: up to 4% above); within 2%
 where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as slow and
 48 a rank. Far more uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches
 a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole fill and drain.
