@@ -297,12 +297,27 @@ def test_only_choices_that_win_somewhere_are_kept() -> None:
     assert reduced.runs[1].choices == layers.choices
 
 
-def test_a_model_of_two_long_runs_is_solved_too() -> None:
-    problem = uniform(num_layers=12, num_ranks=4, memory=1000 * GIB)
-    runs = (*problem.runs[:2], *problem.runs)
-    found = solve_stages(StageProblem(**{**vars(problem), "runs": runs}))
-    assert main_run(problem) == 1
-    assert found is not None and found.gap <= 1e-4
+def two_long_runs(schedule: str, chunks_per_rank: int, memory: float) -> StageProblem:
+    """An encoder and a decoder with an embedding each: no single long run."""
+    problem = uniform(num_layers=12, num_ranks=4, memory=memory, schedule=schedule, chunks_per_rank=chunks_per_rank)
+    return StageProblem(**{**vars(problem), "runs": (*problem.runs[:2], *problem.runs)})
+
+
+@pytest.mark.parametrize("memory", [1000 * GIB, 20 * GIB])
+def test_a_model_of_two_long_runs_is_cut_exactly_with_one_chunk_a_rank(memory: float) -> None:
+    problem = two_long_runs("1f1b", 1, memory)
+    assert main_run(problem) is None
+    found = solve_stages(problem, gap=1e-3)
+    assert found is not None and found.gap <= 1e-3
+
+
+@pytest.mark.parametrize(("memory", "gap"), [(1000 * GIB, 0.06), (20 * GIB, 0.15)])
+def test_a_model_of_two_long_runs_has_good_cuts_at_once_with_several_chunks_a_rank(memory: float, gap: float) -> None:
+    problem = two_long_runs("zbv", 2, memory)
+    found = solve_stages(problem, time_limit=0.0)
+    assert found is not None and found.assignment is not None
+    assert fits(problem, step_memory(as_step(problem, found.assignment)))
+    assert found.gap < gap
 
 
 def two_kinds(problem: StageProblem) -> StageProblem:

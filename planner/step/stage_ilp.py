@@ -64,6 +64,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
+from planner.step.stage_balance import balance
 from planner.step.stage_bounds import memory_shortfall, time_bounds
 from planner.step.stage_fronts import Weights, mean_streams
 from planner.step.stage_problem import (
@@ -155,7 +156,7 @@ class _Search:
             return None
         stage = build_stage_program(self.problem, load_bound=self.load)
         self.size = (stage.program.num_variables, stage.program.num_constraints)
-        if shares is not None and self.best is not None:
+        if self.best is not None:
             if isinstance(shares, Shares):
                 add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
             relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
@@ -204,7 +205,10 @@ class _Search:
             fitting = False
             for weights in (mean_streams(self.bounds.shares), _whole_step(self.problem)):
                 found_now = self.taken_apart(problem, weights)
-                if found_now is None or (math.isinf(found_now.load) and weights.proves):
+                if found_now is None:
+                    self.try_balanced()
+                    return None
+                if math.isinf(found_now.load) and weights.proves:
                     return found_now
                 if weights.proves:
                     found = found_now
@@ -227,6 +231,14 @@ class _Search:
             found = self.taken_apart(reduced, _whole_step(reduced))
             if found is not None and math.isfinite(found.load) and found.assignment is not None:
                 self.offer(relabelled(found.assignment, kept))
+
+    def try_balanced(self) -> None:
+        """Cuts that balance the ranks, and the fastest choices within memory."""
+        problem = without_kinds(self.problem)
+        for weights in (mean_streams(self.bounds.shares), _whole_step(problem)):
+            assignment = balance(problem, weights)
+            if assignment is not None:
+                self.offer(assignment)
 
     def taken_apart(self, problem: StageProblem, weights: Weights) -> Shares | Segments | None:
         """The least bottleneck rank by rank, where the problem allows that."""
