@@ -91,15 +91,15 @@ class _Calls:
         self.expect(not any(has_hooks(part) for part in module.modules()))
         return _Visit(entry, torch.is_grad_enabled(), *flatten((args, kwargs)))
 
-    def traced(self, entry: int, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, noting the call."""
+    def traced(self, entry: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The method ``forward``, noting the call."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             visit = self.enter(entry, module, args, kwargs)
             before = _contents(module), _versions(visit)
             self.inside = True
             try:
-                results = forward(*args, **kwargs)
+                results = forward(module, *args, **kwargs)
             finally:
                 self.inside = False
             self.expect(before == (_contents(module), _versions(visit)))
@@ -194,7 +194,9 @@ def _skipping(model: nn.Module, calls: _Calls) -> Iterator[None]:
                 owner._modules[str(index)] = _stand_in(entry, calls, index)
             else:
                 undo.extend(_number_watched(entry, entries[_neighbour(repeat, index)], calls))
-                undo.append(_with_forward(entry, calls.traced(index, entry, entry.forward)))
+                calls.expect("forward" not in entry.__dict__)
+                undo.append(functools.partial(setattr, entry, "__class__", type(entry)))
+                entry.__class__ = _subclass(type(entry), {"forward": calls.traced(index, type(entry).forward)})
         yield
     finally:
         owner._modules.update({str(index): entry for index, entry in entries.items()})
@@ -217,28 +219,17 @@ def _stand_in(entry: nn.Module, calls: _Calls, index: int) -> nn.Module:
     def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise NotRepeated(calls.repeat.path)
 
-    kind = type(entry)
     refused = dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict"), refuse)
-    body = {"__getattr__": missing, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **refused}
-    stand_in: Any = object.__new__(type(kind.__name__, (kind,), body))
+    stand_in: Any = object.__new__(_subclass(type(entry), {"__getattr__": missing, **refused}))
     empty = {name: type(entry.__dict__[name])() for name in ("_parameters", "_buffers", "_modules", *HOOKS)}
     stand_in.__dict__.update({**entry.__dict__, **empty})
     stand_in.__dict__["forward"] = calls.skipped(index, stand_in)
     return stand_in
 
 
-def _with_forward(entry: nn.Module, forward: Callable[..., Any]) -> Callable[[], Any]:
-    """Give ``entry`` a forward of its own; returns what takes it away again."""
-    had = entry.__dict__.get("forward")
-    entry.__dict__["forward"] = forward
-
-    def put_back() -> None:
-        if had is None:
-            del entry.__dict__["forward"]
-        else:
-            entry.__dict__["forward"] = had
-
-    return put_back
+def _subclass(kind: type[nn.Module], members: dict[str, Any]) -> Any:
+    """A class with the name of ``kind`` that has these members instead of its own."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
 
 
 def _number_watched(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> list[Callable[[], Any]]:
