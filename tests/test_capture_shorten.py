@@ -30,8 +30,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXForCausalLM", DECODER),
     "falcon": ("FalconForCausalLM", DECODER),
     "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}),
+    "t5": ("T5ForConditionalGeneration", {"vocab_size": 96, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_heads": 4,
+                                          "num_layers": 7, "num_decoder_layers": 6, "feed_forward_proj": "gated-gelu",
+                                          "decoder_start_token_id": 0}),
     "resnet": ("ResNetForImageClassification", {**CONVOLUTIONS, "image_size": 32}),
-}
+}  # fmt: skip
 
 
 def both(model: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> tuple[Graph, Graph | None]:
