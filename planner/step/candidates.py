@@ -60,7 +60,7 @@ def candidates(
     """All candidates that the demands allow; ``micro_batches`` False: the model cannot be run in parts of a batch."""
     sizes = {axis: _allowed(axis, cluster.num_devices, demands) for axis in AXES}
     for layout in layouts(cluster, sizes):
-        if global_batch % layout.data or layout.pipeline > num_units:
+        if global_batch % layout.data or layout.pipeline > num_units or not demands.allows("order", layout.order):
             continue
         for local_batch in divisors(global_batch // layout.data):
             m = global_batch // layout.data // local_batch

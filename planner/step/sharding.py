@@ -7,7 +7,7 @@ gives several undominated *variants*: the fastest, and ones that keep less for t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from passes.blocks import BlockRun, find_blocks
@@ -16,7 +16,7 @@ from passes.ir.types import MeshShape
 from passes.rules import forward_flops, rule_for
 from planner.search.assignment import Assignment, complete, read_choices
 from planner.search.constraints import Demands as Pins
-from planner.search.constraints import apply_constraints, foldable_runs, user_constraints
+from planner.search.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
 from planner.search.problem import Problem, build_structure
@@ -25,6 +25,8 @@ from planner.search.space import Roles, fill_options
 from planner.step.following import Followed, follow_batch
 from planner.step.pricing import CONTEXT, DATA, STATE_AXES, TENSOR, Fusion, StepPrices, StepPricing, state_derived
 
+#: What a problem's options are narrowed to, see ``planner.search.baselines``.
+Rules = Callable[[Problem], list[Constraint]]
 #: Seconds for one sharding ILP; they take milliseconds.
 ILP_SECONDS = 10.0
 
@@ -55,7 +57,7 @@ class Variant:
 
 @dataclass
 class ShardingSpace:
-    """What all cuts of one graph have in common, made once."""
+    """What all cuts of one graph have in common, made once; ``rules`` narrow the options on the tensor axis."""
 
     graph: Graph
     runs: tuple[BlockRun, ...]
@@ -64,12 +66,22 @@ class ShardingSpace:
     states: frozenset[str]
     fusion: Fusion = field(default_factory=Fusion)
     pins: Pins = field(default_factory=dict)
+    rules: Rules | None = None
 
     @staticmethod
-    def of(graph: Graph, *, fusion: Fusion | None = None, pins: Pins | None = None) -> ShardingSpace:
-        """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.search.constraints``."""
+    def of(
+        graph: Graph,
+        *,
+        fusion: Fusion | None = None,
+        pins: Pins | None = None,
+        blocks: tuple[BlockRun, ...] | None = None,
+    ) -> ShardingSpace:
+        """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.search.constraints``.
+
+        ``blocks``: the repeated blocks, if not all that there are may be planned as one.
+        """
         pinned = dict(pins or {})
-        runs = foldable_runs(graph, find_blocks(graph), tuple(pinned))
+        runs = foldable_runs(graph, find_blocks(graph) if blocks is None else blocks, tuple(pinned))
         structure = build_structure(graph, runs, Cut(1).mesh)
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first)
@@ -107,7 +119,10 @@ def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
 
 def _pinned(problem: Problem, pins: Pins) -> Problem:
     """The problem with what the user's pins leave; of an element that they leave nothing, nothing."""
-    demanded = user_constraints(problem, problem.mesh, pins)
+    return _narrowed(problem, user_constraints(problem, problem.mesh, pins))
+
+
+def _narrowed(problem: Problem, demanded: list[Constraint]) -> Problem:
     left = apply_constraints(problem, demanded)
     elements = {name: replace(element, options=left[name]) for name, element in problem.elements.items()}
     return replace(problem, elements=elements)
@@ -120,14 +135,16 @@ def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mappin
     problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled)
     roles = Roles(fixed=fixed, whole_states=STATE_AXES)
     fill_options(problem, pricing, rule_for=rule_for, flops_of=forward_flops, bound_frozen=False, roles=roles)
-    if searched == CONTEXT and cut.context > 1:
-        problem = _without_samples(problem, space.followed.labels)
+    problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
+    if space.rules is not None and cut.tensor > 1:
+        problem = _narrowed(problem, space.rules(problem))
     return _pinned(problem, space.pins) if space.pins else problem
 
 
-def _without_samples(problem: Problem, labels: Mapping[str, str]) -> Problem:
-    """Nothing cuts samples on the context axis: that is what the data axis is for."""
-    axis = problem.mesh.names.index(CONTEXT)
+def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> Problem:
+    """Nothing cuts samples on the searched axis: that is what the data axis is for."""
+    if problem.mesh.sizes[axis] == 1:
+        return problem
     elements = {
         name: replace(
             element,
