@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from passes.ir.graph import Graph
+    from planner.step.progress import Progress
 
 
 def plan(
@@ -42,7 +43,7 @@ def plan(
     optimizer: str = "adamw",
     gradient_dtype: str | None = None,
     compiled: bool = False,
-    progress: Callable[[str, float, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Decide how a training step of ``model`` runs on ``cluster``.
 
@@ -65,7 +66,7 @@ def plan(
         constraints: pins by glob on names, ``{"model.layers.*.mlp.*": {"tp": "S(0)"}}``.
         forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
         time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
-        fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. The choices:
+        fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp``, ``micro_batch`` (samples on a device at a time), ``num_microbatches``,
             ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``.
         headroom: share of each device's memory to leave free.
@@ -74,7 +75,7 @@ def plan(
         num_alternatives: how many plans to find; the runners-up are in ``plan.step.alternatives``.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
-        progress: called with (candidate, seconds of the best plan, bound) at every better plan.
+        progress: called with a ``planner.step.progress.Report`` at every phase and now and then while searching.
 
     Raises:
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
@@ -94,6 +95,7 @@ def plan(
         loss_fn=loss_fn,
         dtype=dtype,
         training=training,
+        progress=progress,
     )
     if shape is not None:
         return plan_graph(
@@ -179,13 +181,19 @@ def capture_for_planning(
     loss_fn: Callable[..., Any] | None = None,
     dtype: str | None = None,
     training: bool | None = None,
+    progress: Progress | None = None,
 ) -> Graph:
     """Capture a model however it is given; see ``plan`` for the arguments."""
+    from planner.step.progress import CAPTURING, READING, Report
+
+    tell = progress or (lambda _: None)
+    tell(Report(READING))
     from passes.capture import capture
 
     module = as_module(model, dtype=dtype)
     if example_inputs is None:
         example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
+    tell(Report(CAPTURING))
     if isinstance(example_inputs, Mapping):
         return capture(module, kwargs=dict(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)
     return capture(module, args=tuple(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)

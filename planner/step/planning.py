@@ -16,7 +16,8 @@ from planner.step.fusion import fuse
 from planner.step.infeasible import infeasible
 from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
-from planner.step.search import Outcome, Progress, Search
+from planner.step.progress import ANALYSING, Progress, Report
+from planner.step.search import Outcome, Search
 from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
@@ -41,7 +42,7 @@ def plan_step(
         pins: constraints on shardings by glob, see ``planner.search.constraints``.
         objective: ``"time"``: the fastest step; ``"devices"``: the fewest devices whose step takes no more than
             ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
-        progress: told of every better plan.
+        progress: told how far planning is, see ``planner.step.progress``.
 
     Raises:
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
@@ -64,6 +65,8 @@ class _Planner:
         self, graph: Graph, demands: Demands, pins: Mapping[str, Mapping[str, Any]] | None, progress: Progress | None
     ) -> None:
         self.demands, self.pins, self.progress = demands, dict(pins or {}), progress
+        if progress is not None:
+            progress(Report(ANALYSING))
         fusion = fuse(graph) if demands.compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=pins)
         self.kept = KeptSpace.of(self.space, compiled=demands.compiled)

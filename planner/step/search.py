@@ -12,7 +12,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from planner.step.choices import Setting, unit_runs
 from planner.step.demands import Demands
 from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
+from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import lower_bound, memory_shortfall
 from planner.step.stage_ilp import StageSolution, solve_stages
 from planner.step.stage_problem import StageProblem
@@ -35,8 +36,6 @@ BYTE_WEIGHTS = (0.0, 0.25, 1.0)
 DIVES = 8
 #: The stage of an entry whose sharding is to be searched.
 _SHARD = 2
-#: Called with the share of the gap that is closed, the incumbent's seconds and the bound.
-Progress = Callable[[str, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class Search:
         self.solutions: list[Solution] = []
         self.links: dict[Layout, Links] = {}
         self.order = itertools.count()
+        self.told = (0.0, float("inf"))
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
@@ -109,6 +109,7 @@ class Search:
                 status = "time limit"
                 break
             self._push(heap, self._advance(heapq.heappop(heap)))
+            self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
         best = self.solutions[0].seconds if self.solutions else float("inf")
         left = heap[0].bound if heap else float("inf")
@@ -139,6 +140,25 @@ class Search:
                 entry = stack.pop()
                 if entry.bound < self._cutoff():
                     stack.extend(self._advance(entry))
+            self._tell(heap)
+
+    def _tell(self, heap: list[_Entry]) -> None:
+        """Report progress, now and then and at every better plan."""
+        now, best = time.monotonic(), self.solutions[0].seconds if self.solutions else float("inf")
+        if self.progress is None or (best == self.told[1] and now - self.told[0] < INTERVAL):
+            return
+        self.told = (now, best)
+        self.progress(
+            Report(
+                SEARCHING,
+                candidate=str(self.solutions[0].candidate) if self.solutions else "",
+                seconds=best,
+                bound=min(heap[0].bound, best) if heap else best,
+                solved=self.counts["solved"],
+                left=sum(entry.bound < best for entry in heap),
+                num_devices=self.cluster.num_devices,
+            )
+        )
 
     def _memory(self) -> float:
         device = self.cluster.device.usable_bytes
@@ -248,8 +268,6 @@ class Search:
         self.solutions.append(solution)
         self.solutions.sort(key=lambda each: each.seconds)
         del self.solutions[max(8, self.demands.num_alternatives) :]
-        if self.progress is not None:
-            self.progress(str(solution.candidate), self.solutions[0].seconds, solution.stages.bound)
 
     def _links(self, layout: Layout) -> Links:
         if layout not in self.links:
