@@ -13,7 +13,9 @@ import math
 from cost_models.memory import zero_state_bytes
 from planner.step.candidates import Candidate
 from planner.step.figures import UnitFigures
+from planner.step.layout import divisors
 from planner.step.level_one import LevelOne, Sharded
+from planner.step.pricing import CONTEXT, TENSOR
 from planner.step.sharding import Cut
 from planner.step.training import Training
 
@@ -24,43 +26,52 @@ class Bounds:
     def __init__(self, level_one: LevelOne, training: Training) -> None:
         self.level_one, self.training = level_one, training
         self.known: dict[tuple[int, int], dict[int, float]] = {}
+        self.impossible: set[Cut] = set()
 
     def whole(self, cut: Cut) -> float:
         """Seconds of one micro-batch, from the whole operators; infinite if nothing divides."""
         return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
 
     def scaled(self, cut: Cut) -> float:
-        """The same from cuts on the same axes into fewer pieces, as far as they are known."""
-        known = self.known.get((cut.context, cut.tensor), {})
-        alone = max(
-            (seconds * pieces / cut.pieces for pieces, seconds in known.items() if pieces <= cut.pieces), default=0.0
-        )
-        for axes in ((1, cut.tensor, cut.context), (cut.context, 1, cut.tensor)):
-            for pieces, seconds in self.known.get(axes[:2], {}).items():
-                if pieces <= cut.pieces:
-                    alone = max(alone, seconds * pieces / cut.pieces / axes[2])
-        return alone
+        """The same from cuts into fewer parts on the same axes, as far as they are known.
 
-    def by_axis(self, cut: Cut) -> float:
-        """The same from each axis by itself, on the best links that it could have.
+        n ways are n/d ways of d: an axis of d devices does the work of one of n in n/d times its time at most.
+        """
+        least = 0.0
+        for (context, tensor), known in self.known.items():
+            if cut.context % context or cut.tensor % tensor:
+                continue
+            share = context * tensor / (cut.context * cut.tensor)
+            for pieces, seconds in known.items():
+                if cut.pieces % pieces == 0:
+                    least = max(least, seconds * share * pieces / cut.pieces)
+        return least
+
+    def by_axis(self, cut: Cut, enough: float) -> float:
+        """The same from each axis by itself, on the best links that it could have; ``enough`` is as good as infinite.
 
         With both axes the context axis does at every operator what it does alone (``planner.step.sharding``), so its
         conversions come on top of all that the tensor axis costs, each of at least 1/n of the bytes.
         """
-        least = max(self.whole(cut), self._alone(Cut(cut.pieces, 1, cut.tensor)) / cut.context)
-        if cut.context == 1:
+        least = self.scaled(cut)
+        for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
+            for part in divisors(size)[1:]:
+                if least >= enough:
+                    return least
+                along = Cut(cut.pieces, 1, part) if axis == TENSOR else Cut(cut.pieces, part)
+                if self._alone(along) == math.inf and part == size:
+                    return math.inf
+                least = max(least, self.scaled(cut))
+        if cut.context == 1 or cut.tensor == 1:
             return least
-        context = self._alone(Cut(cut.pieces, cut.context, 1))
-        if context == math.inf:
-            return math.inf
-        along = self.level_one.alone(Cut(cut.pieces, cut.context))
-        assert along is not None
-        return max(least + along.communication / cut.tensor, context / cut.tensor)
+        context = self.level_one.alone(Cut(cut.pieces, cut.context))
+        assert context is not None  # else its bound is infinite
+        tensor = self._alone(Cut(cut.pieces, 1, cut.tensor)) / cut.context
+        return max(least, tensor + context.communication / cut.tensor)
 
     def learn(self, cut: Cut, seconds: float) -> None:
-        """Remember what a cut takes on the best links, for cuts into more pieces."""
-        known = self.known.setdefault((cut.context, cut.tensor), {})
-        known.setdefault(cut.pieces, seconds)
+        """Remember what a cut takes on the best links, for cuts into more parts."""
+        self.known.setdefault((cut.context, cut.tensor), {}).setdefault(cut.pieces, seconds)
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes that the fullest device holds at least: state divided over all devices, one micro-batch in flight."""
@@ -90,9 +101,14 @@ class Bounds:
 
     def _alone(self, cut: Cut) -> float:
         known = self.known.setdefault((cut.context, cut.tensor), {})
+        if cut in self.impossible:
+            return math.inf
         if cut.pieces not in known:
             sharded = self.level_one.alone(cut)
-            known[cut.pieces] = math.inf if sharded is None else sharded.seconds
+            if sharded is None:
+                self.impossible.add(cut)
+                return math.inf
+            known[cut.pieces] = sharded.seconds
         return known[cut.pieces]
 
 

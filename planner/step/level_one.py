@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -20,18 +21,27 @@ _REST = "rest"
 class Sharded:
     """One variant with what every unit costs under it."""
 
+    space: ShardingSpace
+    kept: KeptSpace
     variant: Variant
-    figures: tuple[UnitFigures, ...]
 
     @property
     def seconds(self) -> float:
         """Of one micro-batch, forward and backward, all units."""
-        return self.communication + sum(each.unit.count * sum(each.compute) for each in self.figures)
+        return self.variant.assignment.seconds
 
-    @property
+    @functools.cached_property
     def communication(self) -> float:
         """Seconds of those on collectives."""
-        return sum(each.unit.count * sum(each.communication) for each in self.figures)
+        return self.seconds - sum(
+            element.copies * sum(self.variant.assignment.options[name].compute)
+            for name, element in self.variant.problem.elements.items()
+        )
+
+    @functools.cached_property
+    def figures(self) -> tuple[UnitFigures, ...]:
+        """Of every unit, in model order."""
+        return unit_figures(self.space, self.kept, self.variant)
 
 
 @dataclass
@@ -83,7 +93,7 @@ class LevelOne:
     def _solve(self, cut: Cut, prices: BatchPrices, weight: float) -> Sharded | None:
         self.solved += 1
         variant = find_variant(self.space, cut, prices, weight=weight)
-        return None if variant is None else Sharded(variant, unit_figures(self.space, self.kept, variant))
+        return None if variant is None else Sharded(self.space, self.kept, variant)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         if size == 1:

@@ -214,7 +214,7 @@ class Search:
         if again > entry.bound:
             yield replace(entry, bound=again)  # others have told more in the meantime
             return
-        least = self.bounds.by_axis(entry.candidate.cut)
+        least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0))
         if least == float("inf"):
             self.counts["cannot be divided"] += 1
             return

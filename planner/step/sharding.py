@@ -15,10 +15,11 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.rules import forward_flops, rule_for
 from planner.search.assignment import Assignment, complete, read_choices
-from planner.search.constraints import Demands as Pins
 from planner.search.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
+from planner.search.constraints import Demands as Pins
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
+from planner.search.linear import LinearProgram
 from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
 from planner.search.space import Roles, fill_options
@@ -27,6 +28,8 @@ from planner.step.pricing import CONTEXT, DATA, STATE_AXES, TENSOR, Fusion, Step
 
 #: What a problem's options are narrowed to, see ``planner.search.baselines``.
 Rules = Callable[[Problem], list[Constraint]]
+#: How far from an integer a variable may be and count as one.
+INTEGRAL = 1e-6
 #: Seconds for one sharding ILP; they take milliseconds.
 ILP_SECONDS = 10.0
 
@@ -170,7 +173,15 @@ def _solve(problem: Problem, lattices: Lattices, weight: float) -> Assignment | 
 
 
 def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
-    solution = solve(ilp.program, time_limit=ILP_SECONDS)
+    """The best assignment; the relaxation is nearly always integral, and solved in half the time."""
+    relaxed = replace(ilp.program, integers=[False] * ilp.program.num_variables)
+    solution = solve(relaxed, time_limit=ILP_SECONDS)
+    if solution.values is not None and _is_fractional(ilp.program, solution.values):
+        solution = solve(ilp.program, time_limit=ILP_SECONDS)
     if solution.values is None:
         return None
     return complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+
+
+def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
+    return any(wanted and abs(value - round(value)) > INTEGRAL for wanted, value in zip(program.integers, values))
