@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from passes.ir.types import parse_type
 from passes.plan_data import PlanData
+from passes.step_plan import StepPlan
+
+#: What the emitted program does of a step, by name as in ``planner.plan(fix=…)``; plans with anything else are for
+#: reading, and not run yet.
+RUNNABLE = {"pp": 1, "num_microbatches": 1, "recompute": "none", "zero": 0}
 
 
 def check_placements(plan: PlanData) -> None:
@@ -24,3 +29,31 @@ def check_placements(plan: PlanData) -> None:
     for conversion in plan.conversions:
         if conversion.axis not in plan.mesh.names:
             raise ValueError(f"conversions of {conversion.value}: no axis {conversion.axis!r} in mesh {plan.mesh}")
+
+
+def not_run_yet(step: StepPlan) -> tuple[str, ...]:
+    """What ``step`` asks for that the emitted program does not do yet; empty if it can be run as it is planned."""
+    ranks = step.axes.get("pp", 1)
+    recompute = [policy for policy in step.recompute if policy != RUNNABLE["recompute"]]
+    stages = [stage for stage in step.zero if stage != RUNNABLE["zero"]]
+    found = []
+    if ranks != RUNNABLE["pp"]:
+        found.append(f"a pipeline (pp={ranks}, {step.schedule})")
+    if step.num_microbatches != RUNNABLE["num_microbatches"]:
+        found.append(f"gradient accumulation (num_microbatches={step.num_microbatches})")
+    if recompute:
+        found.append(f"recomputation ({', '.join(recompute)})")
+    if stages:
+        found.append(f"ZeRO stage {', '.join(map(str, stages))}")
+    return tuple(found)
+
+
+def check_runnable(plan: PlanData) -> None:
+    """Raise ValueError if the emitted program cannot do what ``plan`` asks for, naming what that is."""
+    missing = not_run_yet(plan.step) if plan.step is not None else ()
+    if missing:
+        fix = ", ".join(f"{name!r}: {value!r}" for name, value in RUNNABLE.items())
+        raise ValueError(
+            f"this plan cannot be run yet: it needs {'; '.join(missing)}. Plan with fix={{{fix}}}, or give compile() "
+            "the cluster: it then plans what it can run"
+        )

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from passes.ir.types import describe
 from passes.plan_data import PlanData, TensorPlan
+from passes.step_summary import summarise_step
+from passes.tables import format_bytes, format_list, format_seconds, format_table
 
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-
-
-def format_seconds(seconds: float) -> str:
-    """``12.3 ms``."""
-    for unit, name in _SECONDS:
-        if seconds >= unit:
-            return f"{seconds / unit:.4g} {name}"
-    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """``1.5 GiB``."""
-    for unit, name in _BYTES:
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def format_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a title; empty if there are no rows."""
-    if not rows:
-        return ""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
-    return "\n".join([title, f"  {lines[0]}", f"  {'-' * len(lines[0])}", *(f"  {line}" for line in lines[1:])])
+#: What the operators' part of a plan leaves to its step's part.
+ONE_MICRO_BATCH = "nothing recomputed, nothing sharded by ZeRO"
 
 
 def summarise(plan: PlanData, *, operators: bool = False) -> str:
     """The plan as a few tables; ``operators`` adds one line for each operator (of a block: of its first copy)."""
     parts = [
-        _headline(plan),
+        *(summarise_step(plan, plan.step) if plan.step is not None else [_headline(plan)]),
         _blocks(plan),
         _tensors("Inputs", plan, plan.inputs),
         _tensors("Parameters and buffers", plan, plan.states),
@@ -48,7 +24,7 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
         _collectives(plan),
         _costs(plan),
         _operators(plan) if operators else "",
-        _notes(plan),
+        format_list("Notes", plan.notes) if plan.step is None else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -91,7 +67,8 @@ def _collectives(plan: PlanData) -> str:
         [item.collective, item.axis, item.phase, f"{item.count:,}", format_bytes(item.num_bytes)]
         for item in plan.collectives
     ]
-    return format_table("Collectives in one step", ("collective", "axis", "phase", "count", "bytes"), rows)
+    title = "Collectives in one step" if plan.step is None else f"Collectives in one micro-batch ({ONE_MICRO_BATCH})"
+    return format_table(title, ("collective", "axis", "phase", "count", "bytes"), rows)
 
 
 def _costs(plan: PlanData) -> str:
@@ -100,6 +77,9 @@ def _costs(plan: PlanData) -> str:
         ["compute", format_seconds(costs.compute_forward), format_seconds(costs.compute_backward)],
         ["communication", format_seconds(costs.communication_forward), format_seconds(costs.communication_backward)],
     ]
+    if plan.step is not None:
+        title = f"Predicted time of one micro-batch through all stages ({ONE_MICRO_BATCH})"
+        return format_table(title, ("", "forward", "backward"), rows)
     seconds = format_table("Predicted time of one step", ("", "forward", "backward"), rows)
     memory = [[part.replace("_", " "), format_bytes(size)] for part, size in costs.memory.items()]
     return seconds + "\n\n" + format_table("Predicted memory of one device", ("part", "bytes"), memory)
@@ -112,7 +92,3 @@ def _operators(plan: PlanData) -> str:
     ]
     header = ("operator", f"strategy ({', '.join(plan.mesh.names)})", "output")
     return format_table("Operators", header, rows)
-
-
-def _notes(plan: PlanData) -> str:
-    return "\n".join(["Notes", *(f"  * {note}" for note in plan.notes)]) if plan.notes else ""

@@ -17,7 +17,7 @@ from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
-from passes.plan_summary import format_table
+from passes.tables import format_table
 from planner.comparison import (
     ADAM_EPSILON,
     ADAM_EPSILON_LOW_PRECISION,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
 from passes.ir.types import I, P, R, SpmdType, shard_dim
-from passes.plan_summary import format_bytes
 from passes.shard import Convert
+from passes.tables import format_bytes
 
 #: Conversions that spmd_types only does when told that they are meant.
 _EXPERT = {(I, P), (R, I)}
