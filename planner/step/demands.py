@@ -31,8 +31,8 @@ class Demands:
 
     Attributes:
         fixed: name → values allowed. The names: mesh axes (sizes), ``micro_batch`` (samples on one device at a time),
-            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``; and ``order`` (of the axes on
-            the links, see ``layout.ORDERS``), which users do not name.
+            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``; and, not for users,
+            ``order`` (of the axes on the links, see ``layout.ORDERS``).
         forbidden: name → values not allowed.
         headroom: share of each device's memory to leave free.
         memory_limit: bytes that a device may hold; None for what it has.
