@@ -81,12 +81,31 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
+    from planner.step.demands import read_demands
+    from planner.step.planning import plan_step
+    from planner.step.training import Training
+
     if mesh is not None:
-        _refuse_with_mesh(fix=fix, forbid=forbid, num_devices=num_devices, target_seconds=target_seconds)
+        only_steps: dict[str, Any] = {"fix": fix, "forbid": forbid, "headroom": headroom, "num_devices": num_devices}
+        only_steps |= {"target_seconds": target_seconds, "gradient_dtype": gradient_dtype, "compiled": compiled}
+        only_steps |= {"objective": objective != "time", "num_alternatives": num_alternatives != 1}
+        _refuse("mesh is not given", {**only_steps, "optimizer": optimizer != "adamw"})
+    else:
+        _refuse("mesh is given", {"forbid_collectives": forbid_collectives})
     shape = None if mesh is None else as_mesh_shape(mesh)
-    hardware = as_cluster(cluster, num_devices=1 if shape is None else shape.num_devices)
+    hardware = as_cluster(cluster, num_devices=(num_devices or 1) if shape is None else shape.num_devices)
     if num_devices is not None:
         hardware = hardware.subset(num_devices)
+    demands = read_demands(
+        fix,
+        forbid,
+        headroom=headroom,
+        memory_limit=memory_limit,
+        training=Training(optimizer, gradient_dtype),
+        compiled=compiled,
+        num_alternatives=num_alternatives,
+        time_limit=time_limit,
+    )
     graph = capture_for_planning(
         model,
         batch_size=_one_of(batch_size, global_batch),
@@ -107,20 +126,6 @@ def plan(
             forbid_collectives=forbid_collectives,
             time_limit=time_limit,
         )
-    from planner.step.demands import read_demands
-    from planner.step.planning import plan_step
-    from planner.step.training import Training
-
-    demands = read_demands(
-        fix,
-        forbid,
-        headroom=headroom,
-        memory_limit=memory_limit,
-        training=Training(optimizer, gradient_dtype),
-        compiled=compiled,
-        num_alternatives=num_alternatives,
-        time_limit=time_limit,
-    )
     return plan_step(
         graph,
         hardware,
@@ -140,12 +145,11 @@ def _one_of(batch_size: int | None, global_batch: int | None) -> int | None:
     return batch_size if batch_size is not None else global_batch
 
 
-def _refuse_with_mesh(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse(condition: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of ``options`` that is set: they only mean something if ``condition``."""
+    for name, value in options.items():
         if value:
-            raise ValueError(
-                f"{name} goes with planning a whole step, for which mesh is not given: drop one of the two"
-            )
+            raise ValueError(f"{name} means something only if {condition}: drop one of the two")
 
 
 def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, **options: Any) -> Plan:

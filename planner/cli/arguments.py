@@ -1,0 +1,66 @@
+"""What the subcommands of ``planner`` have in common, and how option values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+MESH_HELP = "mesh axes, outermost first: dp=32,tp=8"
+
+
+def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of one subcommand, with examples below its options."""
+    epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
+    return commands.add_parser(
+        name, help=help, description=help, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, batch_size: int | None = None, seq_len: int | None = None
+) -> None:
+    """Which model, on what batch."""
+    parser.add_argument("model", help="a name from the config library, or the path of a Hugging Face config")
+    parser.add_argument("--seq-len", type=int, default=seq_len, help="tokens in a sample")
+    parser.add_argument("--global-batch", type=int, default=batch_size, help="samples in a step, over all devices")
+    parser.add_argument("--dtype", help="parameter dtype (plan: bfloat16; verify: float64)")
+
+
+def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | str]]:
+    """``["tp=4,8", "schedule=1f1b"]`` as ``{"tp": [4, 8], "schedule": ["1f1b"]}``; the same name twice adds values.
+
+    Raises:
+        ValueError: if a text is not ``NAME=VALUE[,VALUE…]``.
+    """
+    found: dict[str, list[int | str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        listed = [value.strip() for value in values.split(",")]
+        if not equals or not name.strip() or not all(listed):
+            raise ValueError(f"{option} takes NAME=VALUE[,VALUE…] (tp=8, schedule=1f1b,zbv), got {text!r}")
+        found.setdefault(name.strip(), []).extend(int(v) if v.isdecimal() else v for v in listed)
+    return found
+
+
+def read_gib(text: str) -> float:
+    """A positive number of GiB, in bytes.
+
+    Raises:
+        ValueError: if it is not one.
+    """
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = -1.0
+    if not 0 < gib < float("inf"):
+        raise ValueError(f"--memory takes a positive number of GiB or 'none', got {text!r}")
+    return gib * 2**30
+
+
+def read_pins(pins: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
+    """(pattern, axis, type) triples as ``planner.plan(constraints=…)`` takes them."""
+    constraints: dict[str, dict[str, str]] = {}
+    for pattern, axis, spmd_type in pins:
+        constraints.setdefault(pattern, {})[axis] = spmd_type
+    return constraints

@@ -1,0 +1,150 @@
+"""``planner plan``: decide a whole training step on a cluster, or (with ``--mesh``) the shardings on a given mesh."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Any
+
+from planner.cli.arguments import MESH_HELP, add_model_arguments, read_choices, read_gib, read_pins, subparser
+
+_EXAMPLES = (
+    "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
+    "planner plan llama-3-70b --cluster dgx-h100:64 --seq-len 8192 --global-batch 1024 --fix tp=8 "
+    "--forbid recompute=full",
+    "planner plan llama-3-8b --cluster dgx-h100:16 --seq-len 8192 --global-batch 256 --objective devices "
+    "--target-seconds 10",
+    "planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json",
+    "planner plan tiny-llama --mesh tp=4 --seq-len 64 --global-batch 8 --pin 'model.layers.*.mlp.*' tp 'S(0)'",
+)
+
+
+def add_plan(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = subparser(
+        commands, "plan", help="decide how a model is trained on a cluster, offline", examples=list(_EXAMPLES)
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--cluster", help="PRESET[:NODES] or a TOML file (default: this machine's processors)")
+    parser.add_argument("--memory", metavar="GIB", help="bound on each device (default: its memory)")
+    parser.add_argument(
+        "--pin",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("PATTERN", "AXIS", "TYPE"),
+        help="fix the type of matching parameters or modules on an axis",
+    )
+    parser.add_argument(
+        "--forbid",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,…",
+        help="values that a choice must not take (names as for --fix); with --mesh: a collective not to use",
+    )
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search")
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    parser.set_defaults(command=run_plan)
+    _add_step_arguments(parser.add_argument_group("planning a whole step (without --mesh)"))
+    mesh = parser.add_argument_group("splitting tensors only")
+    mesh.add_argument("--mesh", metavar="AXIS=SIZE,…", help=f"do not choose the mesh: {MESH_HELP}")
+
+
+def _add_step_arguments(group: Any) -> None:
+    group.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,…",
+        help="values that a choice may take: pp, dp, cp, tp, micro_batch, num_microbatches, schedule, chunks_per_rank, "
+        "recompute, zero",
+    )
+    group.add_argument("--headroom", type=float, default=0.0, metavar="SHARE", help="of memory to leave free: 0.1")
+    group.add_argument("--devices", type=int, metavar="N", help="plan for N of the cluster's devices")
+    group.add_argument(
+        "--objective",
+        default="time",
+        metavar="WHAT",
+        help="time (default), devices (fewest that reach --target-seconds) or memory (least on a device)",
+    )
+    group.add_argument("--target-seconds", type=float, metavar="SECONDS", help="for --objective devices")
+    group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, …")
+    group.add_argument("--gradient-dtype", metavar="DTYPE", help="of summed gradients (default: float32 or wider)")
+    group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Plan, save, print; returns the exit code."""
+    gc.disable()  # nearly all that planning makes stays: looking for garbage takes an eighth of the time
+    from planner.cli.progress import progress_bar
+    from planner.planning import plan
+
+    # What can be wrong with the options is told before anything slow is imported or captured.
+    request = {**_common(options), **(_on_mesh(options) if options.mesh is not None else _whole_step(options))}
+    with progress_bar() as progress:
+        found = plan(options.model, progress=progress, **request)
+    if options.output:
+        found.save(options.output)
+    print(found.summary(), end="")
+    if options.output:
+        print(f"\nsaved to {options.output}")
+    return 0
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "global_batch": options.global_batch,
+        "seq_len": options.seq_len,
+        "dtype": options.dtype,
+        "constraints": read_pins(options.pin),
+        "time_limit": options.time_limit,
+        **_step_options(options),
+    }
+
+
+def _step_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of a whole step; with a mesh ``plan`` refuses those that are set."""
+    return {
+        "fix": read_choices(options.fix, option="--fix"),
+        "headroom": options.headroom,
+        "num_devices": options.devices,
+        "objective": options.objective,
+        "target_seconds": options.target_seconds,
+        "num_alternatives": options.alternatives,
+        "optimizer": options.optimizer,
+        "gradient_dtype": options.gradient_dtype,
+        "compiled": options.compiled,
+    }
+
+
+def _on_mesh(options: argparse.Namespace) -> dict[str, Any]:
+    from planner.planning import as_cluster, as_mesh_shape
+
+    for text in options.forbid:
+        if "=" in text:
+            raise ValueError(f"--forbid {text} is for planning a whole step: with --mesh it takes a collective's name")
+    shape = as_mesh_shape(options.mesh)
+    cluster = as_cluster(options.cluster, num_devices=shape.num_devices)
+    memory: float | None = cluster.device.memory_bytes
+    if options.memory is not None:
+        memory = None if options.memory == "none" else read_gib(options.memory)
+    return {"cluster": cluster, "mesh": shape, "memory_limit": memory, "forbid_collectives": tuple(options.forbid)}
+
+
+def _whole_step(options: argparse.Namespace) -> dict[str, Any]:
+    from planner.planning import as_cluster
+
+    for text in options.forbid:
+        if "=" not in text:
+            raise ValueError(
+                f"--forbid takes NAME=VALUE[,VALUE…] (recompute=full), got {text!r}; a collective can be forbidden "
+                "with --mesh"
+            )
+    if options.memory == "none":
+        raise ValueError("--memory none goes with --mesh: a step has to fit in the devices' memory")
+    return {
+        "cluster": as_cluster(options.cluster, num_devices=options.devices or 1),
+        "memory_limit": None if options.memory is None else read_gib(options.memory),
+        "forbid": read_choices(options.forbid, option="--forbid"),
+    }
