@@ -82,7 +82,7 @@ def plan(
         CaptureError: when the model cannot be captured.
     """
     from planner.step.demands import read_demands
-    from planner.step.planning import plan_step
+    from planner.step.planning import check_objective, plan_step
     from planner.step.training import Training
 
     if mesh is not None:
@@ -92,6 +92,7 @@ def plan(
         _refuse("mesh is not given", {**only_steps, "optimizer": optimizer != "adamw"})
     else:
         _refuse("mesh is given", {"forbid_collectives": forbid_collectives})
+    check_objective(objective, target_seconds)
     shape = None if mesh is None else as_mesh_shape(mesh)
     hardware = as_cluster(cluster, num_devices=(num_devices or 1) if shape is None else shape.num_devices)
     if num_devices is not None:

@@ -1,11 +1,13 @@
 """The ``planner`` command: plan offline, show a plan, verify it, run a script on several processes.
 
-Exit codes: 0 success, 1 a verification that failed, 2 an error in what was asked (one line on standard error).
+Exit codes: 0 success, 1 a verification that failed, 2 an error in what was asked (one line on standard error), and
+those of a shell for a pipe that was closed (141) and an interrupt (130).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split())
         print(f"planner: error: {message}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("planner: interrupted", file=sys.stderr)
         return 130

@@ -21,7 +21,9 @@ def progress_bar(console: Console | None = None) -> Iterator[Listener | None]:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[found]}"), console=console, transient=True) as bar:
+    with Progress(
+        *columns, TextColumn("{task.fields[found]}"), console=console, transient=True, refresh_per_second=4
+    ) as bar:
         task = bar.add_task("starting", total=None, found="")
 
         def listen(report: Report) -> None:

@@ -47,15 +47,20 @@ def plan_step(
     Raises:
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"unknown objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
-    if (objective == "devices") != (target_seconds is not None):
-        raise ValueError('target_seconds goes with objective="devices": give both or neither')
+    check_objective(objective, target_seconds)
     planner = _Planner(graph, demands, pins, progress)
     if objective == "devices":
         assert target_seconds is not None
         return planner.fewest_devices(cluster, target_seconds)
     return planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+
+
+def check_objective(objective: str, target_seconds: float | None) -> None:
+    """Raise ValueError for an objective that is not known, or that does not go with ``target_seconds``."""
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
+    if (objective == "devices") != (target_seconds is not None):
+        raise ValueError('target_seconds goes with objective="devices": give both or neither')
 
 
 class _Planner:

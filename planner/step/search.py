@@ -265,6 +265,11 @@ class Search:
             yield replace(entry, order=next(self.order), stage=_SHARD, weight=heavier, problem=None, sharded=None)
 
     def _add(self, solution: Solution) -> None:
+        known = next((each for each in self.solutions if each.candidate == solution.candidate), None)
+        if known is not None and known.seconds <= solution.seconds:
+            return  # solved before, or under a sharding that is slower
+        if known is not None:
+            self.solutions.remove(known)
         self.solutions.append(solution)
         self.solutions.sort(key=lambda each: each.seconds)
         del self.solutions[max(8, self.demands.num_alternatives) :]
