@@ -1,0 +1,176 @@
+"""Published training runs, each planned with everything fixed as its source says: predicted against published.
+
+    python -m benchmarks.published                 # all runs of published_runs.toml
+    python -m benchmarks.published titan MPT-7B    # those whose name contains one of these
+
+Two lines of ratios a run, predicted / published: speed (tokens/s of a device, whatever the source states converted to
+it) and memory of the fullest device, as a caching allocator reserves it. Memory does not bind here: what a run needs is
+what is compared. The efficiency curves are one set a device; ``use`` says which runs were looked at to set them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.hardware import DeviceGroup
+from cost_models.memory import Allocator
+from passes.step_plan import StepPlan
+from planner.library import load_config
+from planner.planning import plan
+
+RUNS_FILE = Path(__file__).with_name("published_runs.toml")
+#: Memory for devices of which too much is asked: the comparison is with what the run needs.
+AMPLE_BYTES = 1e13
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One run; fields as ``published_runs.toml`` explains them."""
+
+    name: str
+    use: str
+    source: str
+    model: str
+    cluster: str
+    global_batch: int
+    seq_len: int
+    compiled: bool
+    fix: Mapping[str, Any]
+    published: Mapping[str, float]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    network_gbps: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted and published: tokens/s of one device, GiB of the fullest; None where the source says nothing."""
+
+    run: PublishedRun
+    predicted_speed: float
+    published_speed: float | None
+    predicted_gib: float
+    published_gib: float | None
+
+    @property
+    def speed_ratio(self) -> float | None:
+        return None if self.published_speed is None else self.predicted_speed / self.published_speed
+
+    @property
+    def memory_ratio(self) -> float | None:
+        return None if self.published_gib is None else self.predicted_gib / self.published_gib
+
+
+def published_runs() -> tuple[PublishedRun, ...]:
+    """All runs of the table."""
+    entries = tomllib.loads(RUNS_FILE.read_text(encoding="utf-8"))["runs"]
+    return tuple(PublishedRun(**entry) for entry in entries)
+
+
+def compare(run: PublishedRun) -> Comparison:
+    """Plan ``run`` and set its step beside what was published."""
+    config = config_of(run)
+    cluster = cluster_of(run)
+    planned = plan(
+        config,
+        cluster,
+        global_batch=run.global_batch,
+        seq_len=run.seq_len,
+        fix=run.fix,
+        compiled=run.compiled,
+    )
+    assert planned.step is not None
+    return comparison(run, planned.step, config, cluster.num_devices)
+
+
+def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> Comparison:
+    tokens = run.global_batch * run.seq_len
+    seconds = published_seconds(run, step, config, num_devices)
+    reserved = Allocator().reserved_bytes(max(rank.total for rank in step.memory))
+    return Comparison(
+        run=run,
+        predicted_speed=tokens / step.costs.simulated / num_devices,
+        published_speed=None if seconds is None else tokens / seconds / num_devices,
+        predicted_gib=reserved / 2**30,
+        published_gib=run.published.get("gib"),
+    )
+
+
+def published_seconds(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> float | None:
+    """Seconds of a step, from whatever measure of speed the source gives."""
+    found = run.published
+    if "seconds" in found:
+        return found["seconds"]
+    if "tokens_per_second" in found:
+        return run.global_batch * run.seq_len / (found["tokens_per_second"] * num_devices)
+    if "tflops" in found:
+        return step.costs.flops / (found["tflops"] * 1e12 * num_devices)
+    if "hardware_tflops" in found:
+        return recomputed_flops(run, config) / (found["hardware_tflops"] * 1e12 * num_devices)
+    return None
+
+
+def recomputed_flops(run: PublishedRun, config: Any) -> float:
+    """96·B·s·l·h²·(1 + s/6h + V/16lh): a step with all layers recomputed (Narayanan et al. 2021, equation 3)."""
+    layers, width, vocabulary = config.num_hidden_layers, config.hidden_size, config.vocab_size
+    share = 1 + run.seq_len / (6 * width) + vocabulary / (16 * layers * width)
+    return float(96 * run.global_batch * run.seq_len * layers * width**2 * share)
+
+
+def config_of(run: PublishedRun) -> Any:
+    """The library's config with the run's overrides."""
+    config = load_config(run.model)
+    for name, value in run.overrides.items():
+        setattr(config, name, value)
+    return config
+
+
+def cluster_of(run: PublishedRun) -> Cluster:
+    """The run's cluster, with ample memory and with its own network."""
+    cluster = Cluster.parse(run.cluster)
+    groups = tuple(
+        DeviceGroup(dataclasses.replace(group.device, memory_bytes=AMPLE_BYTES), group.count)
+        for group in cluster.groups
+    )
+    levels = cluster.levels
+    if run.network_gbps is not None:
+        levels = (*levels[:-1], dataclasses.replace(levels[-1], bandwidth=run.network_gbps * 1e9 / 8))
+    return dataclasses.replace(cluster, groups=groups, levels=levels)
+
+
+def table_row(result: Comparison) -> str:
+    """One line of the table."""
+    run = result.run
+    speed, memory = (_cell(*pair) for pair in _pairs(result))
+    return f"{run.name:24} {run.use:12} {speed:>26} {memory:>22}  {run.source}"
+
+
+def _pairs(result: Comparison) -> tuple[tuple[float, float | None], tuple[float, float | None]]:
+    speed = (result.predicted_speed, result.published_speed)
+    return speed, (result.predicted_gib, result.published_gib)
+
+
+def _cell(predicted: float, published: float | None) -> str:
+    if published is None:
+        return f"{predicted:,.1f} /      -     -"
+    return f"{predicted:,.1f} / {published:,.1f} {predicted / published:5.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="runs whose name contains one of these (default: all)")
+    names = parser.parse_args().names
+    print(f"{'run':24} {'use':12} {'tokens/s a device':>26} {'GiB':>22}  source")
+    for run in published_runs():
+        if not names or any(name in run.name for name in names):
+            print(table_row(compare(run)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
