@@ -2,6 +2,7 @@
 
 The graph is walked node by node, every copy of every block as it stands there, unfolded. A value's conversions are
 those of the plan's tree that its uses in that very copy go through, each done once however many uses share it.
+Every operator and every conversion is written down as a ``Charge``; the costs are their sum.
 """
 
 from __future__ import annotations
@@ -22,8 +23,45 @@ from planner.search.liveness import live_nodes, saved_values
 from planner.search.options import FlopsOf, RuleFor, offered
 from planner.search.pricing import Prices, Pricing, is_view
 
+__all__ = ["Charge", "Itemised", "itemise", "price"]
+
 #: (source, target) of a step, and whether a gradient comes back through it.
 Edge = tuple[Placement, Placement]
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Seconds forward and backward of one operator, or of one conversion of a value (``step``, else None).
+
+    Attributes:
+        name: of the node or of the value, as they stand in the unfolded graph.
+        copy: (block, copy) where the value is what a copy of a block takes from the one before, else None.
+    """
+
+    name: str
+    compute: tuple[float, float] = (0.0, 0.0)
+    communication: tuple[float, float] = (0.0, 0.0)
+    step: Edge | None = None
+    copy: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Itemised:
+    """What a walk of the graph found.
+
+    Attributes:
+        costs, collectives: of one step.
+        charges: all that ``costs`` counts in seconds.
+        inputs, outputs: by node name, the placements that it takes and gives.
+        runs: the repeated blocks that the plan folds, in its order.
+    """
+
+    costs: Costs
+    collectives: tuple[CollectivePlan, ...]
+    charges: tuple[Charge, ...]
+    inputs: dict[str, list[Placement]]
+    outputs: dict[str, list[Placement]]
+    runs: tuple[BlockRun, ...]
 
 
 def price(
@@ -35,7 +73,19 @@ def price(
         ValueError: if the plan does not hold together: an operator it does not know, a strategy it cannot have, a
             placement that no conversion reaches, or a conversion that nothing uses.
     """
-    return _Pricer(graph, plan, Pricing(cost_model, plan.mesh), rules, flops).run()
+    found = itemise(graph, plan, Pricing(cost_model, plan.mesh), rules=rules, flops=flops)
+    return found.costs, found.collectives
+
+
+def itemise(
+    graph: Graph, plan: Plan, pricing: Pricing, *, rules: RuleFor = rule_for, flops: FlopsOf = forward_flops
+) -> Itemised:
+    """The same with unit prices from ``pricing`` (of the plan's mesh), item by item.
+
+    Raises:
+        ValueError: as ``price``.
+    """
+    return _Pricer(graph, plan, pricing, rules, flops).run()
 
 
 @dataclass
@@ -80,7 +130,9 @@ class _Pricer:
             self.steps[conversion.value][conversion.target] = conversion
         self.trees: dict[object, _Tree] = {}
         self.origins = dict(self._all_origins())
-        self.compute, self.communication = [0.0, 0.0], [0.0, 0.0]
+        self.charges: list[Charge] = []
+        self.inputs: dict[str, list[Placement]] = {}
+        self.outputs: dict[str, list[Placement]] = {}
         self.memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "converted"), 0)
         self.tally: Tally = {}
 
@@ -92,7 +144,7 @@ class _Pricer:
             raise ValueError(f"the graph does not repeat the block that begins with {missing[0]!r}")
         return [found[block.first_node] for block in self.plan.blocks]
 
-    def run(self) -> tuple[Costs, tuple[CollectivePlan, ...]]:
+    def run(self) -> Itemised:
         self._states()
         for node in self.graph.nodes:
             if not node.constant:
@@ -105,8 +157,19 @@ class _Pricer:
                 self._check_whole(path, self.values[name], placement)
             self._tree(name).reach(placement, live=live)
         self._conversions()
-        costs = Costs(self.compute[0], self.compute[1], self.communication[0], self.communication[1], self.memory)
-        return costs, collectives_of(self.tally)
+        return Itemised(
+            self._costs(),
+            collectives_of(self.tally),
+            tuple(self.charges),
+            self.inputs,
+            self.outputs,
+            tuple(self.runs),
+        )
+
+    def _costs(self) -> Costs:
+        compute = [sum(charge.compute[phase] for charge in self.charges) for phase in (0, 1)]
+        communication = [sum(charge.communication[phase] for charge in self.charges) for phase in (0, 1)]
+        return Costs(compute[0], compute[1], communication[0], communication[1], self.memory)
 
     def _check_whole(self, path: str, value: Value, placement: Placement) -> None:
         if set(placement) != {I if value.requires_grad else R}:
@@ -143,11 +206,12 @@ class _Pricer:
         cut = pieces_of_work(self.rules(node, self.values), choices, self.plan.mesh.sizes)
         flops = self.flops(node, self.values)
         seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
-        self.compute[0] += seconds[0]
-        self.compute[1] += seconds[1]
+        own_collectives = [0.0, 0.0]
         for own in self.pricing.reductions(self.rules(node, self.values), choices, live=live):
-            self.communication[own.phase != "forward"] += own.seconds
+            own_collectives[own.phase != "forward"] += own.seconds
             add_to_tally(self.tally, (own.collective, own.axis, own.phase), 1, own.num_bytes)
+        self.charges.append(Charge(node.name, seconds, (own_collectives[0], own_collectives[1])))
+        self.inputs[node.name], self.outputs[node.name] = inputs, outputs
         for name, placement in zip(node.inputs, inputs):
             tree = self._tree_seen_by(node, name)
             tree.reach(placement, live=live and self.values[name].requires_grad)
@@ -215,29 +279,36 @@ class _Pricer:
 
     def _conversions(self) -> None:
         used: set[tuple[str, Placement]] = set()
-        for tree, key in self._trees_with_keys():
+        for tree, key, copy in self._trees_with_keys():
             for (source, target), live in tree.done.items():
                 used.add((key, target))
-                self._step(tree, source, target, live)
+                self._step(tree, source, target, live, copy)
         idle = {(c.value, c.target) for c in self.plan.conversions} - used
         if idle:
             raise ValueError(f"the plan has conversions that nothing uses: {sorted(idle)[:3]}")
 
-    def _trees_with_keys(self) -> Iterator[tuple[_Tree, str]]:
+    def _trees_with_keys(self) -> Iterator[tuple[_Tree, str, tuple[int, int] | None]]:
         for name, tree in self.trees.items():
-            yield tree, name[0] if isinstance(name, tuple) else self._origin(str(name))[0]
+            if isinstance(name, tuple):
+                key, copy = name
+                yield tree, key, (int(key.removeprefix("carry:").partition("#")[0]), copy)
+            else:
+                yield tree, self._origin(str(name))[0], None
 
-    def _step(self, tree: _Tree, source: Placement, target: Placement, live: bool) -> None:
+    def _step(
+        self, tree: _Tree, source: Placement, target: Placement, live: bool, copy: tuple[int, int] | None
+    ) -> None:
         axis = next(index for index, (a, b) in enumerate(zip(source, target)) if a != b)
         step, value = Step(axis, source, target), tree.value
         if not is_legal(step, value.shape, self.plan.mesh):
             raise ValueError(f"{value.name} cannot be converted from {source} to {target} in one step")
         seconds = self.pricing.step(step, value)
         num_bytes = self.pricing.step_bytes(step, value)
+        backward = seconds[1] if live and value.requires_grad else 0.0
+        self.charges.append(Charge(value.name, communication=(seconds[0], backward), step=(source, target), copy=copy))
         for phase, (name, collective) in enumerate(zip(("forward", "backward"), step.collectives)):
             if phase and not (live and value.requires_grad):
                 continue
-            self.communication[phase] += seconds[phase]
             if collective:
                 add_to_tally(self.tally, (collective, self.plan.mesh.names[axis], name), 1, num_bytes)
         saved = value.name in self.saved

@@ -1,0 +1,278 @@
+"""What every unit costs under a saved plan, read off a walk of the unfolded graph, with nothing of the search.
+
+Operators are charged to the copy of the unit that they stand in. A conversion is charged to the copy that makes the
+value; of a value that a copy takes from the one before, to the taker; of what comes from outside (inputs, parameters,
+constants), to the first that uses it. Copies of a repeated block differ in their conversions (the last one hands on
+to something else, the first one takes from something else), and a chunk may begin at any of them: a copy's figures are
+the mean over all copies, so that all copies together cost exactly what the walk found.
+
+Shared with the search are only the unit prices (``planner.step.pricing``), what a unit is (``planner.step.units``), and
+what autograd keeps of operators (``passes.autograd``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from passes.autograd.peak import working_peak
+from passes.autograd.recompute import Activations, kept_under
+from passes.autograd.saved import Extra
+from passes.blocks import BlockRun
+from passes.ir.graph import Graph, Value
+from passes.ir.types import Placement
+from passes.plan import Plan
+from passes.rules.kinds import MATMUL, kind_of
+from planner.search.liveness import live_nodes
+from planner.search.price import Charge, Itemised
+from planner.step.pricing import StepPricing
+from planner.step.units import Unit, find_units
+
+#: Forward and backward.
+PHASES = (0, 1)
+
+
+@dataclass(frozen=True)
+class StateOfUnit:
+    """A parameter or buffer that a unit answers for: elements on one device; ``share``: 1 for one of its own, less for
+    one that copies have in common; ``tied``: other units use it too."""
+
+    value: Value
+    elements: int
+    copies: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class PricedPolicy:
+    """Under one recompute policy: seconds that backward takes longer, bytes kept, the peak beyond them."""
+
+    seconds: float
+    saved_bytes: float
+    peak_bytes: float
+
+
+class UnitPrices:
+    """Figures of the units of a plan: one copy, one micro-batch, one device."""
+
+    def __init__(self, graph: Graph, plan: Plan, pricing: StepPricing, walked: Itemised, *, compiled: bool) -> None:
+        self.graph, self.plan, self.pricing, self.walked, self.compiled = graph, plan, pricing, walked, compiled
+        self.values = graph.values
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.runs: tuple[BlockRun, ...] = walked.runs
+        self.units = find_units(graph, self.runs)
+        self.place = dict(self._places())
+        self.maker = {value.name: node.name for node in graph.nodes for value in node.outputs}
+        self.users = self._users()
+        self.made = dict(self._made())
+        self.operators = {charge.name: charge for charge in walked.charges if charge.step is None}
+        self.conversions: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.forward_step: dict[tuple[str, tuple[int, int] | None, Placement], tuple[Placement, float]] = {}
+        for charge in walked.charges:
+            self._convert(charge)
+        inside = [name for unit in self.units for name in unit.nodes]
+        self.known = Activations.of(graph, live_nodes(graph), inside)
+
+    # -- who pays -----------------------------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Node name → (unit, copy)."""
+        for index, unit in enumerate(self.units):
+            copies = [unit.nodes] if unit.run is None else self.runs[unit.run].copies
+            for copy, names in enumerate(copies):
+                yield from ((name, (index, copy)) for name in names)
+
+    def _users(self) -> dict[str, list[str]]:
+        users: dict[str, list[str]] = defaultdict(list)
+        for node in self.graph.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users[name].append(node.name)
+        return users
+
+    def _convert(self, charge: Charge) -> None:
+        if charge.step is None:
+            return
+        source, target = charge.step
+        self.forward_step[charge.name, charge.copy, target] = (source, charge.communication[0])
+        unit = self._payer(charge)
+        if unit is not None:
+            for phase in PHASES:
+                self.conversions[unit][phase] += charge.communication[phase]
+
+    def _payer(self, charge: Charge) -> int | None:
+        if charge.copy is not None:
+            return next(index for index, unit in enumerate(self.units) if unit.run == charge.copy[0])
+        maker = self.maker.get(charge.name)
+        if maker in self.place:
+            return self.place[maker][0]
+        users = [self.place[name][0] for name in self.users[charge.name] if name in self.place]
+        return min(users, default=None)
+
+    # -- seconds ------------------------------------------------------------------------------------------------
+
+    def seconds(self, index: int) -> tuple[float, float]:
+        """Forward and backward of one copy, without recomputation."""
+        unit = self.units[index]
+        names = [name for name, (owner, _) in self.place.items() if owner == index and name in self.operators]
+        forward, backward = (
+            sum(self.operators[name].compute[phase] + self.operators[name].communication[phase] for name in names)
+            + self.conversions[index][phase]
+            for phase in PHASES
+        )
+        return forward / unit.count, backward / unit.count
+
+    def weight_seconds(self, index: int) -> float:
+        """The part of one copy's backward that makes gradients of parameters and nothing else."""
+        total = 0.0
+        for name in self.units[index].nodes:
+            node = self.nodes[name]
+            grads = [value for value in dict.fromkeys(node.inputs) if self.values[value].requires_grad]
+            if name in self.operators and grads and (kind_of(node) == MATMUL or len(grads) == 1):
+                weights = sum(value in self.pricing.states for value in grads)
+                total += self.operators[name].compute[1] * weights / len(grads)
+        return total
+
+    # -- what is kept -------------------------------------------------------------------------------------------
+
+    def policy(self, index: int, name: str) -> PricedPolicy:
+        """Seconds and bytes of one copy under recompute policy ``name``."""
+        unit = self.units[index]
+        base = "none" if name == "regather" else name
+        rule = kept_under(self.known, unit.nodes, base, compiled=self.compiled)
+        copies = dict(self._converted(unit))
+        roots = {root for root in rule.values if self._answers_for(unit, root)}
+        if name == "none":
+            roots -= {self.known.roots[value] for value, _ in copies} - self._kept_as_made(unit)
+        saved = sum(self.local_bytes(self.values[root]) for root in roots) + sum(map(self.extra_bytes, rule.extras))
+        if name == "none":
+            saved += sum(self.pricing.local_bytes(self.values[value], where) for value, where in copies)
+        again = [self.operators[node] for node in rule.recomputed if node in self.operators]
+        seconds = sum(charge.compute[0] for charge in again)
+        if name == "full":
+            seconds += sum(charge.communication[0] for charge in again) + self.conversions[index][0] / unit.count
+        elif name != "none":
+            seconds += sum(copies.values())
+        peak = working_peak(
+            self.known,
+            unit.nodes,
+            base,
+            local_bytes=self.local_bytes,
+            extra_bytes=self.extra_bytes,
+            compiled=self.compiled,
+        )
+        return PricedPolicy(seconds, saved, peak)
+
+    def _answers_for(self, unit: Unit, root: str) -> bool:
+        """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""
+        return root in unit.carried or self.maker.get(root) in unit.nodes
+
+    def _kept_values(self, unit: Unit) -> Iterator[tuple[str, Placement]]:
+        """Inputs that an operator of the unit keeps, in the placement that it takes them in."""
+        for name in unit.nodes:
+            kept = self.known.kept.get(name)
+            if kept is None or name not in self.walked.inputs:
+                continue
+            taken = dict(zip(reversed(self.nodes[name].inputs), reversed(self.walked.inputs[name])))
+            yield from ((value, taken[value]) for value in kept.values if value in taken)
+
+    def _converted(self, unit: Unit) -> Iterator[tuple[tuple[str, Placement], float]]:
+        """Kept values that a collective has brought to where they are kept, and its seconds."""
+        for value, taken in self._kept_values(unit):
+            seconds, moved, place = 0.0, False, taken
+            key = (value, self._copy_taken(unit, value))
+            while (*key, place) in self.forward_step:
+                source, step_seconds = self.forward_step[*key, place]
+                moved |= self._has_collective(value, source, place)
+                seconds, place = seconds + step_seconds, source
+            if moved:
+                yield (value, taken), seconds
+
+    def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
+        from passes.ir.conversions import Step
+
+        axis = next(index for index, pair in enumerate(zip(source, target)) if pair[0] != pair[1])
+        return Step(axis, source, target).collectives[0] is not None
+
+    def _copy_taken(self, unit: Unit, value: str) -> tuple[int, int] | None:
+        """The copy that takes ``value`` from the one before, if it is such a value."""
+        if unit.run is None:
+            return None
+        carried = any(names[0] == value for names in self.runs[unit.run].carried)
+        return (unit.run, 0) if carried else None
+
+    def _kept_as_made(self, unit: Unit) -> set[str]:
+        """Storages that some operator keeps as they were made: its outputs, and inputs that nothing had to convert."""
+        found = set()
+        for name in unit.nodes:
+            kept = self.known.kept.get(name)
+            if kept is None or name not in self.walked.inputs:
+                continue
+            taken = dict(zip(reversed(self.nodes[name].inputs), reversed(self.walked.inputs[name])))
+            found |= {
+                self.known.roots[value]
+                for value in kept.values
+                if value not in taken or taken[value] == self.made_in(value)
+            }
+        return found
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def _made(self) -> Iterator[tuple[str, Placement]]:
+        whole = ("R",) * len(self.pricing.mesh.names)
+        for path, value in zip(self.graph.input_paths, self.graph.inputs):
+            yield value.name, self.plan.inputs[".".join(map(str, path))].placement
+        for state in self.graph.states:
+            yield state.value.name, self.plan.states[state.path].placement
+        for node in self.graph.nodes:
+            places = self.walked.outputs.get(node.name, [whole] * len(node.outputs))
+            yield from ((value.name, place) for value, place in zip(node.outputs, places))
+        for index, run in enumerate(self.runs):
+            for slot, names in enumerate(run.carried):
+                yield from ((name, self.plan.blocks[index].carried[slot]) for name in names)
+
+    def made_in(self, name: str) -> Placement:
+        """The placement a value is made in; of what copies hand on, the one they hand it on in."""
+        return self.made[name]
+
+    def local_bytes(self, value: Value) -> float:
+        return float(self.pricing.local_bytes(value, self.made_in(value.name)))
+
+    def extra_bytes(self, extra: Extra) -> float:
+        like = self.values[extra.like]
+        return extra.num_bytes * self.pricing.local_elements(like, self.made_in(extra.like)) / max(1, like.num_elements)
+
+    def entering_bytes(self, index: int) -> float:
+        """What a pipeline sends to a chunk that begins with this unit, each micro-batch."""
+        return sum(self.local_bytes(self.values[name]) for name in self.units[index].entering)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def states(self, *, tied_apart: bool) -> Mapping[int, list[StateOfUnit]]:
+        """Parameters and buffers of one copy of each unit.
+
+        One that several units use belongs to the first of them, or with ``tied_apart`` to each.
+        """
+        found: dict[int, list[StateOfUnit]] = {index: [] for index in range(len(self.units))}
+        for state in self.graph.states:
+            if state.value.kind not in ("parameter", "buffer"):
+                continue
+            users = sorted({self.place[name] for name in self._readers(state.value.name)})
+            units = list(dict.fromkeys(unit for unit, _ in users))
+            elements = self.pricing.local_elements(state.value, self.plan.states[state.path].placement)
+            apart = tied_apart and state.value.kind == "parameter"
+            for unit in units if apart else units[:1]:
+                copies = [copy for owner, copy in users if owner == unit]
+                if copies[0] == 0:
+                    found[unit].append(StateOfUnit(state.value, elements, len(copies), len(units) > 1))
+        return found
+
+    def _readers(self, name: str) -> Iterator[str]:
+        """Operators of units that use a state, also through views and casts of it."""
+        for user in self.users[name]:
+            derived = [value.name for value in self.nodes[user].outputs if value.name in self.pricing.states]
+            if derived:
+                for value in derived:
+                    yield from self._readers(value)
+            elif user in self.place:
+                yield user
