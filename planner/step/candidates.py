@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cost_models import Cluster
@@ -10,6 +10,11 @@ from cost_models.schedules import SCHEDULES, reason_not
 from planner.step.demands import CHUNKS_PER_RANK, Demands
 from planner.step.layout import AXES, Layout, divisors, layouts
 from planner.step.sharding import Cut
+
+#: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
+#: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
+#: (``cost_models.step_time``) promises too much.
+STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands
             counts = tuple(sorted(demands.fixed["chunks_per_rank"]))
         for chunks in demands.among("chunks_per_rank", counts):
             total = layout.pipeline * chunks
-            if total > num_units or (row.splits_backward and m < layout.pipeline):
-                continue  # with fewer micro-batches than ranks there is no steady state whose bubbles could be filled
+            if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
+                continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)
