@@ -60,10 +60,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Links:
-    """Prices of one layout: ``axes`` of every axis by itself, ``group`` of data and context as one axis (``dp``)."""
+    """Prices of one layout.
+
+    Attributes:
+        axes: of every axis by itself.
+        group: of data and context as one axis (``dp``).
+        samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links, wherever
+            the data axis lies, so that shardings found for one layout serve others; free where nothing is divided.
+    """
 
     axes: CostModel
     group: CostModel
+    samples: tuple[float, float]
 
     @staticmethod
     def of(cluster: Cluster, layout: Layout) -> Links:
@@ -73,7 +81,9 @@ class Links:
                 merged[DATA] = merged.get(DATA, 1) * size
             else:
                 merged[axis] = size
-        return Links(CostModel(cluster, layout.sizes), CostModel(cluster, merged))
+        slowest = cluster.levels[-1].slowest_link(cluster.num_devices)
+        samples = slowest if layout.group > 1 else (0.0, math.inf)
+        return Links(CostModel(cluster, layout.sizes), CostModel(cluster, merged), samples)
 
 
 def layouts(cluster: Cluster, allowed: Mapping[str, frozenset[int] | None]) -> Iterator[Layout]:

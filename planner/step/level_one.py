@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
 
-from cost_models import Cluster, CostModel
+from cost_models import Cluster
 from cost_models.hardware import crossed_levels
 from planner.step.figures import KeptSpace, UnitFigures, unit_figures
 from planner.step.following import batch_size_of
@@ -31,6 +30,18 @@ class Sharded:
         return self.variant.assignment.seconds
 
     @functools.cached_property
+    def without_samples(self) -> float:
+        """``seconds`` but for what is summed over all samples, which a layout without data parallelism has not."""
+        trees, problem = self.variant.assignment.trees, self.variant.problem
+        axis = problem.mesh.names.index(DATA)
+        return self.seconds - sum(
+            item.copies * item.arc.forward + item.backward_copies * item.arc.backward
+            for tree in trees.values()
+            for item in tree
+            if item.arc.step.axis == axis
+        )
+
+    @functools.cached_property
     def communication(self) -> float:
         """Seconds of those on collectives."""
         return self.seconds - sum(
@@ -44,6 +55,12 @@ class Sharded:
         return unit_figures(self.space, self.kept, self.variant)
 
 
+def batch_prices(links: Links, *, mixes: bool) -> BatchPrices:
+    """Prices of one micro-batch on these links; ``mixes``: the whole batch is there at once."""
+    latency, bandwidth = links.samples
+    return BatchPrices(links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=mixes)
+
+
 @dataclass
 class LevelOne:
     """Level 1 of one model on one cluster. ``solved`` counts the sharding ILPs."""
@@ -53,6 +70,7 @@ class LevelOne:
     kept: KeptSpace
     solved: int = 0
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
+    _links: dict[Layout, Links] = field(default_factory=dict)
 
     @property
     def global_batch(self) -> int:
@@ -65,13 +83,12 @@ class LevelOne:
 
     def sharded(self, cut: Cut, layout: Layout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
-        latency, bandwidth = links.group.link(DATA) if layout.group > 1 else (0.0, math.inf)
         places = [self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR)]
-        mixes = cut.pieces == layout.data
-        key = (cut, *places, latency, weight, mixes and not self.micro_batches)
+        key = (cut, *places, layout.group > 1, weight)
         if key not in self._sharded:
-            prices = BatchPrices(links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=mixes)
-            self._sharded[key] = self._solve(cut, prices, weight)
+            self._sharded[key] = self._solve(
+                cut, batch_prices(links, mixes=cut.pieces == layout.data or not self.micro_batches), weight
+            )
         return self._sharded[key]
 
     def alone(self, cut: Cut) -> Sharded | None:
@@ -81,14 +98,9 @@ class LevelOne:
             return None
         context, tensor = (size, 1) if cut.context > 1 else (1, size)
         layout = Layout(1, self.cluster.num_devices // size, context, tensor)
-        places = [self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR)]
-        key = (cut, *places, "alone")
-        if key not in self._sharded:
-            prices = BatchPrices(
-                CostModel(self.cluster, layout.sizes), sample_latency=0.0, sample_bandwidth=math.inf, mixes=True
-            )
-            self._sharded[key] = self._solve(cut, prices, 0.0)
-        return self._sharded[key]
+        if layout not in self._links:
+            self._links[layout] = Links.of(self.cluster, layout)
+        return self.sharded(cut, layout, self._links[layout])
 
     def _solve(self, cut: Cut, prices: BatchPrices, weight: float) -> Sharded | None:
         self.solved += 1

@@ -26,14 +26,16 @@ from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import lower_bound, memory_shortfall
-from planner.step.stage_ilp import StageSolution, solve_stages
+from planner.step.stage_ilp import CUTOFF, StageSolution, solve_stages
 from planner.step.stage_problem import StageProblem
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25, 1.0)
 #: Candidates that are solved before the search begins.
-DIVES = 8
+DIVES = 5
+#: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
+STAGE_SECONDS = 3.0
 #: The stage of an entry whose sharding is to be searched.
 _SHARD = 2
 
@@ -94,6 +96,7 @@ class Search:
         self.links: dict[Layout, Links] = {}
         self.order = itertools.count()
         self.told = (0.0, float("inf"))
+        self.least = float("inf")
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
@@ -113,7 +116,7 @@ class Search:
         self.counts["pruned by bound"] += len(heap)
         best = self.solutions[0].seconds if self.solutions else float("inf")
         left = heap[0].bound if heap else float("inf")
-        bound = min([left, best, *(each.stages.bound for each in self.solutions[:1])])
+        bound = min(left, self.least, best)
         return Outcome(self.solutions, bound, status, self.counts, self.shortfalls)
 
     def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
@@ -122,24 +125,35 @@ class Search:
                 heapq.heappush(heap, entry)
             else:
                 self.counts["pruned by bound"] += 1
+                self._leave(entry.bound)
+
+    def _leave(self, bound: float) -> None:
+        """Nothing that is no longer looked at is better than ``bound``."""
+        self.least = min(self.least, bound)
 
     def _dive(self, heap: list[_Entry]) -> None:
         """Solve a few promising candidates at once, so that there is something to prune with.
 
-        Of every pair of pipeline and tensor sizes the one of least bound, least bound first.
+        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch under the plainest
+        schedule: it fills the pipeline best and holds least. Those of least bound first.
         """
+        node = self.cluster.levels[0].group_size
         best: dict[tuple[int, int], _Entry] = {}
         for entry in heap:
-            layout = entry.candidate.layout
-            key = (layout.pipeline, layout.tensor)
-            if layout.context == 1 and layout.order == ORDERS[0] and (key not in best or entry < best[key]):
-                best[key] = entry
+            candidate, layout = entry.candidate, entry.candidate.layout
+            if layout.context > 1 or layout.order != ORDERS[0] or layout.tensor > node or candidate.schedule != "1f1b":
+                continue
+            known = best.setdefault((layout.pipeline, layout.tensor), entry)
+            if candidate.local_batch < known.candidate.local_batch:
+                best[layout.pipeline, layout.tensor] = entry
         for first in sorted(best.values())[:DIVES]:
             stack = [first]
             while stack:
                 entry = stack.pop()
                 if entry.bound < self._cutoff():
                     stack.extend(self._advance(entry))
+                else:
+                    self._leave(entry.bound)
             self._tell(heap)
 
     def _tell(self, heap: list[_Entry]) -> None:
@@ -190,6 +204,10 @@ class Search:
             if missing > 0:
                 self._lacks(candidate, missing)
                 continue
+            least = self.bounds.fitting(candidate, self.memory)
+            if least == float("inf"):
+                self._lacks(candidate, 0.0)
+                continue
             yield _Entry(candidate.bound(least), next(self.order), candidate)
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
@@ -233,7 +251,7 @@ class Search:
             self.counts["cannot be divided"] += 1
             return
         if candidate.layout.order == ORDERS[0] and not entry.weight:
-            self.bounds.learn(candidate.cut, sharded.seconds)
+            self.bounds.learn(candidate.cut, sharded.without_samples)
         yield self._next(entry, candidate.bound(sharded.seconds), sharded=sharded)
 
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
@@ -249,9 +267,20 @@ class Search:
     def _solve(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None and entry.problem is not None
         self.counts["solved"] += 1
-        solved = solve_stages(entry.problem, time_limit=self.demands.time_limit, gap=self.demands.gap / 2)
-        if solved is None or solved.assignment is None:
+        cutoff = self._cutoff()
+        solved = solve_stages(
+            entry.problem,
+            time_limit=min(STAGE_SECONDS, self.demands.time_limit),
+            cutoff=cutoff if cutoff < float("inf") else None,
+            gap=self.demands.gap / 2,
+        )
+        if solved is None:
             self.counts["out of memory"] += 1
+            yield from self._with_fewer_bytes(entry)
+            return
+        self._leave(cutoff if solved.status == CUTOFF else max(entry.bound, solved.bound))
+        if solved.assignment is None:
+            self.counts["pruned by bound"] += 1
             yield from self._with_fewer_bytes(entry)
             return
         if solved.objective > entry.bound * (1.0 + self.demands.gap):
