@@ -1,9 +1,9 @@
 """Lower bounds of a candidate before its sharding is searched, from shardings with fewer axes.
 
-They rest on two properties of the cost models (``cost_models.efficiency``, ``cost_models.collectives``): one of n equal
-parts of an operator or a message never takes less than 1/n of its time, and never holds less than 1/n of its bytes. So
-an axis of n devices saves at most a factor of n; and a micro-batch of fewer samples takes at least its share of a larger
-one's time.
+They rest on two properties of the cost models (``cost_models.efficiency``, ``cost_models.collectives``): one of n
+equal parts of an operator or a message never takes less than 1/n of its time, and never holds less than 1/n of its
+bytes. So an axis of n devices saves at most a factor of n, and a micro-batch of fewer samples takes at least its share
+of a larger one's time.
 """
 
 from __future__ import annotations

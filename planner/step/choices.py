@@ -51,7 +51,7 @@ def unit_runs(figures: Sequence[UnitFigures], setting: Setting) -> tuple[UnitRun
 
 
 def _with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
-    """Every unit that uses a tied parameter holds it (units on one rank would share it, at most schedules they do not)."""
+    """Every unit that uses a tied parameter holds it: its users are on different ranks."""
     tied = [weight for each in figures for weight in each.weights if len(weight.uses) > 1]
     found = []
     for index, each in enumerate(figures):

@@ -1,8 +1,8 @@
 """What one unit costs under one sharding: seconds and bytes of one copy for one micro-batch on one device.
 
-Everything is read off a ``Variant``: each operator's chosen option, each value's conversions, and what autograd keeps of
-both. A unit of n copies shares what its conversions cost evenly, so that n times its figures is what the folded program
-costs.
+Everything is read off a ``Variant``: each operator's chosen option, each value's conversions, and what autograd keeps
+of both. A unit of n copies shares what its conversions cost evenly, so that n times its figures is what the folded
+program costs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Reader:
         self.values = space.graph.values
         self.unit_of = unit_of_nodes(kept.units)
         self.streams_of: dict[int, list[Stream]] = defaultdict(list)
-        for name, stream in self.problem.streams.items():
+        for stream in self.problem.streams.values():
             unit = self._unit_of_stream(stream)
             if unit is not None:
                 self.streams_of[unit].append(stream)
@@ -133,7 +133,7 @@ class _Reader:
         )
 
     def _unit_of_stream(self, stream: Stream) -> int | None:
-        """The unit that pays for a stream's conversions: its maker's, or for what comes from outside its first user's."""
+        """The unit that pays for a stream's conversions: its maker's, else (inputs, states) its first user's."""
         element = self.problem.elements[stream.source]
         if stream.source in self.unit_of:
             return self.unit_of[stream.source]

@@ -1,4 +1,4 @@
-"""Mesh shapes: how many ways of pipeline, data, context and tensor parallelism, and in which order they lie on the ranks.
+"""Mesh shapes: how many ways of pipeline, data, context and tensor parallelism, and in which order they lie on ranks.
 
 The order says which link level an axis runs on: ranks are numbered node after node, and the last axis joins
 neighbours. Two orders in which every axis crosses the same links are one layout.
@@ -65,8 +65,9 @@ class Links:
     Attributes:
         axes: of every axis by itself.
         group: of data and context as one axis (``dp``).
-        samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links, wherever
-            the data axis lies, so that shardings found for one layout serve others; free where nothing is divided.
+        samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links,
+            wherever the data axis lies, so that shardings found for one layout serve others; free where nothing is
+            divided.
     """
 
     axes: CostModel

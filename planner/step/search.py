@@ -134,8 +134,8 @@ class Search:
     def _dive(self, heap: list[_Entry]) -> None:
         """Solve a few promising candidates at once, so that there is something to prune with.
 
-        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch under the plainest
-        schedule: it fills the pipeline best and holds least. Those of least bound first.
+        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch under the
+        plainest schedule: it fills the pipeline best and holds least. Those of least bound first.
         """
         node = self.cluster.levels[0].group_size
         best: dict[tuple[int, int], _Entry] = {}

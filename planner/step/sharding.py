@@ -94,8 +94,9 @@ class ShardingSpace:
 
 
 def find_variant(space: ShardingSpace, cut: Cut, prices: StepPrices, *, weight: float = 0.0) -> Variant | None:
-    """The best sharding for ``cut`` where a byte kept for the backward pass is worth ``weight`` × (seconds / bytes of the
-    fastest); None if nothing divides.
+    """The best sharding for ``cut``, None if nothing divides.
+
+    A byte that is kept for the backward pass is worth ``weight`` × (seconds / bytes of the fastest sharding).
 
     ``prices`` gives the seconds of compute and of collectives on this cut's axes (see ``planner.step.pricing``).
     """
