@@ -1,10 +1,10 @@
 """Price a saved plan of a whole training step again from scratch: a check that the search lost no cost.
 
-Only the graph, the plan's data and the cluster are looked at. Seconds of operators and conversions come from a walk of
-the unfolded graph (``planner.step.price_units``); parameters are counted state by state and their collectives priced
-over the devices of ``dp`` and ``cp``; the stages are put together from the plan's chunks and priced by the closed form of
-``cost_models.step_time``, which is tested against the simulator by itself. Shared with the search are besides that only
-unit prices: of one operator, one collective, one pass through memory.
+Only the graph, the data of the plan and the cluster are looked at. Seconds of operators and conversions come from a
+walk of the unfolded graph (``planner.step.price_units``); parameters are counted state by state, and their collectives
+priced over the devices of ``dp`` and ``cp``; the stages are put together from the chunks of the plan and priced by the
+closed form of ``cost_models.step_time``, which is tested against the simulator by itself. Shared with the search are
+besides that only unit prices: of one operator, one collective, one pass through memory.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Pricer:
         self.layers: dict[tuple[int, str, int], LayerCosts] = {}
 
     def _prices(self) -> BatchPrices:
-        latency, bandwidth = self.links.group.link(DATA) if self.group > 1 else (0.0, math.inf)
+        latency, bandwidth = self.links.samples
         whole_batch = self.step.num_microbatches == 1
         return BatchPrices(self.links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=whole_batch)
 
@@ -105,7 +105,8 @@ class _Pricer:
         """The unit that each chunk begins with, and the chunk."""
         unit, done = 0, 0
         for planned in self.step.chunks:
-            first, layers = unit, []
+            first = unit
+            layers: list[tuple[LayerCosts, int]] = []
             for group in planned.groups:
                 if unit < len(self.units.units) and done == self.units.units[unit].count:
                     unit, done = unit + 1, 0

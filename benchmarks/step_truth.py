@@ -1,0 +1,171 @@
+"""Whether plans of whole steps are true to themselves: objective, priced again from scratch, and simulated.
+
+    python -m benchmarks.step_truth                     # every model of the library at its full size: an hour
+    python -m benchmarks.step_truth --by-turns          # two plans a model instead of five
+    python -m benchmarks.step_truth llama-3-8b t5-11b --global-batch 256 --seq-len 1024
+
+Each model is planned on as many H100 nodes as hold its training state twice: freely, and with pipelines, tensor and
+context axes, ZeRO stages, recompute policies and schedules fixed that a free search might not take. One line a plan:
+what was chosen, the objective, how far the plan priced again is from it (seconds, and bytes of the fullest rank), and
+how far the simulator is. ``hidden`` is the time on the communication stream as a share of that on the compute stream,
+on the rank with most of it: where it is 0 nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.step import PipelineStep
+from cost_models.step_time import layer_sum
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from planner.library import config_names, load_config
+from planner.planning import capture_for_planning
+from planner.step.demands import read_demands
+from planner.step.planning import plan_step
+from planner.step.price import price_step
+
+#: Bytes of training state for each parameter, and what of a device's memory they may take.
+STATE_BYTES, SHARE_OF_MEMORY = 18.0, 0.5
+#: What is fixed, next to a free search.
+FIXED: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"pp": 2, "tp": 2, "zero": (0, 1), "schedule": "1f1b"},
+    {"pp": 4, "tp": 2, "schedule": "interleaved_1f1b", "recompute": "selective"},
+    {"pp": 2, "tp": 4, "schedule": "zbv", "recompute": ("none", "regather")},
+    {"cp": 2, "pp": 2, "zero": 2, "recompute": "full"},
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan: seconds by the objective, relative differences to it of the other two, and of memory."""
+
+    model: str
+    cluster: str
+    what: str
+    objective: float
+    priced: float
+    memory: float
+    simulated: float
+    hidden: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model:20} {self.cluster:14} {self.objective * 1e3:12.3f} ms  priced {self.priced:+.0e}  "
+            f"memory {self.memory:+.0e}  simulated {self.simulated:+7.2%}  hidden {self.hidden:5.1%}  {self.what}"
+        )
+
+
+def hidden_share(step: PipelineStep) -> float:
+    """Seconds on the communication stream over those on the compute stream; the largest of all chunks."""
+    shares = []
+    for chunk in step.chunks:
+        compute = step.num_microbatches * layer_sum(chunk, "forward", "backward")
+        each_time = step.num_microbatches * layer_sum(chunk, "gather_forward", "gather_backward", "reduce_backward")
+        shares.append((each_time + layer_sum(chunk, "reduce_step")) / compute if compute else 0.0)
+    return max(shares)
+
+
+def describe(plan: Plan) -> str:
+    """Axes, micro-batches, schedule and policies in one line."""
+    assert plan.step is not None
+    step = plan.step
+    axes = ",".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1)
+    zero = "/".join(map(str, step.zero))
+    return f"{axes} m={step.num_microbatches} {step.schedule} {'/'.join(step.recompute)} zero-{zero}"
+
+
+def row(model: str, graph: Graph, plan: Plan, cluster: Cluster) -> Row:
+    """The figures of one plan, which is first written to JSON and read back."""
+    loaded = Plan.from_dict(json.loads(plan.to_json()))
+    assert loaded.step is not None
+    priced = price_step(graph, loaded, cluster)
+    objective = loaded.certificate.objective
+    memory = (again / rank.total - 1 for again, rank in zip(priced.memory, loaded.step.memory))
+    return Row(
+        model=model,
+        cluster=f"{cluster.name}:{cluster.num_devices}",
+        what=describe(loaded),
+        objective=objective,
+        priced=priced.seconds.total / objective - 1,
+        memory=max(memory, key=abs),
+        simulated=priced.simulated().seconds / objective - 1,
+        hidden=hidden_share(priced.step),
+    )
+
+
+def rows(
+    model: str, fixes: Sequence[Mapping[str, Any]], *, global_batch: int, seq_len: int, time_limit: float
+) -> Iterator[Row | str]:
+    """One row for each of ``fixes``, or a line that says why there is no plan."""
+    graph = capture_for_planning(model, batch_size=global_batch, seq_len=min(seq_len, longest(model)))
+    cluster = Cluster.parse(f"dgx-h100:{nodes_for(graph)}")
+    for fixed in fixes:
+        try:
+            plan = plan_step(graph, cluster, read_demands(fixed, time_limit=time_limit))
+        except ValueError as error:
+            yield f"{model:20} {fixed}: {error}"
+            continue
+        yield row(model, graph, plan, cluster)
+
+
+def longest(model: str) -> int:
+    """The longest sample that a model takes."""
+    config = load_config(model)
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    reserved = 2 if "roberta" in model else 0
+    return min((limit for limit in limits if limit), default=1 << 20) - reserved
+
+
+def nodes_for(graph: Graph) -> int:
+    """Nodes of 8 H100s that hold the training state, a power of two."""
+    device = Cluster.parse("dgx-h100").device
+    needed = STATE_BYTES * sum(state.value.num_elements for state in graph.parameters)
+    nodes = 1
+    while 8 * nodes * device.usable_bytes * SHARE_OF_MEMORY < needed:
+        nodes *= 2
+    return nodes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="names from the config library (default: all)")
+    parser.add_argument("--global-batch", type=int, default=128)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--by-turns", action="store_true", help="next to the free search one fixed set for each model")
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    arguments = parser.parse_args()
+    found: list[Row] = []
+    for number, model in enumerate(arguments.models or config_names()):
+        start = time.process_time()
+        options = {"global_batch": arguments.global_batch, "seq_len": arguments.seq_len}
+        fixes = (FIXED[0], FIXED[1 + number % (len(FIXED) - 1)]) if arguments.by_turns else FIXED
+        for line in rows(model, fixes, **options, time_limit=arguments.time_limit):
+            print(line, flush=True)
+            if isinstance(line, Row):
+                found.append(line)
+        print(f"{model:20} {time.process_time() - start:.0f} s", flush=True)
+    if found:
+        summarise(found)
+
+
+def summarise(found: list[Row]) -> None:
+    """The worst deviations."""
+    apart = [each for each in found if each.hidden == 0]
+    print(f"{len(found)} plans of {len({each.model for each in found})} models")
+    print(f"priced again: at most {max(abs(each.priced) for each in found):.1e} from the objective")
+    print(f"memory again: at most {max(abs(each.memory) for each in found):.1e} from the plan")
+    if apart:
+        print(f"simulated, nothing hidden: at most {max(abs(each.simulated) for each in apart):.2%} from the objective")
+    print(f"simulated, all: {min(e.simulated for e in found):+.2%} to {max(e.simulated for e in found):+.2%}")
+
+
+if __name__ == "__main__":
+    main()
