@@ -38,7 +38,7 @@ class Judged:
 
 
 def judge(solution: Solution) -> Judged:
-    step = as_step(solution.problem, solution.stages.assignment)
+    step = as_step(solution.problem, solution.assignment)
     return Judged(solution, step, simulate(step))
 
 
@@ -103,7 +103,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
 
 
 def _chunks(best: Judged) -> tuple[ChunkPlan, ...]:
-    problem, assignment = best.solution.problem, best.solution.stages.assignment
+    problem, assignment = best.solution.problem, best.solution.assignment
     done = [0] * len(problem.runs)
     found = []
     for chunk, groups in enumerate(assignment):
@@ -181,7 +181,7 @@ def _compute_dtype(graph: Graph) -> str:
 
 def _memory(search: Search, best: Judged) -> tuple[RankMemory, ...]:
     """Bytes of every rank by part: what the step's memory says, with the state told apart."""
-    problem, assignment = best.solution.problem, best.solution.stages.assignment
+    problem, assignment = best.solution.problem, best.solution.assignment
     totals = step_memory(best.step)
     flight = problem.in_flight
     setting = search.setting(best.solution.candidate)
@@ -214,7 +214,7 @@ def _alternative(judged: Judged) -> Alternative:
     labels = sorted(
         {
             " ".join(solution.problem.runs[run].choices[choice].label)
-            for groups in solution.stages.assignment
+            for groups in solution.assignment
             for run, choice, _ in groups
         }
     )

@@ -15,13 +15,11 @@ from cost_models.hardware import crossed_levels
 from planner.step.pricing import CONTEXT, DATA, PIPELINE, TENSOR
 
 AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
-#: Orders that are tried, outermost axis first. Data and context stay together, since gradients are reduced over both; a
-#: context axis is tried in the first order only.
+#: Orders that are tried, outermost axis first. The tensor axis, which talks most and must be waited for, is innermost;
+#: data and context stay together, since gradients are reduced over both; a context axis is tried in the first only.
 ORDERS = (
     (PIPELINE, DATA, CONTEXT, TENSOR),
     (DATA, CONTEXT, PIPELINE, TENSOR),
-    (PIPELINE, TENSOR, DATA, CONTEXT),
-    (TENSOR, DATA, CONTEXT, PIPELINE),
 )
 
 

@@ -27,7 +27,7 @@ from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import lower_bound, memory_shortfall
 from planner.step.stage_ilp import CUTOFF, StageSolution, solve_stages
-from planner.step.stage_problem import StageProblem
+from planner.step.stage_problem import Assignment, StageProblem
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
@@ -52,6 +52,11 @@ class Solution:
     @property
     def seconds(self) -> float:
         return self.stages.objective
+
+    @property
+    def assignment(self) -> Assignment:
+        assert self.stages.assignment is not None  # nothing else becomes a solution
+        return self.stages.assignment
 
 
 @dataclass

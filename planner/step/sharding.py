@@ -7,7 +7,7 @@ gives several undominated *variants*: the fastest, and ones that keep less for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.blocks import BlockRun, find_blocks
