@@ -10,7 +10,6 @@ besides that only unit prices: of one operator, one collective, one pass through
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
