@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from passes.ir.records import from_plain
-from passes.plan_checks import check_placements
+from passes.plan_checks import check_placements, check_step
 from passes.plan_data import (
     PLAN_VERSION,
     BlockPlan,
@@ -93,4 +93,5 @@ class Plan(PlanData):
             )
         plan = from_plain(Plan, data, where="plan")
         check_placements(plan)
+        check_step(plan)
         return plan

@@ -31,6 +31,24 @@ def check_placements(plan: PlanData) -> None:
             raise ValueError(f"conversions of {conversion.value}: no axis {conversion.axis!r} in mesh {plan.mesh}")
 
 
+def check_step(plan: PlanData) -> None:
+    """The mesh of a plan of a whole step is its step's without the pipeline, and every micro-batch is accounted for."""
+    step = plan.step
+    if step is None:
+        return
+    if sorted(step.axes) != sorted(("pp", *plan.mesh.names)):
+        raise ValueError(f"step: axes {', '.join(step.axes)} do not go with mesh {plan.mesh}")
+    for name, size in plan.mesh.as_dict().items():
+        if step.axes[name] != size:
+            raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
+    samples = step.axes.get("dp", 1) * step.num_microbatches * step.local_batch
+    if samples != step.global_batch:
+        raise ValueError(
+            f"step: {step.num_microbatches} micro-batches of {step.local_batch} on dp={step.axes.get('dp', 1)} are "
+            f"{samples} samples, not {step.global_batch}"
+        )
+
+
 def not_run_yet(step: StepPlan) -> tuple[str, ...]:
     """What ``step`` asks for that the emitted program does not do yet; empty if it can be run as it is planned."""
     ranks = step.axes.get("pp", 1)

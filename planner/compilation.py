@@ -1,8 +1,7 @@
-"""``planner.compile``: from a model and a mesh to a sharded module that trains."""
+"""``planner.compile``: from a model and a mesh, a cluster or a plan to a sharded module that trains."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_models import Cluster
+from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from planner.planning import as_cluster, as_mesh_shape, example_inputs_of, plan_graph
+from passes.plan_checks import RUNNABLE, check_runnable
+from planner.planning import as_cluster, example_inputs_of, plan_graph
+from planner.planning import plan as make_plan
+from planner.targets import Target, as_device_mesh, join_process_group, read_target, runnable_fix
 from runtime import ops
 from runtime.engine import Engine
 from runtime.layout import Layout, RankLayout
@@ -26,7 +29,7 @@ from runtime.shards import Shards
 
 def compile(
     model: nn.Module,
-    mesh: DeviceMesh | MeshShape | Mapping[str, int] | str | Plan | Path,
+    mesh: Target,
     *,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     batch_size: int | None = None,
@@ -43,36 +46,98 @@ def compile(
     Args:
         model: its weights are cut to this rank's shards; a model on the meta device stays there until
             ``initialise`` or ``load_full_state_dict``.
-        mesh: a ``DeviceMesh``; axis sizes (``{"dp": 2, "tp": 2}``, ``"dp=2,tp=2"``), to be laid over the default
-            process group; or a plan (or the path of one), which has its mesh in it.
+        mesh: where it runs, one of
+
+            * a ``DeviceMesh``, or axis sizes (``{"dp": 2, "tp": 2}``, ``"dp=2,tp=2"``) to be laid over the default
+              process group: how tensors are split over these axes is planned;
+            * a cluster (a ``Cluster``, ``"dgx-h100:1"``, ``"cluster.toml"``) with as many devices as there are
+              processes: the mesh is planned too, as by ``planner.plan`` without a mesh, as far as it can be run today:
+              no pipeline, one micro-batch, nothing recomputed, ZeRO 0;
+            * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
+
+            ``planner.targets.read_target`` says how text is told apart.
         example_inputs: arguments of one global batch (a mapping by name, or a tuple), to plan now.
         batch_size, seq_len: the same for a Hugging Face model. Without any of these, planning happens at the first
-            call, with its inputs.
+            call, with its inputs (not on a cluster: its mesh is not known before).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
-        cluster: the hardware to plan for; None for what can be told from the mesh.
+        cluster: with a mesh, the hardware to plan for; None for what can be told from the mesh.
         constraints, memory_limit: as in ``planner.plan``.
         plan: a plan to run instead of searching.
-        options: other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …).
+        options: on a mesh, other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …); on a
+            cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
     Raises:
-        ValueError: if the world size is not the mesh's, if a plan was made for another model, or for no plan.
+        ValueError: if the world size is not the mesh's or the cluster's, if a plan was made for another model, needs
+            what cannot be run yet (the message says what), or for no plan.
         CaptureError: if the model cannot be captured.
     """
-    mesh_itself, given = _mesh_and_plan(mesh, plan)
-    device_mesh, shape = as_device_mesh(mesh_itself)
+    target = read_target(mesh)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    hardware = cluster
+    demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
+    if example_inputs is None and batch_size is not None:
+        example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
+    if isinstance(target, Cluster):
+        _refuse_with_cluster(cluster=cluster, plan=plan)
+        hardware = target
+        target = plan_on_cluster(model, target, example_inputs=example_inputs, loss_fn=loss_fn, **demands)
+        demands = {"constraints": constraints}
+    if isinstance(target, Plan):
+        given = target if given is None else given
+        check_runnable(target)
+    device_mesh, shape = as_device_mesh(target)
     layout = RankLayout(device_mesh, shape)
-    hardware = _cluster(cluster, device_mesh, shape)
+    priced = _cluster(hardware, device_mesh, shape)
     ops.seed(agreed_seed(device_mesh))
-    options = {"constraints": constraints, "memory_limit": memory_limit, **options}
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return agreed_plan(
-            lambda: plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options), device_mesh=device_mesh
+            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, **demands), device_mesh=device_mesh
         )
 
-    if example_inputs is None and batch_size is not None:
-        example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
     return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
+
+
+def plan_on_cluster(
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """The best step that can be run today on ``cluster``, whose devices are those of the default process group.
+
+    Raises:
+        ValueError: if there is another number of processes, no input, or no plan.
+    """
+    if example_inputs is None:
+        raise ValueError(
+            "example_inputs is missing: on a cluster the mesh is planned before the first call; give example_inputs "
+            "(or batch_size, and seq_len, for a Hugging Face model)"
+        )
+    needed = options.get("num_devices") or cluster.num_devices
+    device = join_process_group(needed, needed_by=f"cluster {cluster.name!r}")
+    everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
+    narrowed = runnable_fix(fix, forbid)
+
+    def find() -> Plan:
+        try:
+            return make_plan(model, cluster, example_inputs=example_inputs, fix=narrowed, forbid=forbid, **options)
+        except CaptureError:
+            raise
+        except ValueError as error:
+            tried = ", ".join(f"{name}={value}" for name, value in RUNNABLE.items())
+            raise ValueError(f"{error} (compile plans only what can be run today: {tried})") from error
+
+    return agreed_plan(find, device_mesh=everyone)
+
+
+def _refuse_with_cluster(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} does not go with a cluster in the place of the mesh: drop one of the two")
 
 
 def parallelise(
@@ -114,57 +179,6 @@ def check_same_model(model: nn.Module, plan: Plan) -> None:
                 f"a plan made for another model: {name!r} has shape {list(planned.shape)} in the plan and "
                 f"{list(tensor.shape)} in this {type(model).__name__}"
             )
-
-
-def _mesh_and_plan(mesh: Any, plan: Plan | str | Path | None) -> tuple[Any, Plan | None]:
-    if isinstance(plan, (str, Path)):
-        plan = Plan.load(plan)
-    if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".json")):
-        mesh = Plan.load(mesh)
-    if isinstance(mesh, Plan):
-        return mesh.mesh, mesh if plan is None else plan
-    return mesh, plan
-
-
-def as_device_mesh(mesh: DeviceMesh | MeshShape | Mapping[str, int] | str) -> tuple[DeviceMesh, MeshShape]:
-    """A device mesh and its shape; sizes are laid over the default process group, which is made if need be.
-
-    Raises:
-        ValueError: if the world size is not the product of the sizes, or a ``DeviceMesh`` has no axis names.
-    """
-    if isinstance(mesh, DeviceMesh):
-        if not mesh.mesh_dim_names:
-            raise ValueError("the mesh has no axis names: pass mesh_dim_names=('dp', 'tp') to init_device_mesh")
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh: call compile on the mesh's ranks only")
-        return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
-    shape = as_mesh_shape(mesh)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not dist.is_initialized():
-        _init_process_group(shape, device)
-    if dist.get_world_size() != shape.num_devices:
-        raise ValueError(
-            f"mesh {shape} needs {shape.num_devices} processes, but the world size is {dist.get_world_size()}: "
-            f"start that many (torchrun --nproc-per-node={shape.num_devices}) or choose other axis sizes"
-        )
-    return init_device_mesh(device, shape.sizes, mesh_dim_names=shape.names), shape
-
-
-def _init_process_group(shape: MeshShape, device: str) -> None:
-    """Join the process group that torchrun describes in the environment."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != shape.num_devices:
-        raise ValueError(
-            f"mesh {shape} needs {shape.num_devices} processes, but the world size is {world_size}: "
-            f"start that many with torchrun --nproc-per-node={shape.num_devices}"
-        )
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if device == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _cluster(cluster: Cluster | str | None, device_mesh: DeviceMesh, shape: MeshShape) -> Cluster:

@@ -19,6 +19,7 @@ from passes.emit.program import ENTRY_POINT
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
+from passes.plan_checks import check_runnable
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
@@ -76,6 +77,7 @@ class Engine:
             self._start(plan)
 
     def _start(self, plan: Plan) -> None:
+        check_runnable(plan)
         self.plan = plan
         self.shards.place(plan)
         self._frozen = [parameter for parameter in self.shards.weights.parameters() if not parameter.requires_grad]
