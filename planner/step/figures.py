@@ -16,9 +16,9 @@ from passes.autograd.recompute import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
-from passes.rules.kinds import MATMUL, kind_of
 from planner.search.liveness import live_nodes
 from planner.search.problem import Stream
+from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
 from planner.step.units import Unit, find_units, unit_of_nodes
 
@@ -145,12 +145,7 @@ class _Reader:
 
     def _weight_share(self, node: Node | None) -> float:
         """Share of an operator's backward that only makes gradients of parameters."""
-        if node is None:
-            return 0.0
-        grads = [name for name in dict.fromkeys(node.inputs) if self.values[name].requires_grad]
-        if not grads or (kind_of(node) != MATMUL and len(grads) > 1):
-            return 0.0
-        return sum(name in self.space.states for name in grads) / len(grads)
+        return 0.0 if node is None else weight_share(node, self.values, self.space.states)
 
     def _weights(self) -> dict[int, tuple[list[Weight], float]]:
         found: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}

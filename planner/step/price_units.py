@@ -23,10 +23,9 @@ from passes.blocks import BlockRun
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
 from passes.plan import Plan
-from passes.rules.kinds import MATMUL, kind_of
 from planner.search.liveness import live_nodes
 from planner.search.price import Charge, Itemised
-from planner.step.pricing import StepPricing
+from planner.step.pricing import StepPricing, weight_share
 from planner.step.units import Unit, find_units
 
 #: Forward and backward.
@@ -126,11 +125,9 @@ class UnitPrices:
         """The part of one copy's backward that makes gradients of parameters and nothing else."""
         total = 0.0
         for name in self.units[index].nodes:
-            node = self.nodes[name]
-            grads = [value for value in dict.fromkeys(node.inputs) if self.values[value].requires_grad]
-            if name in self.operators and grads and (kind_of(node) == MATMUL or len(grads) == 1):
-                weights = sum(value in self.pricing.states for value in grads)
-                total += self.operators[name].compute[1] * weights / len(grads)
+            if name in self.operators:
+                share = weight_share(self.nodes[name], self.values, self.pricing.states)
+                total += self.operators[name].compute[1] * share
         return total
 
     # -- what is kept -------------------------------------------------------------------------------------------

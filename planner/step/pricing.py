@@ -15,7 +15,7 @@ from typing import Protocol
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape, Placement, local_shape
-from passes.rules.kinds import ATTENTION, MATMUL, kind_of, matmul_shape
+from passes.rules.kinds import ATTENTION, MATMUL, REDUCTION, kind_of, matmul_shape
 from planner.search.pricing import READS_ROWS, Pricing, base_name, is_view
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
@@ -30,12 +30,27 @@ SCALAR_BYTES = 64
 
 
 def state_derived(graph: Graph) -> frozenset[str]:
-    """Names of parameters, buffers, and of what is computed from them alone (casts and views of weights)."""
+    """Names of parameters, buffers, and of what is computed from them and from constants alone.
+
+    Such are casts and views of weights, and embeddings of positions that all samples have in common.
+    """
     found = {state.value.name for state in graph.states}
+    constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
     for node in graph.nodes:
-        if node.inputs and all(name in found for name in node.inputs):
+        rest = [name for name in node.inputs if name not in constants]
+        if rest and all(name in found for name in rest):
             found.update(value.name for value in node.outputs)
     return frozenset(found)
+
+
+def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]) -> float:
+    """Share of an operator's backward that only makes gradients of parameters (a bias's takes no matrix product)."""
+    grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad]
+    if kind_of(node) == MATMUL:
+        grads = [name for name in grads if len(values[name].shape) > 1]
+    elif len(grads) > 1:
+        return 0.0
+    return sum(name in states for name in grads) / len(grads) if grads else 0.0
 
 
 @dataclass(frozen=True)
@@ -110,10 +125,15 @@ class StepPricing(Pricing):
         if kind == MATMUL:
             shape = self._matmul(node, values, inputs, outputs)
             forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
-            return forward, sum(
+            matrices = [name for name in grads if len(values[name].shape) > 1]
+            backward = sum(
                 price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=turned)
-                for turned in _turned(shape)[: len(grads)]
+                for turned in _turned(shape)[: len(matrices)]
             )
+            if len(grads) > len(matrices):  # a bias: the sum of the rows of the output's gradient
+                made = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+                backward += price(flops=0.0, num_bytes=made, dtype=dtype, kind=REDUCTION)
+            return forward, backward
         forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
         if not grads:
             return forward, 0.0
@@ -149,7 +169,7 @@ class StepPricing(Pricing):
 def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
     """Shapes of the products of a matmul's backward: for the first operand's gradient, and the second's."""
     batch, m, n, k = shape
-    return [(batch, m, k, n), (batch, k, n, m), (1, m, n, 1)]
+    return [(batch, m, k, n), (batch, k, n, m)]
 
 
 class BatchPrices:
