@@ -72,13 +72,14 @@ def compile(
         CaptureError: if the model cannot be captured.
     """
     target = read_target(mesh)
+    if isinstance(target, Cluster):
+        _refuse_with_cluster(cluster=cluster, plan=plan)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     hardware = cluster
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
     if isinstance(target, Cluster):
-        _refuse_with_cluster(cluster=cluster, plan=plan)
         hardware = target
         target = plan_on_cluster(model, target, example_inputs=example_inputs, loss_fn=loss_fn, **demands)
         demands = {"constraints": constraints}
