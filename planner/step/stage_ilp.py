@@ -183,6 +183,12 @@ class _Search:
             self.best, self.objective = assignment, seconds
         return True
 
+    def offer_all(self, found: Shares | Segments) -> bool:
+        """Keep what was found rank by rank, chunks of a rank alike where that fits; whether anything fits."""
+        if isinstance(found, Shares) and self.problem.num_chunks > self.problem.num_ranks and self.offer(found.even):
+            return True
+        return found.assignment is not None and self.offer(found.assignment)
+
     def try_alike(self) -> bool:
         """With one chunk: every run in the choice that is fastest by itself."""
         if self.problem.num_chunks > 1 or has_kinds(self.problem):
@@ -214,8 +220,8 @@ class _Search:
                     found = found_now
                     self.load = max(self.load, found.load)
                     self.bound = max(self.bound, self.bounds.step_with(self.load))
-                if math.isfinite(found_now.load) and (assignment := found_now.assignment) is not None:
-                    fitting |= self.offer(assignment)
+                if math.isfinite(found_now.load):
+                    fitting |= self.offer_all(found_now)
             if fitting or self.settled():
                 break
         return found

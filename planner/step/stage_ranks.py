@@ -93,6 +93,21 @@ class RankTable:
         fronts = [front for front in self.fronts(units) if len(front.seconds)]
         return min(fronts, key=lambda front: float(front.seconds[0])).units()
 
+    def spread(self, units: int) -> list[tuple[int, int, int]]:
+        """The same with the units of the long run over all chunks of the rank, each next one where least is."""
+        placed = self.assigned(units)
+        ends = [unit for unit in placed if unit[1] != self.run]
+        seconds = dict.fromkeys(self.chunks, 0.0)
+        for chunk, run, choice in ends:
+            seconds[chunk] += self.seconds(self.problem.runs[run].choices[choice].costs)
+        spread: list[tuple[int, int, int]] = []
+        for _, run, choice in (unit for unit in placed if unit[1] == self.run):
+            empty = [chunk for chunk in self.chunks if not any(unit[0] == chunk for unit in (*ends, *spread))]
+            chunk = min(empty or self.chunks, key=lambda place: seconds[place])
+            seconds[chunk] += self.seconds(self.problem.runs[run].choices[choice].costs)
+            spread.append((chunk, run, choice))
+        return ends + spread
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -107,10 +122,18 @@ class Shares:
 
     @property
     def assignment(self) -> Assignment:
-        """The assignment that the shares stand for."""
+        """The assignment that the shares stand for: what no chunk must hold is where it takes the least memory."""
+        return self._grouped([table.assigned(units) for table, units in zip(self.tables, self.units)])
+
+    @property
+    def even(self) -> Assignment:
+        """The same with the chunks of each rank alike, as interleaved schedules run best; it may take more memory."""
+        return self._grouped([table.spread(units) for table, units in zip(self.tables, self.units)])
+
+    def _grouped(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Assignment:
         counts: list[dict[tuple[int, int], int]] = [{} for table in self.tables for _ in table.chunks]
-        for table, units in zip(self.tables, self.units):
-            for chunk, run, choice in table.assigned(units):
+        for placed in ranks:
+            for chunk, run, choice in placed:
                 counts[chunk][run, choice] = counts[chunk].get((run, choice), 0) + 1
         return tuple(
             tuple((run, choice, count) for (run, choice), count in sorted(groups.items())) for groups in counts
