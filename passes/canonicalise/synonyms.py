@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.canonicalise.fx import aten, calls, insert, shape
+from passes.canonicalise.fx import aten, calls, insert, shape, value
 
 _NAMES: dict[Any, Any] = {
     aten.__and__.Tensor: aten.bitwise_and.Tensor,
@@ -31,12 +31,31 @@ _NAMES: dict[Any, Any] = {
     aten.not_equal.Scalar: aten.ne.Scalar,
 }
 
+#: A tensor of given size like another is, if it has the other's size, of the other's shape: the size may then be cut.
+_LIKE: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros_like.default,
+    aten.new_ones.default: aten.ones_like.default,
+    aten.new_full.default: aten.full_like.default,
+    aten.new_empty.default: aten.empty_like.default,
+}
+
 
 def replace_synonyms(module: fx.GraphModule) -> None:
     for node in calls(module.graph):
         node.target = _NAMES.get(node.target, node.target)
         if node.target is aten.broadcast_tensors.default:
             _broadcast(node)
+        elif node.target in _LIKE:
+            _as_like(node)
+
+
+def _as_like(node: fx.Node) -> None:
+    source, size, *fill = node.args
+    assert isinstance(source, fx.Node)
+    if tuple(size) == shape(source):  # type: ignore[arg-type]
+        dtype = value(node).dtype
+        node.target, node.args = _LIKE[node.target], (source, *fill)
+        node.kwargs = {} if dtype == value(source).dtype else {"dtype": dtype}
 
 
 def _broadcast(node: fx.Node) -> None:
