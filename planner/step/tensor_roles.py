@@ -40,8 +40,7 @@ GATHERED = frozenset(("colwise_rep", "colwise_gather_output"))
 class TensorRoles:
     """What each layer does: roles by node name, nodes whose output is gathered at once, and the kind of baseline.
 
-    ``sequence``: whether activations between split layers may be sharded, as in sequence parallelism (Korthikanti et al.
-    2022).
+    ``sequence``: whether activations between split layers may be sharded (Korthikanti et al. 2022)
     """
 
     found: Mapping[str, Role]

@@ -1,0 +1,57 @@
+"""Plainer versions of a solution, for the simulator to judge.
+
+The closed form lets communication hide behind any compute of the same chunk; played event by event, a gather hides
+only behind its neighbours. So a chunk that mixes ZeRO stages, which looks best by the closed form where communication
+is as long as compute, may run slower than one with a single stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from cost_models.step_time import step_memory, step_seconds
+from planner.step.search import Solution
+from planner.step.stage_problem import Assignment, UnitRun, as_step, fits
+
+
+def plainer(solution: Solution) -> Iterator[Solution]:
+    """``solution`` with one ZeRO stage for all units, with and without one recompute policy for all; those that fit."""
+    problem, assignment = solution.problem, solution.stages.assignment
+    assert assignment is not None
+    labels = {choice.label for run in problem.runs for choice in run.choices}
+    policies = [None, *sorted({policy for policy, _ in labels})]
+    tried = {assignment}
+    for stage in sorted({stage for _, stage in labels}):
+        for policy in policies:
+            plain = _with(problem.runs, assignment, policy, stage)
+            if plain in tried:
+                continue
+            tried.add(plain)
+            step = as_step(problem, plain)
+            if fits(problem, step_memory(step)):
+                stages = replace(solution.stages, assignment=plain, objective=step_seconds(step).total)
+                yield replace(solution, stages=stages)
+
+
+def _with(runs: Sequence[UnitRun], assignment: Assignment, policy: str | None, stage: str) -> Assignment:
+    """The assignment with every unit at ``stage`` and under ``policy`` (None: its own), as far as it has them."""
+    found = []
+    for groups in assignment:
+        counts: dict[tuple[int, int], int] = {}
+        for run, choice, count in groups:
+            wanted = policy or runs[run].choices[choice].label[0]
+            key = (run, _closest(runs[run], wanted, stage))
+            counts[key] = counts.get(key, 0) + count
+        found.append(tuple((run, choice, count) for (run, choice), count in counts.items()))
+    return tuple(found)
+
+
+def _closest(run: UnitRun, policy: str, stage: str) -> int:
+    """The choice of a unit with this policy and stage; if it has no such policy or stage, the first that has the other."""
+    labels = [choice.label for choice in run.choices]
+
+    def misses(index: int) -> tuple[bool, bool]:
+        return labels[index][1] != stage, labels[index][0] != policy
+
+    return min(range(len(labels)), key=misses)
