@@ -19,7 +19,7 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
         *(summarise_step(plan, plan.step) if plan.step is not None else [_headline(plan)]),
         _blocks(plan),
         _tensors("Inputs", plan, plan.inputs),
-        _tensors("Parameters and buffers", plan, plan.states),
+        _tensors(_states_title(plan), plan, plan.states),
         _tensors("Outputs", plan, plan.outputs),
         _collectives(plan),
         _costs(plan),
@@ -49,6 +49,11 @@ def _blocks(plan: PlanData) -> str:
         for block in plan.blocks
     ]
     return format_table("Repeated blocks", ("first copy", "copies", "passed from copy to copy as"), rows)
+
+
+def _states_title(plan: PlanData) -> str:
+    divided = plan.step is not None and any(plan.step.zero)
+    return "Parameters and buffers" + (" (while they are used: ZeRO divides them further)" if divided else "")
 
 
 def _tensors(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:

@@ -103,9 +103,11 @@ def path_range(first: str, last: str) -> str:
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
-    """``0–3, 7``; runs up or down by one as ranges."""
+    """``0–3, 7``; runs up or down by one as ranges, what is repeated at once only once."""
     runs: list[list[int]] = []
     for number in numbers:
+        if runs and number == runs[-1][-1]:
+            continue
         if runs and abs(number - runs[-1][-1]) == 1 and (len(runs[-1]) == 1 or _goes_on(runs[-1], number)):
             runs[-1].append(number)
         else:

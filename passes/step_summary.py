@@ -15,6 +15,9 @@ from passes.tables import format_bytes, format_list, format_seconds, format_tabl
 #: A rank this full says that memory shapes the plan.
 NEARLY_FULL = 0.9
 
+#: Status of a search that stopped early.
+TIME_LIMIT = "time limit"
+
 
 def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
     """The parts of the text, in order."""
@@ -107,7 +110,7 @@ def _time(step: StepPlan) -> str:
     costs, busy = step.costs, busy_seconds(step)
     parts = {
         "micro-batches on the busiest rank": busy,
-        "filling and draining the pipeline, waiting": costs.pipeline - busy,
+        "pipeline filling and draining, waiting for communication": costs.pipeline - busy,
         "gradient reductions left over": costs.tail,
         "optimizer, parameters gathered again": costs.update,
         "step": costs.seconds,
@@ -140,6 +143,9 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
         yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
     if step.alternatives:
         yield _against(step, step.alternatives[0])
+    if plan.certificate.status == TIME_LIMIT:
+        bound = format_seconds(plan.certificate.bound)
+        yield f"the search ran out of time: a better plan may exist, down to {bound} (a longer time limit would tell)"
 
 
 def _memory_reason(step: StepPlan) -> str:
@@ -169,7 +175,7 @@ def _against(step: StepPlan, other: Alternative) -> str:
     slower = other.seconds / step.costs.seconds - 1.0 if step.costs.seconds else 0.0
     fullest = max(memory.total for memory in step.memory)
     return (
-        f"next best that was solved: {other.what}: {slower:+.2%} time, "
+        f"closest other plan that was solved: {other.what}: {slower:+.2%} time, "
         f"{format_bytes(other.memory)} against {format_bytes(fullest)} on the fullest device"
     )
 

@@ -72,7 +72,8 @@ def plan(
         headroom: share of each device's memory to leave free.
         num_devices: plan for so many of the cluster's devices.
         objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).
-        num_alternatives: how many plans to find; the runners-up are in ``plan.step.alternatives``.
+        num_alternatives: how many plans to prove the best; the others are in ``plan.step.alternatives``, where the best
+            of those that were solved on the way are in any case.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
         progress: called with a ``planner.step.progress.Report`` at every phase and now and then while searching.

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from passes.plan import Plan
 from planner.cli import main
+from planner.cli.arguments import read_choices
+from planner.cli.progress import describe, progress_bar
+from planner.step.progress import CAPTURING, SEARCHING, Report
+from tests.ranks import ROOT
 
 TINY = ["tiny-llama", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--global-batch", "8"]
+STEP = ["tiny-llama", "--cluster", "cpu-local:8", "--seq-len", "32", "--global-batch", "16"]
 
 
 def test_plan_prints_saves_and_shows_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +38,53 @@ def test_a_pin_is_obeyed(tmp_path: Path) -> None:
     assert {s.placement[1] for path, s in states.items() if path.endswith("up_proj.weight")} == {"S(0)"}
 
 
+def test_without_a_mesh_the_whole_step_is_planned(tmp_path: Path) -> None:
+    """As users run it, into a pipe: the tables on standard output, nothing on standard error."""
+    target = tmp_path / "plan.json"
+    demands = ["--fix", "pp=2", "--fix", "schedule=1f1b,gpipe", "--forbid", "zero=2,3", "--headroom", "0.1"]
+    command = [sys.executable, "-m", "planner", "plan", *STEP, *demands, "-o", str(target)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    for title in ("Layout, outermost", "Stages, in model order", "Memory of one device", "Time of one step", "Why"):
+        assert title in done.stdout
+    found = Plan.load(target)
+    assert found.step is not None and found.step.axes["pp"] == 2
+    assert found.step.schedule in ("1f1b", "gpipe") and not {2, 3} & set(found.step.zero)
+    assert f"a pipeline (pp=2, {found.step.schedule})" in found.notes[-1]
+    assert found.summary() in done.stdout
+
+
+def test_what_is_asked_of_the_search_is_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    demands = ["--devices", "4", "--alternatives", "3", "--optimizer", "sgd", "--compiled", "--memory", "2"]
+    assert main(["plan", *STEP, *demands, "--gradient-dtype", "bfloat16", "-o", str(target)]) == 0
+    assert "Runners-up" in capsys.readouterr().out
+    step = Plan.load(target).step
+    assert step is not None and step.num_devices == 4 and len(step.alternatives) >= 2
+    assert (step.optimizer, step.gradient_dtype, step.compiled) == ("sgd", "bfloat16", True)
+    assert step.memory_limit == 2 * 2**30
+
+
+def test_values_of_choices_are_numbers_or_words() -> None:
+    given = ["tp=4,8", "schedule=1f1b", "tp=2"]
+    assert read_choices(given, option="--fix") == {"tp": [4, 8, 2], "schedule": ["1f1b"]}
+
+
+def test_progress_is_drawn_on_terminals_alone() -> None:
+    text = io.StringIO()
+    with progress_bar(Console(file=text, force_terminal=True, width=200)) as listen:
+        assert listen is not None
+        listen(Report(CAPTURING))
+        listen(Report(SEARCHING, candidate="dp=8", seconds=2.0, bound=1.5, solved=3, left=1200, num_devices=8))
+    assert "best 2 s (dp=8), gap 25.0%, 3 solved, 1,200 left" in text.getvalue()
+    with progress_bar(Console(file=io.StringIO())) as listen:
+        assert listen is None
+
+
+def test_progress_before_there_is_a_plan() -> None:
+    assert describe(Report(SEARCHING, left=7)) == "nothing yet; 7 left"
+
+
 def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "tiny-llama", "--mesh", "tp=2", "--global-batch", "4", "--seq-len", "8"]) == 0
     assert "loss" in capsys.readouterr().out
@@ -43,6 +99,22 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *TINY, "--cluster", "dgx-h100:1"], "has 4 devices but cluster"),
         (["plan", *TINY, "--memory", "lots"], "--memory"),
         (["plan", *TINY, "--pin", "model.layer.*", "tp", "S(0)"], "model.layer.*"),
+        (["plan", *STEP, "--fix", "tp"], "NAME=VALUE"),
+        (["plan", *STEP, "--fix", "td=8"], "unknown name 'td'"),
+        (["plan", *STEP, "--fix", "tp=many"], "'tp' must be an integer"),
+        (["plan", *STEP, "--forbid", "recompute=sometimes"], "none, regather, selective, full"),
+        (["plan", *STEP, "--forbid", "all_gather"], "--mesh"),
+        (["plan", *STEP, "--memory", "none"], "--memory none goes with --mesh"),
+        (["plan", *STEP, "--headroom", "1.5"], "headroom"),
+        (["plan", *STEP, "--devices", "9"], "cannot take 9"),
+        (["plan", *STEP, "--objective", "speed"], "time, devices, memory"),
+        (["plan", *STEP, "--objective", "devices"], "target_seconds"),
+        (["plan", *STEP, "--alternatives", "0"], "num_alternatives"),
+        (["plan", *STEP, "--optimizer", "adamm"], "adamw"),
+        (["plan", *TINY, "--fix", "tp=2"], "fix means something only if mesh is not given"),
+        (["plan", *TINY, "--compiled"], "compiled means something only if"),
+        (["plan", *TINY, "--forbid", "tp=2"], "a collective's name"),
+        (["plan", *TINY, "--forbid", "all_gathr"], "all_gather"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),
         (["run", "--nproc", "2", "no-such-script.py"], "no-such-script.py"),
     ],

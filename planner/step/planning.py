@@ -22,6 +22,8 @@ from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
 OBJECTIVES = ("time", "devices", "memory")
+#: Solutions that the simulator plays at least; those that are not chosen are the plan's runners-up.
+JUDGED = 3
 #: How closely the least memory is found, as a share of a device's.
 MEMORY_STEP = 0.01
 
@@ -84,9 +86,9 @@ class _Planner:
         search, outcome = self.search(cluster, demands)
         if not outcome.solutions:
             raise infeasible(search, outcome)
-        judged = [judge(solution) for solution in outcome.solutions[: max(3, demands.num_alternatives)]]
+        judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
         best = _best(judged, outcome, demands)
-        others = [each for each in judged if each is not best][: demands.num_alternatives - 1]
+        others = [each for each in judged if each is not best]
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
 
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
