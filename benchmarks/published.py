@@ -4,8 +4,8 @@
     python -m benchmarks.published titan MPT-7B    # those whose name contains one of these
 
 Two lines of ratios a run, predicted / published: speed (tokens/s of a device, whatever the source states converted to
-it) and memory of the fullest device, as a caching allocator reserves it. Memory does not bind here: what a run needs is
-what is compared. The efficiency curves are one set a device; ``use`` says which runs were looked at to set them.
+it) and memory of the fullest device, as a caching allocator reserves it. Memory does not bind unless the row says so: what
+a run needs is what is compared. The efficiency curves are one set a device; ``use`` says which runs were looked at to set them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class PublishedRun:
     published: Mapping[str, float]
     overrides: Mapping[str, Any] = field(default_factory=dict)
     network_gbps: float | None = None
+    memory_binds: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,13 @@ def config_of(run: PublishedRun) -> Any:
 
 
 def cluster_of(run: PublishedRun) -> Cluster:
-    """The run's cluster, with ample memory and with its own network."""
+    """The run's cluster, with its own network, and ample memory unless memory binds."""
     cluster = Cluster.parse(run.cluster)
-    groups = tuple(
-        DeviceGroup(dataclasses.replace(group.device, memory_bytes=AMPLE_BYTES), group.count)
-        for group in cluster.groups
-    )
+    groups = cluster.groups
+    if not run.memory_binds:
+        groups = tuple(
+            DeviceGroup(dataclasses.replace(group.device, memory_bytes=AMPLE_BYTES), group.count) for group in groups
+        )
     levels = cluster.levels
     if run.network_gbps is not None:
         levels = (*levels[:-1], dataclasses.replace(levels[-1], bandwidth=run.network_gbps * 1e9 / 8))

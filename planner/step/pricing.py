@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cost_models.dtypes import item_size
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape, Placement, local_shape
-from passes.rules.kinds import ATTENTION, MATMUL, REDUCTION, kind_of, matmul_shape
+from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
 from planner.search.pricing import READS_ROWS, Pricing, base_name, is_view
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
@@ -23,6 +24,9 @@ DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
 STATE_AXES = frozenset((DATA, CONTEXT))
 #: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
 ATTENTION_BACKWARD = 2.5
+#: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
+#: whether elementwise chains are fused. One by one: scale, mask, softmax and dropout, each twice; a byte for a mask.
+SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
 #: Seconds of a conversion that must not be chosen: one that would gather what micro-batches see one after the other.
 NEVER = 1e6
 #: Bytes up to which a sum over the batch counts as a scalar of the loss.
@@ -134,6 +138,9 @@ class StepPricing(Pricing):
                 made = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
                 backward += price(flops=0.0, num_bytes=made, dtype=dtype, kind=REDUCTION)
             return forward, backward
+        if kind == ATTENTION and forms_scores(node):
+            seconds = self._formed_attention(node, values, inputs)
+            return seconds if grads else (seconds[0], 0.0)
         forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
         if not grads:
             return forward, 0.0
@@ -148,6 +155,28 @@ class StepPricing(Pricing):
             if values[name].requires_grad and (node.name, name) not in self.fusion.reads
         )
         return forward, price(flops=0.0, num_bytes=num_bytes + made, dtype=dtype, kind=kind)
+
+    def _formed_attention(
+        self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
+    ) -> tuple[float, float]:
+        """Attention that no fused kernel does: two products of all scores forward, four backward, and the scores."""
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        (*batch, rows, width), columns = parts[0], parts[1][-2]
+        count, dtype = math.prod(batch), node.output.dtype
+        elements = count * rows * columns
+        scores = elements * item_size(dtype)
+        product = self.prices.compute_seconds(
+            flops=2.0 * elements * width,
+            num_bytes=scores + count * (rows + columns) * width * item_size(dtype),
+            dtype=dtype,
+            kind=MATMUL,
+            shape=(count, rows, columns, width),
+        )
+        forward, backward = (
+            self.prices.compute_seconds(flops=0.0, num_bytes=passes * scores, dtype=dtype, kind=ELEMENTWISE)
+            for passes in SCORE_PASSES[self.fusion != Fusion()]
+        )
+        return 2 * product + forward, 4 * product + backward
 
     def _read(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], written: int) -> int:
         read = {
@@ -164,6 +193,12 @@ class StepPricing(Pricing):
     ) -> tuple[int, int, int, int]:
         parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
         return matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+
+
+def forms_scores(node: Node) -> bool:
+    """Whether an attention call drops some of its probabilities, so that it forms them (``passes.autograd.kernels``)."""
+    dropped = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropped, (int, float)) and dropped > 0
 
 
 def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
