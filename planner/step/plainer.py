@@ -48,7 +48,7 @@ def _with(runs: Sequence[UnitRun], assignment: Assignment, policy: str | None, s
 
 
 def _closest(run: UnitRun, policy: str, stage: str) -> int:
-    """The choice of a unit with this policy and stage; if it has no such policy or stage, the first that has the other."""
+    """The choice of a unit with this policy and stage; lacking these, the first with one of them."""
     labels = [choice.label for choice in run.choices]
 
     def misses(index: int) -> tuple[bool, bool]:

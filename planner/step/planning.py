@@ -16,6 +16,7 @@ from planner.step.fusion import fuse
 from planner.step.infeasible import infeasible
 from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
+from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
 from planner.step.search import Outcome, Search
 from planner.step.sharding import ShardingSpace
@@ -24,6 +25,8 @@ from planner.step.sharding import ShardingSpace
 OBJECTIVES = ("time", "devices", "memory")
 #: Solutions that the simulator plays at least; those that are not chosen are the plan's runners-up.
 JUDGED = 3
+#: How much slower than the best by the closed form a solution may be that the simulator finds faster.
+NEAR = 0.05
 #: How closely the least memory is found, as a share of a device's.
 MEMORY_STEP = 0.01
 
@@ -87,7 +90,8 @@ class _Planner:
         if not outcome.solutions:
             raise infeasible(search, outcome)
         judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
-        best = _best(judged, outcome, demands)
+        plain = [judge(each) for found in judged for each in plainer(found.solution)]
+        best = _best([*judged, *plain], outcome)
         others = [each for each in judged if each is not best]
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
 
@@ -127,9 +131,9 @@ class _Planner:
         return found
 
 
-def _best(judged: list[Judged], outcome: Outcome, demands: Demands) -> Judged:
-    """Of the solutions that are as good as the best by the closed form, the one that the simulator likes most."""
-    limit = outcome.solutions[0].seconds * (1.0 + demands.gap)
+def _best(judged: list[Judged], outcome: Outcome) -> Judged:
+    """Of the solutions that are about as good as the best by the closed form, the one that the simulator likes most."""
+    limit = outcome.solutions[0].seconds * (1.0 + NEAR)
     near = [each for each in judged if each.solution.seconds <= limit]
     return min(near, key=lambda each: each.report.seconds)
 
