@@ -3,9 +3,9 @@
     python -m benchmarks.published                 # all runs of published_runs.toml
     python -m benchmarks.published titan MPT-7B    # those whose name contains one of these
 
-Two lines of ratios a run, predicted / published: speed (tokens/s of a device, whatever the source states converted to
-it) and memory of the fullest device, as a caching allocator reserves it. Memory does not bind unless the row says so: what
-a run needs is what is compared. The efficiency curves are one set a device; ``use`` says which runs were looked at to set them.
+A row's ratios are predicted / published: speed (tokens/s of a device, whatever the source states converted to it), and
+memory of the fullest device, as a caching allocator reserves it. Memory does not bind unless the row says so: what a
+run needs is what is compared. Efficiency curves are one set a device; ``use`` says which runs were looked at for them.
 """
 
 from __future__ import annotations

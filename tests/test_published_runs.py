@@ -1,4 +1,4 @@
-"""Published training runs: the planner's speed and memory against what was measured, with one set of curves a device."""
+"""Published training runs: predicted speed and memory against what was measured, one set of curves a device."""
 
 from __future__ import annotations
 
