@@ -196,7 +196,7 @@ class StepPricing(Pricing):
 
 
 def forms_scores(node: Node) -> bool:
-    """Whether an attention call drops some of its probabilities, so that it forms them (``passes.autograd.kernels``)."""
+    """Whether an attention call drops probabilities, so that it forms them (see ``passes.autograd.kernels``)."""
     dropped = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     return isinstance(dropped, (int, float)) and dropped > 0
 
