@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.ranks import run_on_ranks
+import planner
+from passes.capture import keep_float64
+from passes.plan import Plan
+from passes.plan_checks import RUNNABLE
+from tests.ranks import ROOT, run_on_ranks
+from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 from tests.step_worker import SCENARIOS
 
 NAMES = [scenario.__name__ for scenario in SCENARIOS]
+CASES: dict[str, tuple[type[nn.Module], Any, Any]] = {
+    "tied classifier": (TiedClassifier, token_batch(), None),
+    "mlp": (Mlp, mlp_batch(), squared_error),
+}
 
 
 @functools.cache
@@ -20,3 +35,62 @@ def results() -> dict[str, bool]:
 @pytest.mark.parametrize("scenario", NAMES)
 def test_on_four_processes(scenario: str) -> None:
     assert results()[scenario]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
+def test_steps_that_can_be_run_compute_what_one_device_does(case: str, axes: dict[str, int]) -> None:
+    """On every rank, with exactly the collectives that were planned; axes of size 1 are in the mesh too."""
+    build, batch, loss_fn = CASES[case]
+    with keep_float64():
+        found = planner.plan(
+            seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**RUNNABLE, **axes}
+        )
+    assert found.mesh.as_dict() == {"dp": 1, "cp": 1, "tp": 1, **axes}
+    report = planner.verify(seeded(build), found, batch=batch, loss_fn=loss_fn)
+    assert report.ok, report.table()
+
+
+def test_a_plan_is_the_same_when_read_back(tmp_path: Path) -> None:
+    found = planner.plan(
+        seeded(TiedClassifier), "cpu-local:8", example_inputs=token_batch(), fix={"pp": 2}, num_alternatives=3
+    )
+    found.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == found and again.summary(operators=True) == found.summary(operators=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": "dp=4", "fix": {"tp": 2}}, "fix means something only if mesh is not given"),
+        ({"mesh": "dp=4", "num_alternatives": 2}, "num_alternatives means something only if"),
+        ({"forbid_collectives": ("all_gather",)}, "forbid_collectives means something only if mesh is given"),
+        ({"objective": "money"}, "time, devices, memory"),
+        ({"target_seconds": 1.0}, "give both or neither"),
+        ({"batch_size": 4, "global_batch": 8}, "same thing"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        planner.plan(seeded(TiedClassifier), "cpu-local:4", example_inputs=token_batch(), **options)
+
+
+def test_one_process_is_a_cluster_of_one() -> None:
+    script = (
+        "import planner\n"
+        "from tests.small_models import Mlp, mlp_batch, seeded, squared_error\n"
+        "options = {'example_inputs': mlp_batch(), 'loss_fn': squared_error}\n"
+        "parallel = planner.compile(seeded(Mlp), 'cpu-local:1', **options)\n"
+        "parallel(*mlp_batch()).loss.backward()\n"
+        "assert parallel.plan.mesh.num_devices == 1\n"
+        "try:\n    planner.compile(seeded(Mlp), 'cpu-local:2', **options)\n"
+        "except ValueError as error:\n    assert 'world size is 1' in str(error), error\n"
+        "else:\n    raise SystemExit('not refused')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
