@@ -226,10 +226,10 @@ class UnitPrices:
             yield from ((value.name, place) for value, place in zip(node.outputs, places))
         for index, run in enumerate(self.runs):
             for slot, names in enumerate(run.carried):
-                yield from ((name, self.plan.blocks[index].carried[slot]) for name in names)
+                yield names[0], self.plan.blocks[index].carried[slot]
 
     def made_in(self, name: str) -> Placement:
-        """The placement a value is made in; of what copies hand on, the one they hand it on in."""
+        """The placement a value is made in; of what a copy takes from the one before, how it is handed on."""
         return self.made[name]
 
     def local_bytes(self, value: Value) -> float:

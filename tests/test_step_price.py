@@ -1,0 +1,150 @@
+"""A whole step's plan, saved and priced again from scratch, costs what the search said: seconds and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from torch import nn
+
+from cost_models import Cluster
+from passes.capture import capture
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from planner.library import load_config
+from planner.planning import capture_for_planning
+from planner.step.demands import read_demands
+from planner.step.planning import plan_step
+from planner.step.price import PricedStep, price_step
+from planner.verification import slow_devices
+from tests.small_models import Mlp, Residual, mlp_batch, squared_error
+
+#: Name in the library → what makes it small.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-llama": {},
+    "tiny-gpt2": {},  # tied embeddings
+    "tiny-bert": {},
+    "tiny-t5": {},
+    "tiny-vit": {},
+    "tiny-opt": {},
+    "tiny-bloom": {},
+    "bart-base": {"encoder_layers": 2, "decoder_layers": 2},
+    "gpt-j-6b": {"n_layer": 3},
+    "qwen2.5-0.5b": {"num_hidden_layers": 3},
+    "mistral-7b": {"num_hidden_layers": 3},
+    "gemma-2b": {"num_hidden_layers": 3},
+    "falcon-7b": {"num_hidden_layers": 3},
+    "phi-2": {"num_hidden_layers": 3},
+    "resnet-50": {"depths": [1, 2, 1, 1]},
+}
+#: What is fixed; every size and value occurs, and what goes together differs.
+FIXED: tuple[Mapping[str, Any], ...] = (
+    {"micro_batch": 4, "tp": 1, "cp": 1},
+    {"pp": 2, "tp": 2, "zero": 1, "recompute": "full", "num_microbatches": 4},
+    {"dp": 8, "zero": 0},
+    {"pp": 2, "dp": 4, "zero": 3, "recompute": "selective", "schedule": "gpipe", "num_microbatches": 4},
+    {"tp": 4, "pp": 1, "zero": 2, "recompute": ("none", "regather")},
+    {"pp": 2, "tp": 4, "schedule": "zbv", "num_microbatches": 4},
+    {"cp": 2, "tp": 2, "pp": 1, "zero": 3, "num_microbatches": 2},
+    {"pp": 2, "dp": 2, "schedule": "interleaved_1f1b", "chunks_per_rank": 2, "zero": 2, "num_microbatches": 4},
+    {"pp": 4, "dp": 2, "schedule": "1f1b", "zero": 0, "recompute": "full", "num_microbatches": 4},
+    {"pp": 2, "dp": 4, "schedule": "zb_h1", "zero": 1, "num_microbatches": 4},
+    {"pp": 2, "cp": 2, "tp": 1, "zero": 2, "recompute": ("selective", "none")},
+    {"pp": 2, "tp": 2, "schedule": "dualpipev", "zero": 3, "num_microbatches": 8},
+)
+#: How many sets of fixed choices each model is planned with.
+TURNS = 2
+#: Where samples are mixed (statistics of batch norm), which is only planned with one micro-batch.
+WHOLE_BATCH: tuple[Mapping[str, Any], ...] = ({"dp": 8, "zero": 3}, {"pp": 2, "dp": 4, "num_microbatches": 1})
+CLUSTERS = (slow_devices(8), Cluster.parse("dgx-h100"), Cluster.parse("cpu-local:8"))
+
+
+@functools.cache
+def captured(model: str) -> Graph:
+    if model == "blocks":
+        blocks = nn.Sequential(*(Residual(16, 32) for _ in range(6)))
+        return capture(blocks, args=mlp_batch(batch=32, outputs=16), loss_fn=squared_error)
+    if model == "mlp":
+        return capture(Mlp(layers=6), args=mlp_batch(batch=32), loss_fn=squared_error)
+    config = load_config(model)
+    for name, value in MODELS[model].items():
+        setattr(config, name, value)
+    return capture_for_planning(config, batch_size=32, seq_len=32)
+
+
+def priced(graph: Graph, plan: Plan, cluster: Cluster) -> PricedStep:
+    """From nothing but what a file would hold."""
+    return price_step(graph, Plan.from_dict(json.loads(plan.to_json())), cluster)
+
+
+def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
+    """Whether there is a plan; if so it costs what it says."""
+    try:
+        plan = plan_step(graph, cluster, read_demands(fixed))
+    except ValueError:
+        return False
+    assert plan.step is not None
+    again = priced(graph, plan, cluster)
+    assert again.seconds.total == pytest.approx(plan.certificate.objective, rel=1e-6)
+    assert again.seconds.total == pytest.approx(plan.step.costs.seconds, rel=1e-6)
+    assert again.simulated().seconds == pytest.approx(plan.step.costs.simulated, rel=1e-6)
+    assert again.memory == pytest.approx([rank.total for rank in plan.step.memory], rel=1e-6)
+    assert again.microbatch.total == pytest.approx(plan.costs.total, rel=1e-6)
+    forward = [sum(costs.forward * count for costs, count in chunk.layers) for chunk in again.step.chunks]
+    assert forward == pytest.approx([chunk.forward for chunk in plan.step.chunks], rel=1e-6)
+    return True
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_objective_is_the_price_from_scratch(model: str) -> None:
+    first = TURNS * list(MODELS).index(model)
+    cases = WHOLE_BATCH if model == "resnet-50" else [FIXED[(first + turn) % len(FIXED)] for turn in range(TURNS)]
+    found = [
+        check(captured(model), CLUSTERS[(first + turn) % len(CLUSTERS)], fixed) for turn, fixed in enumerate(cases)
+    ]
+    assert any(found), f"{model} has no plan"
+
+
+@pytest.mark.parametrize("case", range(len(FIXED)))
+def test_every_kind_of_plan_is_priced(case: int) -> None:
+    assert check(captured("tiny-llama"), CLUSTERS[case % len(CLUSTERS)], FIXED[case])
+
+
+@pytest.mark.parametrize("model", ["mlp", "blocks"])
+@pytest.mark.parametrize("fixed", [{"pp": 2, "dp": 4}, {"pp": 4, "tp": 2}])
+def test_blocks_with_and_without_a_stretch_before_them(model: str, fixed: Mapping[str, Any]) -> None:
+    assert check(captured(model), CLUSTERS[0], fixed)
+
+
+def test_a_plan_that_says_less_than_it_does_is_found_out() -> None:
+    graph, cluster = captured("tiny-llama"), CLUSTERS[0]
+    plan = plan_step(graph, cluster, read_demands({"pp": 2, "tp": 2, "recompute": "full", "zero": 1}))
+    assert plan.step is not None
+    lighter = tuple(
+        dataclasses.replace(chunk, groups=tuple(dataclasses.replace(g, recompute="none", zero=0) for g in chunk.groups))
+        for chunk in plan.step.chunks
+    )
+    other = dataclasses.replace(plan, step=dataclasses.replace(plan.step, chunks=lighter))
+    again = priced(graph, other, cluster)
+    assert again.seconds.pipeline < plan.step.costs.pipeline * 0.99
+    assert max(again.memory) > max(rank.total for rank in plan.step.memory) * 1.01
+
+
+def test_chunks_that_the_graph_does_not_have_are_refused() -> None:
+    graph, cluster = captured("tiny-llama"), CLUSTERS[0]
+    plan = plan_step(graph, cluster, read_demands({"pp": 2, "tp": 1, "cp": 1, "zero": 0}))
+    assert plan.step is not None
+    first, last = plan.step.chunks
+    short = dataclasses.replace(plan.step, chunks=(first, dataclasses.replace(last, groups=last.groups[:-1])))
+    with pytest.raises(ValueError, match="chunks end at"):
+        price_step(graph, dataclasses.replace(plan, step=short), cluster)
+    swapped = dataclasses.replace(plan.step, chunks=(last, first))
+    with pytest.raises(ValueError, match="the graph"):
+        price_step(graph, dataclasses.replace(plan, step=swapped), cluster)
