@@ -9,20 +9,31 @@ of a larger one's time.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
+from cost_models.dtypes import item_size
 from cost_models.memory import zero_state_bytes
 from cost_models.schedules import in_flight
 from planner.step.candidates import Candidate
-from planner.step.figures import UnitFigures
-from planner.step.layout import divisors
+from planner.step.layout import Layout, Links, divisors
 from planner.step.level_one import LevelOne, Sharded
-from planner.step.pricing import CONTEXT, TENSOR
+from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.sharding import Cut
 from planner.step.training import Training
 
 #: Relative slack for sums of bytes.
 ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class _Least:
+    """Of the undivided model and one micro-batch: bytes of state; kept if all is recomputed; of the largest peak."""
+
+    state: float
+    kept: float
+    peak: float
 
 
 class Bounds:
@@ -32,14 +43,67 @@ class Bounds:
         self.level_one, self.training = level_one, training
         self.known: dict[tuple[int, int], dict[int, float]] = {}
         self.impossible: set[Cut] = set()
-        self._fitting: dict[tuple[object, ...], float] = {}
+        self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
+        self._leasts: dict[int, _Least | None] = {}
+        self._recompute: dict[tuple[object, ...], float] = {}
 
     def whole(self, cut: Cut) -> float:
         """Seconds of one micro-batch, from the whole operators; infinite if nothing divides."""
         return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
 
-    def fitting(self, candidate: Candidate, memory: float) -> float:
-        """Seconds of one micro-batch with as much recomputed as ``memory`` bytes on each device make necessary.
+    def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
+        """Seconds on the communication streams of all ranks together, for one micro-batch, that ZeRO takes at least.
+
+        State must fit beside the least of activations; each layer takes the stage that frees most bytes a second, in
+        fractions (as in ``recompute``). Infinite if it does not fit under any.
+        """
+        least = self._least(candidate.cut.pieces)
+        assert least is not None  # the candidate has been bounded by it
+        layout = candidate.layout
+        ways = layout.context * layout.tensor
+        activations = max(least.kept, least.peak) / ways
+        if layout not in self._zero:
+            self._zero[layout] = tuple(self._zero_costs(layout, links, stages))
+        hull = _hull([(held, seconds) for held, seconds in self._zero[layout]])
+        room = memory * layout.pipeline - activations
+        if room >= hull[0][0]:
+            return hull[0][1]
+        for (most, less), (fewer, more) in pairwise(hull):
+            if room >= fewer:
+                return less + (more - less) * (most - room) / (most - fewer)
+        return math.inf if room < hull[-1][0] * (1 - ROUNDING) else hull[-1][1]
+
+    def _zero_costs(self, layout: Layout, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
+        """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
+        sharded = self.level_one.alone(Cut(self.level_one.global_batch))
+        assert sharded is not None
+        for stage in stages if layout.group > 1 else (0,):
+            held = seconds = 0.0
+            for each in sharded.figures:
+                gathered = reduced = 0.0
+                for weight in each.weights:
+                    if not weight.trainable:
+                        continue
+                    elements = weight.elements // layout.tensor
+                    dtype = self.training.gradients(weight.dtype)
+                    parts = zero_state_bytes(
+                        elements, weight.dtype, stage=stage, group_size=layout.group, gradient_dtype=dtype,
+                        optimizer=self.training.optimizer,
+                    )  # fmt: skip
+                    held += (1 if weight.shared else each.unit.count) * parts.total
+                    gathered += 0.0 if weight.shared else elements * item_size(weight.dtype)
+                    reduced += 0.0 if weight.shared else elements * item_size(dtype)
+                price = links.group.collective_seconds
+                if stage == 3:
+                    seconds += each.unit.count * 2 * price("all_gather", num_bytes=gathered, axis=DATA)
+                if stage >= 2:
+                    seconds += each.unit.count * price("reduce_scatter", num_bytes=reduced, axis=DATA)
+            yield held, seconds
+
+    def recompute(self, candidate: Candidate, memory: float) -> float:
+        """Seconds that one micro-batch recomputes at least to fit in ``memory`` bytes on each device.
+
+        They come on top of every bound of the rest: what is recomputed is run again, divided over no more devices.
 
         A relaxation: whole operators divided by all ways, the least state, the fewest micro-batches in flight anywhere,
         the memory of all ranks in one, and fractions of layers under each policy (the linear knapsack, solved by taking
@@ -53,21 +117,22 @@ class Bounds:
             num_chunks=candidate.num_chunks,
         )
         key = (candidate.cut, layout.pipeline, layout.num_devices, min(held))
-        if key not in self._fitting:
-            self._fitting[key] = self._knapsack(candidate, min(held), memory)
-        return self._fitting[key]
+        if key not in self._recompute:
+            self._recompute[key] = self._knapsack(candidate, min(held), memory)
+        return self._recompute[key]
 
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
         layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
         if sharded is None:
             return math.inf
         ways = layout.context * layout.tensor
-        room = memory * layout.pipeline - self._state(sharded) * layout.pipeline / layout.num_devices
+        least = self._least(candidate.cut.pieces)
+        assert least is not None  # there is a sharding
+        room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
         room -= max(min(policy.peak_bytes for policy in each.policies) for each in sharded.figures) / ways
         seconds, steps = 0.0, []
         for each in sharded.figures:
             hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in each.policies])
-            seconds += each.unit.count * (sum(each.compute) + sum(each.communication))
             room -= each.unit.count * held * hull[0][0] / ways
             steps += [
                 (
@@ -129,17 +194,29 @@ class Bounds:
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes that the fullest device holds at least: state divided over all devices, one micro-batch in flight."""
-        sharded = self.level_one.alone(Cut(candidate.cut.pieces))
-        if sharded is None:
+        least = self._least(candidate.cut.pieces)
+        if least is None:
             return math.inf
         layout = candidate.layout
-        ways = layout.context * layout.tensor
-        state = self._state(sharded) / layout.num_devices
-        kept = sum(each.unit.count * min(p.saved_bytes for p in each.policies) for each in sharded.figures)
-        peak = max(_least_peak(each) for each in sharded.figures)
-        return state + max(kept / layout.pipeline, peak) / ways
+        activations = max(least.kept / layout.pipeline, least.peak) / (layout.context * layout.tensor)
+        return least.state / layout.num_devices + activations
+
+    def _least(self, pieces: int) -> _Least | None:
+        if pieces not in self._leasts:
+            sharded = self.level_one.alone(Cut(pieces))
+            self._leasts[pieces] = None if sharded is None else self._least_of(sharded)
+        return self._leasts[pieces]
+
+    def _least_of(self, sharded: Sharded) -> _Least:
+        figures = sharded.figures
+        return _Least(
+            state=self._state(sharded),
+            kept=sum(each.unit.count * min(policy.saved_bytes for policy in each.policies) for each in figures),
+            peak=max(min(policy.saved_bytes + policy.peak_bytes for policy in each.policies) for each in figures),
+        )
 
     def _state(self, sharded: Sharded) -> float:
+        """Bytes of all parameters, gradients and optimizer state of the model."""
         total = 0.0
         for each in sharded.figures:
             for weight in each.weights:
@@ -149,8 +226,7 @@ class Bounds:
                         weight.elements, weight.dtype, stage=3, group_size=1, gradient_dtype=dtype,
                         optimizer=self.training.optimizer,
                     )  # fmt: skip
-                    shared = 1 if weight.shared else each.unit.count
-                    total += shared * parts.total
+                    total += (1 if weight.shared else each.unit.count) * parts.total
         return total
 
     def _alone(self, cut: Cut) -> float:
@@ -185,8 +261,3 @@ def _steeper(first: tuple[float, float], middle: tuple[float, float], last: tupl
     """Whether ``middle`` is no better than a mixture of its neighbours."""
     freed, cost = first[0] - last[0], last[1] - first[1]
     return (middle[1] - first[1]) * freed >= cost * (first[0] - middle[0])
-
-
-def _least_peak(figures: UnitFigures) -> float:
-    """The least that a unit holds while it runs, whatever is recomputed."""
-    return min(policy.saved_bytes + policy.peak_bytes for policy in figures.policies)

@@ -50,7 +50,7 @@ class Demands:
     training: Training = field(default_factory=Training)
     compiled: bool = False
     num_alternatives: int = 1
-    gap: float = 5e-3
+    gap: float = 7.5e-3
     time_limit: float = 60.0
 
     def allows(self, name: str, value: Any) -> bool:
@@ -72,7 +72,18 @@ def read_demands(
         raise ValueError(f"headroom must be a share of memory from 0 to below 1, got {options['headroom']!r}")
     if options.get("num_alternatives", 1) < 1:
         raise ValueError(f"num_alternatives must be at least 1, got {options['num_alternatives']!r}")
-    return Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
+    limit = options.get("memory_limit")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"memory_limit must be a positive number of bytes, got {limit!r}; None is all that a device has")
+    if not options.get("time_limit", 0.0) >= 0:
+        raise ValueError(f"time_limit must be at least 0 seconds, got {options['time_limit']!r}")
+    demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
+    for name in demands.forbidden:
+        values = demands.fixed.get(name, CHOICES.get(name))
+        if values is not None and not demands.among(name, values):
+            listed = ", ".join(map(str, values))
+            raise ValueError(f"fix and forbid leave no value of {name!r}: {listed} can be chosen, and all are forbidden")
+    return demands
 
 
 def _read(given: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:

@@ -32,12 +32,16 @@ from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25, 1.0)
+#: The status of a search that ran out of time.
+TIME_LIMIT = "time limit"
 #: Candidates that are solved before the search begins.
-DIVES = 5
+DIVES = 40
+#: Schedules that they are solved under.
+PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
 STAGE_SECONDS = 3.0
 #: The stage of an entry whose sharding is to be searched.
-_SHARD = 2
+_SHARD = 3
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class _Entry:
     problem: StageProblem | None = field(compare=False, default=None)
     sharded: Sharded | None = field(compare=False, default=None)
     weight: float = field(compare=False, default=0.0)
+    recompute: float = field(compare=False, default=0.0)
 
 
 class Search:
@@ -110,11 +115,11 @@ class Search:
         deadline = time.monotonic() + self.demands.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
-        self._dive(heap)
+        self._dive(heap, deadline)
         status = "optimal"
         while heap and heap[0].bound < self._cutoff():
-            if time.monotonic() > deadline and self.solutions:
-                status = "time limit"
+            if time.monotonic() > deadline:
+                status = TIME_LIMIT
                 break
             self._push(heap, self._advance(heapq.heappop(heap)))
             self._tell(heap)
@@ -136,22 +141,27 @@ class Search:
         """Nothing that is no longer looked at is better than ``bound``."""
         self.least = min(self.least, bound)
 
-    def _dive(self, heap: list[_Entry]) -> None:
-        """Solve a few promising candidates at once, so that there is something to prune with.
+    def _dive(self, heap: list[_Entry], deadline: float) -> None:
+        """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
 
-        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch under the
-        plainest schedule: it fills the pipeline best and holds least. Those of least bound first.
+        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch, which fills the
+        pipeline best and holds least, under the plainest schedules. Those of least bound first.
         """
         node = self.cluster.levels[0].group_size
         best: dict[tuple[int, int], _Entry] = {}
         for entry in heap:
             candidate, layout = entry.candidate, entry.candidate.layout
-            if layout.context > 1 or layout.order != ORDERS[0] or layout.tensor > node or candidate.schedule != "1f1b":
+            if layout.context > 1 or layout.order != ORDERS[0] or layout.tensor > node:
+                continue
+            if candidate.schedule not in PLAIN:
                 continue
             known = best.setdefault((layout.pipeline, layout.tensor), entry)
-            if candidate.local_batch < known.candidate.local_batch:
+            if (candidate.local_batch, entry.bound) < (known.candidate.local_batch, known.bound):
                 best[layout.pipeline, layout.tensor] = entry
         for first in sorted(best.values())[:DIVES]:
+            if self.solutions and time.monotonic() > deadline:
+                self._leave(first.bound)
+                continue
             stack = [first]
             while stack:
                 entry = stack.pop()
@@ -209,11 +219,11 @@ class Search:
             if missing > 0:
                 self._lacks(candidate, missing)
                 continue
-            least = self.bounds.fitting(candidate, self.memory)
-            if least == float("inf"):
+            recompute = self.bounds.recompute(candidate, self.memory)
+            if recompute == float("inf"):
                 self._lacks(candidate, 0.0)
                 continue
-            yield _Entry(candidate.bound(least), next(self.order), candidate)
+            yield _Entry(candidate.bound(least + recompute), next(self.order), candidate, recompute=recompute)
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
         """Note that ``candidate`` does not fit, by how many bytes at least."""
@@ -222,42 +232,53 @@ class Search:
 
     def _advance(self, entry: _Entry) -> Iterator[_Entry]:
         """The entries that take the place of ``entry``, one stage further; none if it is solved or impossible."""
-        stages = (self._scale, self._bound_by_axis, self._shard, self._bound_stages, self._solve)
+        stages = (self._scale, self._gather, self._bound_by_axis, self._shard, self._bound_stages, self._solve)
         return stages[entry.stage](entry)
 
     def _next(self, entry: _Entry, bound: float, **changes: Any) -> _Entry:
         """``entry`` one stage further."""
         return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
 
+    def _bound(self, entry: _Entry, seconds: float) -> float:
+        """The least that the step takes if a micro-batch takes ``seconds`` beside what is recomputed."""
+        return entry.candidate.bound(seconds + entry.recompute)
+
     def _scale(self, entry: _Entry) -> Iterator[_Entry]:
-        yield self._next(entry, entry.candidate.bound(self.bounds.scaled(entry.candidate.cut)))
+        yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
+
+    def _gather(self, entry: _Entry) -> Iterator[_Entry]:
+        """Bound the communication stream: what ZeRO must gather and reduce for every micro-batch to fit in memory."""
+        candidate = entry.candidate
+        seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
+        if seconds == float("inf"):
+            self._lacks(candidate, 0.0)
+            return
+        yield self._next(entry, seconds * candidate.num_microbatches / candidate.layout.pipeline)
 
     def _bound_by_axis(self, entry: _Entry) -> Iterator[_Entry]:
-        again = entry.candidate.bound(self.bounds.scaled(entry.candidate.cut))
+        again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))
         if again > entry.bound:
             yield replace(entry, bound=again)  # others have told more in the meantime
             return
-        least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0))
+        least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0) - entry.recompute)
         if least == float("inf"):
             self.counts["cannot be divided"] += 1
             return
-        yield self._next(entry, entry.candidate.bound(least))
+        yield self._next(entry, self._bound(entry, least))
 
     def _shard(self, entry: _Entry) -> Iterator[_Entry]:
         candidate = entry.candidate
-        again = candidate.bound(self.bounds.scaled(candidate.cut))
+        again = self._bound(entry, self.bounds.scaled(candidate.cut))
         if again > entry.bound:
             yield replace(entry, bound=again)
             return
-        sharded = self.level_one.sharded(
-            candidate.cut, candidate.layout, self._links(candidate.layout), weight=entry.weight
-        )
+        sharded = self.sharded(candidate, entry.weight)
         if sharded is None:
             self.counts["cannot be divided"] += 1
             return
         if candidate.layout.order == ORDERS[0] and not entry.weight:
             self.bounds.learn(candidate.cut, sharded.without_samples)
-        yield self._next(entry, candidate.bound(sharded.seconds), sharded=sharded)
+        yield self._next(entry, self._bound(entry, sharded.seconds), sharded=sharded)
 
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None
@@ -325,6 +346,10 @@ class Search:
             recompute=demands.among("recompute", POLICIES),
             zero=demands.among("zero", ZERO_STAGES),
         )
+
+    def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
+        """The sharding of one candidate, see ``LevelOne.sharded``."""
+        return self.level_one.sharded(candidate.cut, candidate.layout, self._links(candidate.layout), weight=weight)
 
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding."""
