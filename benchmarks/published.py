@@ -22,8 +22,13 @@ from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
 from cost_models.memory import Allocator
 from passes.step_plan import StepPlan
+from planner import planning
 from planner.library import load_config
 from planner.planning import plan
+from planner.step.baselines import BaselineSpace, Splitter
+from planner.step.demands import read_demands
+from planner.step.extract import extract, judge
+from planner.step.search import Search
 
 RUNS_FILE = Path(__file__).with_name("published_runs.toml")
 #: Memory for devices of which too much is asked: the comparison is with what the run needs.
@@ -47,6 +52,7 @@ class PublishedRun:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     network_gbps: float | None = None
     memory_binds: bool = False
+    tensor: Splitter | None = None
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,23 @@ def compare(run: PublishedRun) -> Comparison:
     """Plan ``run`` and set its step beside what was published."""
     config = config_of(run)
     cluster = cluster_of(run)
-    planned = plan(
-        config,
-        cluster,
-        global_batch=run.global_batch,
-        seq_len=run.seq_len,
-        fix=run.fix,
-        compiled=run.compiled,
-    )
-    assert planned.step is not None
-    return comparison(run, planned.step, config, cluster.num_devices)
+    if run.tensor is None:
+        sizes = {"global_batch": run.global_batch, "seq_len": run.seq_len}
+        step = plan(config, cluster, fix=run.fix, compiled=run.compiled, **sizes).step
+    else:
+        step = split_by_rule(run, run.tensor, config, cluster)
+    assert step is not None
+    return comparison(run, step, config, cluster.num_devices)
+
+
+def split_by_rule(run: PublishedRun, tensor: Splitter, config: Any, cluster: Cluster) -> StepPlan | None:
+    """The step with layers split as the run's software splits them, where the planner would split otherwise."""
+    graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
+    level_one = BaselineSpace(graph, config=config, compiled=run.compiled).level_one(tensor, cluster)
+    search = Search(level_one, cluster, read_demands(run.fix, compiled=run.compiled))
+    outcome = search.run()
+    best = min((judge(solution) for solution in outcome.solutions), key=lambda each: each.report.seconds)
+    return extract(search, outcome, best, [], cluster=cluster, constraints={}).step
 
 
 def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> Comparison:
