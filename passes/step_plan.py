@@ -1,7 +1,7 @@
 """The part of a plan that says how a whole training step runs: layout, micro-batches, stages, recompute, ZeRO.
 
-The rest of the plan is then of one micro-batch: its mesh has the axes ``dp``, ``cp`` and ``tp``, and whatever is sharded on
-``dp`` is also cut into ``num_microbatches`` parts in time, first by ``dp``.
+The rest of the plan is then of one micro-batch: its mesh has the axes ``dp``, ``cp`` and ``tp``, and whatever is
+sharded on ``dp`` is also cut into ``num_microbatches`` parts in time, first by ``dp``.
 """
 
 from __future__ import annotations

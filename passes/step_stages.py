@@ -9,6 +9,8 @@ from passes.plan_data import BlockPlan
 from passes.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
 from passes.tables import format_bytes, format_seconds, format_table
 
+#: Ranges of numbers that are all written out.
+MAX_RUNS = 4
 NOTHING = GroupPlan("(nothing)", 0, 0, "none", 0)
 
 
@@ -103,7 +105,7 @@ def path_range(first: str, last: str) -> str:
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
-    """``0–3, 7``; runs up or down by one as ranges, what is repeated at once only once."""
+    """``0–3, 7``; runs up or down by one as ranges, what is repeated at once only once, the middle of many left out."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1]:
@@ -112,7 +114,8 @@ def format_numbers(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    texts = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts if len(texts) <= MAX_RUNS else [*texts[:2], "…", texts[-1]])
 
 
 def _goes_on(run: Sequence[int], number: int) -> bool:

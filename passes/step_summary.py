@@ -172,12 +172,17 @@ def _largest_parts(memory: RankMemory) -> list[tuple[str, float]]:
 
 
 def _against(step: StepPlan, other: Alternative) -> str:
-    slower = other.seconds / step.costs.seconds - 1.0 if step.costs.seconds else 0.0
+    costs = step.costs
     fullest = max(memory.total for memory in step.memory)
     return (
-        f"closest other plan that was solved: {other.what}: {slower:+.2%} time, "
-        f"{format_bytes(other.memory)} against {format_bytes(fullest)} on the fullest device"
+        f"closest other plan that was solved: {other.what}: {_more(other.simulated, costs.simulated)} time as "
+        f"simulated, {_more(other.seconds, costs.seconds)} by the objective, {format_bytes(other.memory)} against "
+        f"{format_bytes(fullest)} on the fullest device"
     )
+
+
+def _more(other: float, ours: float) -> str:
+    return f"{other / ours - 1.0:+.2%}" if ours else "+0.00%"
 
 
 def _search(plan: PlanData, step: StepPlan) -> str:
