@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES, reason_not
 from planner.step.demands import CHUNKS_PER_RANK, Demands
 from planner.step.layout import AXES, Layout, divisors, layouts
+from planner.step.pricing import PIPELINE
 from planner.step.sharding import Cut
 
 #: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
 #: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
 #: (``cost_models.step_time``) promises too much.
 STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
+
+#: Names of choices that are not those of a candidate's fields.
+_FIELDS = {"micro_batch": "local_batch"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ class Candidate:
     @property
     def num_chunks(self) -> int:
         return self.layout.pipeline * self.chunks_per_rank
+
+    def value_of(self, name: str) -> Any:
+        """What it takes for one of the choices that ``demands.CHOICES`` names (those that it decides)."""
+        sizes = self.layout.sizes
+        return sizes[name] if name in sizes else getattr(self, _FIELDS.get(name, name))
 
     def bound(self, seconds: float) -> float:
         """The least that the step takes if one micro-batch takes ``seconds`` of one pipeline's devices in all.
@@ -83,6 +93,8 @@ def _allowed(axis: str, num_devices: int, demands: Demands) -> frozenset[int] | 
 
 def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands: Demands) -> Iterator[Candidate]:
     if layout.pipeline == 1:
+        if _wants_pipeline(demands):
+            return
         yield Candidate(layout, local_batch, m, "1f1b", 1)
         return
     for name in demands.among("schedule", SCHEDULES):
@@ -96,3 +108,11 @@ def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands
                 continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)
+
+
+def _wants_pipeline(demands: Demands) -> bool:
+    """Whether the user fixes pp=1 together with what only a pipeline has."""
+    fixed = demands.fixed
+    if fixed.get(PIPELINE) != {1}:
+        return False  # a schedule is meant for the plans that have a pipeline
+    return "1f1b" not in fixed.get("schedule", ("1f1b",)) or 1 not in fixed.get("chunks_per_rank", (1,))

@@ -74,7 +74,7 @@ def read_demands(
         raise ValueError(f"num_alternatives must be at least 1, got {options['num_alternatives']!r}")
     limit = options.get("memory_limit")
     if limit is not None and not limit > 0:
-        raise ValueError(f"memory_limit must be a positive number of bytes, got {limit!r}; None is all that a device has")
+        raise ValueError(f"memory_limit must be a positive number of bytes (None: all there is), got {limit!r}")
     if not options.get("time_limit", 0.0) >= 0:
         raise ValueError(f"time_limit must be at least 0 seconds, got {options['time_limit']!r}")
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
@@ -82,7 +82,7 @@ def read_demands(
         values = demands.fixed.get(name, CHOICES.get(name))
         if values is not None and not demands.among(name, values):
             listed = ", ".join(map(str, values))
-            raise ValueError(f"fix and forbid leave no value of {name!r}: {listed} can be chosen, and all are forbidden")
+            raise ValueError(f"fix and forbid leave no value of {name!r}: of {listed} all are forbidden")
     return demands
 
 

@@ -95,7 +95,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         gradient_dtype=demands.training.gradient_dtype or "",
         compiled=demands.compiled,
         costs=_costs(search, best),
-        memory=_memory(search, best),
+        memory=memory_by_rank(search, best.solution, best.step),
         memory_limit=search.memory,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),
@@ -179,12 +179,12 @@ def _compute_dtype(graph: Graph) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
-def _memory(search: Search, best: Judged) -> tuple[RankMemory, ...]:
+def memory_by_rank(search: Search, solution: Solution, step: PipelineStep) -> tuple[RankMemory, ...]:
     """Bytes of every rank by part: what the step's memory says, with the state told apart."""
-    problem, assignment = best.solution.problem, best.solution.assignment
-    totals = step_memory(best.step)
+    problem, assignment = solution.problem, solution.assignment
+    totals = step_memory(step)
     flight = problem.in_flight
-    setting = search.setting(best.solution.candidate)
+    setting = search.setting(solution.candidate)
     found = []
     for rank, total in enumerate(totals):
         states, activations = [0.0, 0.0, 0.0], 0.0
@@ -193,7 +193,7 @@ def _memory(search: Search, best: Judged) -> tuple[RankMemory, ...]:
                 continue
             for run, choice, count in groups:
                 option = problem.runs[run].choices[choice]
-                parts = state_bytes(best.solution.sharded.figures[run], _zero_stage(option.label), setting)
+                parts = state_bytes(solution.sharded.figures[run], _zero_stage(option.label), setting)
                 states = [held + count * part for held, part in zip(states, _three(parts))]
                 activations += count * option.costs.saved_bytes * flight[chunk]
         transient = total - sum(states) - activations

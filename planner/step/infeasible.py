@@ -1,17 +1,67 @@
-"""What to say when no plan fits: what is missing, and the smallest relaxations that would help."""
+"""What to say when no plan is found: demands that contradict each other, or missing memory and what helps."""
 
 from __future__ import annotations
 
-from planner.step.search import Outcome, Search
+import time
+
+from passes.step_plan import RankMemory
+from planner.step.closest import Closest, closest, size_text
+from planner.step.conflicts import conflict
+from planner.step.extract import memory_by_rank
+from planner.step.relaxations import relaxations
+from planner.step.search import TIME_LIMIT, Outcome, Search, Solution
+from planner.step.stage_problem import as_step
+
+#: Seconds to look for what would help.
+SECONDS = 10.0
+_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "saved activations",
+    "transient": "temporaries while one layer runs",
+}
 
 
 def infeasible(search: Search, outcome: Outcome) -> ValueError:
     """The error for a search that found nothing."""
-    if outcome.shortfalls:
-        candidate = min(outcome.shortfalls, key=lambda each: outcome.shortfalls[each])
-        missing = outcome.shortfalls[candidate]
+    contradiction = conflict(search)
+    if contradiction is not None:
+        return ValueError(contradiction)
+    if outcome.status == TIME_LIMIT:
         return ValueError(
-            f"no plan fits in memory: the closest ({candidate}) lacks {missing / 2**30:.1f} GiB on each device of "
-            f"{search.memory / 2**30:.1f} GiB; give more devices or a smaller batch"
+            f"no plan was found within time_limit = {search.demands.time_limit:g} s, {outcome.counts['solved']} of "
+            f"{outcome.counts['enumerated']} candidates solved: give more time"
         )
-    return ValueError("no plan meets the demands: loosen fix and forbid")
+    deadline = time.monotonic() + SECONDS
+    nearest = closest(search, deadline=deadline)
+    if nearest is None:
+        return ValueError(
+            f"no way to divide batch, sequence and tensors over {search.cluster.num_devices} devices meets the "
+            "demands: loosen fix, forbid or constraints, or take another number of devices"
+        )
+    helpful = "; or ".join(relaxations(search, nearest, deadline=deadline))
+    return ValueError(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
+
+
+def _what_is_missing(search: Search, nearest: Closest) -> str:
+    fullest = _fullest(search, nearest)
+    told = (
+        f"no plan fits in memory: {nearest.candidate} comes closest, and lacks {size_text(nearest.missing)} on its "
+        f"fullest device, of which {size_text(search.memory)} can be used"
+    )
+    if fullest is None:
+        return told
+    parts = {name: getattr(fullest, field) for field, name in _PARTS.items()}
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    return f"{told}; most of what it holds is {max(parts, key=lambda name: parts[name])} ({sizes})"
+
+
+def _fullest(search: Search, nearest: Closest) -> RankMemory | None:
+    """What the fullest device would hold if it could."""
+    stages = nearest.stages()
+    if stages is None or stages.assignment is None:
+        return None
+    solution = Solution(nearest.candidate, nearest.sharded, nearest.problem, stages)
+    ranks = memory_by_rank(search, solution, as_step(nearest.problem, stages.assignment))
+    return max(ranks, key=lambda rank: rank.total)

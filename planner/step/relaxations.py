@@ -1,0 +1,103 @@
+"""What would make a model fit: demands to give up, more devices, more memory on each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cost_models import Cluster
+from cost_models.hardware import DeviceGroup
+from planner.step.closest import Closest, closest, size_text
+from planner.step.conflicts import without
+from planner.step.demands import Demands
+from planner.step.level_one import LevelOne
+from planner.step.search import Search
+from planner.step.training import POLICIES, ZERO_STAGES
+
+#: How many times the cluster is tried.
+TIMES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+
+
+def relaxations(search: Search, nearest: Closest, *, deadline: float) -> Iterator[str]:
+    """Changes each of which, by itself, lets a plan fit; the last names the memory that devices would need."""
+    by_demand = [*_policies(search, deadline), *_others(search, deadline)]
+    if not by_demand and (search.demands.fixed or search.demands.forbidden):
+        free = replace(search.demands, fixed={}, forbidden={})
+        found = _fits(_relaxed(search, free), deadline)
+        by_demand = [f"dropping all of fix and forbid: {found.candidate}"] if found else []
+    yield from by_demand
+    yield from _devices(search, deadline)
+    yield _memory(search, nearest)
+
+
+def _policies(search: Search, deadline: float) -> Iterator[str]:
+    """Values of recompute and ZeRO that are excluded and would help, the first of each (it costs least time)."""
+    for name, values in (("recompute", POLICIES), ("zero", ZERO_STAGES)):
+        for value in values:
+            if search.demands.allows(name, value):
+                continue
+            allowed = frozenset((*search.demands.among(name, values), value))
+            demands = without(search.demands, name)
+            if _fits(_relaxed(search, replace(demands, fixed={**demands.fixed, name: allowed})), deadline):
+                yield f"allowing {name}={value}"
+                break
+
+
+def _others(search: Search, deadline: float) -> Iterator[str]:
+    """Other choices that need not be as demanded, with what would be chosen."""
+    named = {*search.demands.fixed, *search.demands.forbidden} - {"recompute", "zero", "order"}
+    for name in sorted(named):
+        found = _fits(_relaxed(search, without(search.demands, name)), deadline)
+        if found is not None:
+            yield f"{name}={found.candidate.value_of(name)}"
+
+
+def _devices(search: Search, deadline: float) -> Iterator[str]:
+    """The fewest times as many devices of this kind on which a plan fits, else on which one without demands does."""
+    for demands, what in (
+        (search.demands, "devices of this kind"),
+        (replace(search.demands, fixed={}, forbidden={}), "devices of this kind and no fix or forbid"),
+    ):
+        for times in TIMES:
+            if time.monotonic() > deadline:
+                return
+            level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.kept)
+            found = _fits(Search(level, level.cluster, demands), deadline)
+            if found is not None:
+                yield f"{level.cluster.num_devices} {what} ({found.candidate})"
+                return
+
+
+def _memory(search: Search, nearest: Closest) -> str:
+    """What devices would have to have."""
+    needed = search.memory + nearest.missing
+    demands, device = search.demands, search.cluster.device
+    usable = device.usable_bytes * (1.0 - demands.headroom)
+    if demands.memory_limit is not None and needed <= usable:
+        limit = math.ceil(needed / (1.0 - demands.headroom))
+        return f"memory_limit={limit} ({size_text(limit)})"
+    if demands.headroom and demands.memory_limit is None and needed <= device.usable_bytes:
+        share = math.floor(1000 * (1.0 - needed / device.usable_bytes)) / 1000
+        return f"a headroom of {share:g} instead of {demands.headroom:g}"
+    whole = needed / (1.0 - demands.headroom) + device.memory_bytes - device.usable_bytes
+    return f"devices with {size_text(whole)} of memory instead of {size_text(device.memory_bytes)}"
+
+
+def _relaxed(search: Search, demands: Demands) -> Search:
+    return Search(search.level_one, search.cluster, demands)
+
+
+def _fits(search: Search, deadline: float) -> Closest | None:
+    """A candidate that fits, None if none is found."""
+    found = closest(search, deadline=deadline, only_fitting=True)
+    return found if found is not None and found.missing == 0 else None
+
+
+def _grown(cluster: Cluster, times: int) -> Cluster:
+    """``times`` as many devices: more groups at the outermost level."""
+    outer = cluster.levels[-1]
+    levels = (*cluster.levels[:-1], replace(outer, group_size=outer.group_size * times))
+    groups = tuple(DeviceGroup(group.device, group.count) for _ in range(times) for group in cluster.groups)
+    return Cluster(f"{cluster.name}*{times}", groups, levels)
