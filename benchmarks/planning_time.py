@@ -1,0 +1,191 @@
+"""How long planning a whole training step takes, against layers and against devices.
+
+    python -m benchmarks.planning_time                                # both sweeps, and the three that must be fast
+    python -m benchmarks.planning_time --sweep layers --plot benchmarks/results/planning_time.png
+
+Every point is a process of its own, from config to saved plan: seconds of the whole process, of that the search alone,
+peak memory, gap, candidates, and mesh shapes (layouts over which candidates range). ``--plot`` needs matplotlib
+(``pip install 'meshwright[bench]'``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+#: Sweeps over depth and over devices, and the plans that must be fast: (at most so many seconds).
+LAYERS = (8, 16, 32, 64, 126)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model (of ``layers`` layers, if given) on a cluster of ``nodes`` nodes of eight H100."""
+
+    model: str
+    nodes: int
+    global_batch: int
+    seq_len: int = 8192
+    layers: int | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds and bytes of one point."""
+
+    seconds: float
+    search_seconds: float
+    peak_bytes: float
+    step_seconds: float
+    gap: float
+    status: str
+    enumerated: int
+    shapes: int
+    shardings: int
+
+
+FAST = (
+    Point("llama-3-8b", 8, 64, limit=10.0),
+    Point("llama-3.1-70b", 64, 512, limit=20.0),
+    Point("llama-3.1-405b", 2048, 2048, limit=60.0),
+)
+
+
+def sweep(name: str) -> tuple[Point, ...]:
+    """The points of one sweep."""
+    if name == "layers":
+        return tuple(Point("llama-3.1-8b", 8, 64, layers=layers) for layers in LAYERS)
+    if name == "devices":
+        return tuple(Point("llama-3.1-8b", nodes, max(64, 8 * nodes)) for nodes in NODES)
+    return FAST
+
+
+def measure(point: Point, *, time_limit: float) -> Measured:
+    """Plan one point in a process of its own."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.planning_time", "--one", json.dumps(asdict(point))]
+    done = subprocess.run([*command, "--time-limit", str(time_limit)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{point} failed:\n{done.stderr[-2000:]}")
+    return replace(Measured(**json.loads(done.stdout.splitlines()[-1])), seconds=time.perf_counter() - start)
+
+
+def plan_one(point: Point, *, time_limit: float) -> Measured:
+    """Plan one point here, as ``planner plan`` does, and save the plan."""
+    import gc
+    import resource
+
+    gc.disable()  # as the command line does: a plan is made once
+    from cost_models import Cluster
+    from planner import plan
+    from planner.library import load_config
+    from planner.step.layout import layouts
+    from planner.step.progress import ANALYSING, Report
+
+    config: Any = load_config(point.model)
+    if point.layers is not None:
+        config.num_hidden_layers = point.layers
+    cluster = Cluster.parse(f"dgx-h100:{point.nodes}")
+    began: dict[str, float] = {}
+
+    def note(report: Report) -> None:
+        began.setdefault(report.phase, time.perf_counter())
+
+    made = plan(
+        config,
+        cluster,
+        global_batch=point.global_batch,
+        seq_len=point.seq_len,
+        time_limit=time_limit,
+        progress=note,
+    )
+    done = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "plan.json")
+    assert made.step is not None
+    return Measured(
+        seconds=0.0,
+        search_seconds=done - began[ANALYSING],
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+        step_seconds=made.step.costs.seconds,
+        gap=made.certificate.gap,
+        status=made.certificate.status,
+        enumerated=made.step.search["enumerated"],
+        shapes=sum(1 for _ in layouts(cluster, {})),
+        shardings=made.step.search["shardings searched"],
+    )
+
+
+def line(point: Point, found: Measured) -> str:
+    """One row of the table."""
+    layers = f" × {point.layers} layers" if point.layers else ""
+    verdict = "" if point.limit is None else f"  (≤ {point.limit:g} s: {found.seconds <= point.limit})"
+    return (
+        f"{point.model + layers:28} {8 * point.nodes:6} devices  {found.seconds:6.1f} s  "
+        f"search {found.search_seconds:6.1f} s  {found.peak_bytes / 2**30:5.2f} GiB  step {found.step_seconds:8.3f} s  gap {found.gap:6.2%} {found.status:10}  "
+        f"{found.shapes:5} mesh shapes  {found.enumerated:6} candidates  {found.shardings:4} shardings{verdict}"
+    )
+
+
+def draw(results: dict[str, list[tuple[Point, Measured]]], path: Path) -> None:
+    """A picture of both sweeps."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SystemExit("--plot needs matplotlib: pip install 'meshwright[bench]'") from error
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    for axis, (name, label) in zip(axes, (("layers", "layers"), ("devices", "devices"))):
+        rows = results.get(name, [])
+        across = [point.layers if name == "layers" else 8 * point.nodes for point, _ in rows]
+        axis.plot(across, [found.seconds for _, found in rows], marker="o", label="config to saved plan")
+        axis.plot(across, [found.search_seconds for _, found in rows], marker="s", label="search")
+        if name == "devices" and rows:
+            scale = rows[0][1].search_seconds / rows[0][1].shapes
+            axis.plot(across, [scale * found.shapes for _, found in rows], "--", label="as mesh shapes grow")
+            axis.set_xscale("log", base=2)
+        axis.set_xlabel(label)
+        axis.set_ylabel("seconds")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def run(names: Iterable[str], *, time_limit: float) -> dict[str, list[tuple[Point, Measured]]]:
+    """Measure the sweeps, printing as it goes."""
+    results: dict[str, list[tuple[Point, Measured]]] = {}
+    for name in names:
+        for point in sweep(name):
+            found = measure(point, time_limit=time_limit)
+            results.setdefault(name, []).append((point, found))
+            print(line(point, found), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", choices=("layers", "devices", "fast"), action="append")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both sweeps")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each search")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(asdict(plan_one(Point(**json.loads(given.one)), time_limit=given.time_limit))))
+        return
+    results = run(given.sweep or ("fast", "layers", "devices"), time_limit=given.time_limit)
+    if given.plot:
+        draw(results, given.plot)
+
+
+if __name__ == "__main__":
+    main()
