@@ -60,6 +60,19 @@ def test_a_plan_is_the_same_when_read_back(tmp_path: Path) -> None:
     assert again == found and again.summary(operators=True) == found.summary(operators=True)
 
 
+def test_the_least_memory_is_less_than_the_fastest_takes() -> None:
+    def most(**options: Any) -> float:
+        fix = {"pp": 1, "cp": 1, "tp": 1}
+        found = planner.plan(seeded(TiedClassifier), "cpu-local:4", example_inputs=token_batch(), fix=fix, **options)
+        assert found.step is not None
+        return max(memory.total for memory in found.step.memory)
+
+    least = most(objective="memory")
+    assert least < most()
+    with pytest.raises(ValueError, match="no plan fits in memory"):
+        most(memory_limit=0.9 * least)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

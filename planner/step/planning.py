@@ -9,6 +9,7 @@ from typing import Any
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from planner.step.baselines import data_experts
 from planner.step.demands import Demands
 from planner.step.extract import Judged, extract, judge
 from planner.step.figures import KeptSpace
@@ -27,7 +28,7 @@ OBJECTIVES = ("time", "devices", "memory")
 JUDGED = 3
 #: How much slower than the best by the closed form a solution may be that the simulator finds faster.
 NEAR = 0.05
-#: How closely the least memory is found, as a share of a device's.
+#: How closely the least memory is found, as a share of it.
 MEMORY_STEP = 0.01
 
 
@@ -91,7 +92,8 @@ class _Planner:
             raise infeasible(search, outcome)
         judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
         plain = [judge(each) for found in judged for each in plainer(found.solution)]
-        best = _best([*judged, *plain], outcome)
+        experts = list(data_experts(search.level_one, cluster, demands))
+        best = min([_best([*judged, *plain], outcome), *experts], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
 
@@ -119,8 +121,7 @@ class _Planner:
         found = self.fastest(cluster, self.demands)
         assert found.step is not None
         low, high = 0.0, max(rank.total for rank in found.step.memory)
-        smallest = MEMORY_STEP * cluster.device.usable_bytes
-        while high - low > smallest:
+        while high - low > MEMORY_STEP * high:
             middle = (low + high) / 2
             try:
                 found = self.fastest(cluster, dataclasses.replace(self.demands, memory_limit=middle, headroom=0.0))
