@@ -53,6 +53,7 @@ class PublishedRun:
     network_gbps: float | None = None
     memory_binds: bool = False
     tensor: Splitter | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def table_row(result: Comparison) -> str:
     """One line of the table."""
     run = result.run
     speed, memory = (_cell(*pair) for pair in _pairs(result))
-    return f"{run.name:24} {run.use:12} {speed:>26} {memory:>22}  {run.source}"
+    return f"{run.name:24} {run.use:12} {speed:>26} {memory:>22}  {run.source}{'; ' * bool(run.why)}{run.why}"
 
 
 def _pairs(result: Comparison) -> tuple[tuple[float, float | None], tuple[float, float | None]]:
