@@ -13,7 +13,7 @@ from planner.step.search import TIME_LIMIT, Outcome, Search, Solution
 from planner.step.stage_problem import as_step
 
 #: Seconds to look for what would help.
-SECONDS = 10.0
+SECONDS = 6.0
 _PARTS = {
     "parameters": "parameters",
     "gradients": "gradients",
