@@ -165,10 +165,14 @@ class Search:
             stack = [first]
             while stack:
                 entry = stack.pop()
-                if entry.bound < self._cutoff():
-                    stack.extend(self._advance(entry))
-                else:
+                if entry.bound >= self._cutoff():
                     self._leave(entry.bound)
+                    continue
+                for follower in self._advance(entry):
+                    if follower.weight:
+                        heapq.heappush(heap, follower)  # the same in fewer bytes: later
+                    else:
+                        stack.append(follower)
             self._tell(heap)
 
     def _tell(self, heap: list[_Entry]) -> None:
