@@ -57,8 +57,8 @@ def allowed(search: Search) -> Iterator[Candidate]:
 def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> Closest | None:
     """The candidate that lacks least, the first that fits if one does; None if nothing can be divided.
 
-    Exact for the candidates that are looked at, ``TRIES`` of them and as many as there is time for; the others' lower
-    bounds are no better. ``only_fitting``: give up on candidates that their bound says do not fit.
+    Exact for the candidates that are looked at, ``TRIES`` of them and as many as there is time for (``deadline``: of
+    ``time.process_time``); the others' lower bounds are no better. ``only_fitting``: give up on candidates that their bound says do not fit.
     """
     best: Closest | None = None
     any_order = "order" in search.demands.fixed
@@ -69,7 +69,7 @@ def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> C
     )
     for least, _, _, _, candidate in ranked[:TRIES]:
         missing = max(0.0, least - search.memory)
-        late = time.monotonic() > deadline and best is not None
+        late = time.process_time() > deadline and best is not None
         if (
             late
             or missing == float("inf")

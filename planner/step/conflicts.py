@@ -31,6 +31,8 @@ _MIXING = "the model mixes the samples of a batch (as batch normalisation does),
 
 def conflict(search: Search) -> str | None:
     """What is wrong with demands that leave no candidate at all; None if there is some."""
+    if not search.level_one.kept.units:
+        return "the model computes nothing that could be planned: its graph has no operators"
     if _possible(search, search.demands):
         return None
     names = _minimal(search)
