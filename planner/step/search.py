@@ -35,13 +35,13 @@ BYTE_WEIGHTS = (0.0, 0.25, 1.0)
 #: The status of a search that ran out of time.
 TIME_LIMIT = "time limit"
 #: Candidates that are solved before the search begins.
-DIVES = 40
+DIVES = 8
+#: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
+DIVE_EVERY = 128
 #: Schedules that they are solved under.
 PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
 STAGE_SECONDS = 3.0
-#: The stage of an entry whose sharding is to be searched.
-_SHARD = 3
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,16 @@ class Search:
         heap = list(self._first_entries())
         heapq.heapify(heap)
         self._dive(heap, deadline)
-        status = "optimal"
+        status, pops = "optimal", itertools.count(1)
         while heap and heap[0].bound < self._cutoff():
             if time.monotonic() > deadline:
                 status = TIME_LIMIT
                 break
-            self._push(heap, self._advance(heapq.heappop(heap)))
+            entry = heapq.heappop(heap)
+            if next(pops) % DIVE_EVERY:
+                self._push(heap, self._advance(entry))
+            else:
+                self._finish(heap, entry)
             self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
         best = self.solutions[0].seconds if self.solutions else float("inf")
@@ -162,18 +166,22 @@ class Search:
             if self.solutions and time.monotonic() > deadline:
                 self._leave(first.bound)
                 continue
-            stack = [first]
-            while stack:
-                entry = stack.pop()
-                if entry.bound >= self._cutoff():
-                    self._leave(entry.bound)
-                    continue
-                for follower in self._advance(entry):
-                    if follower.weight:
-                        heapq.heappush(heap, follower)  # the same in fewer bytes: later
-                    else:
-                        stack.append(follower)
+            self._finish(heap, first)
             self._tell(heap)
+
+    def _finish(self, heap: list[_Entry], first: _Entry) -> None:
+        """Take one candidate through all stages at once."""
+        stack = [first]
+        while stack:
+            entry = stack.pop()
+            if entry.bound >= self._cutoff():
+                self._leave(entry.bound)
+                continue
+            for follower in self._advance(entry):
+                if follower.weight:
+                    heapq.heappush(heap, follower)  # the same in fewer bytes: later
+                else:
+                    stack.append(follower)
 
     def _tell(self, heap: list[_Entry]) -> None:
         """Report progress, now and then and at every better plan."""
@@ -234,7 +242,7 @@ class Search:
         self.counts["out of memory"] += 1
         self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
 
-    def _advance(self, entry: _Entry) -> Iterator[_Entry]:
+    def _advance(self, entry: _Entry) -> Iterable[_Entry]:
         """The entries that take the place of ``entry``, one stage further; none if it is solved or impossible."""
         stages = (self._scale, self._gather, self._bound_by_axis, self._shard, self._bound_stages, self._solve)
         return stages[entry.stage](entry)
@@ -282,19 +290,20 @@ class Search:
             return
         if candidate.layout.order == ORDERS[0] and not entry.weight:
             self.bounds.learn(candidate.cut, sharded.without_samples)
-        yield self._next(entry, self._bound(entry, sharded.seconds), sharded=sharded)
+        bound = self._bound(entry, sharded.seconds)
+        yield self._next(entry, bound, sharded=sharded)
+        yield from self._with_fewer_bytes(entry, bound)
 
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None
         problem = self.problem(entry.candidate, entry.sharded)
         missing = memory_shortfall(problem)
         if missing > 0:
-            yield from self._with_fewer_bytes(entry)
             self._lacks(entry.candidate, missing)
             return
         yield self._next(entry, lower_bound(problem), problem=problem)
 
-    def _solve(self, entry: _Entry) -> Iterator[_Entry]:
+    def _solve(self, entry: _Entry) -> Iterable[_Entry]:
         assert entry.sharded is not None and entry.problem is not None
         self.counts["solved"] += 1
         cutoff = self._cutoff()
@@ -306,22 +315,20 @@ class Search:
         )
         if solved is None:
             self.counts["out of memory"] += 1
-            yield from self._with_fewer_bytes(entry)
-            return
+            return ()
         self._leave(cutoff if solved.status == CUTOFF else max(entry.bound, solved.bound))
         if solved.assignment is None:
             self.counts["pruned by bound"] += 1
-            yield from self._with_fewer_bytes(entry)
-            return
-        if solved.objective > entry.bound * (1.0 + self.demands.gap):
-            yield from self._with_fewer_bytes(entry)
+            return ()
         self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
+        return ()
 
-    def _with_fewer_bytes(self, entry: _Entry) -> Iterator[_Entry]:
-        """Where memory binds: the candidate again, under the sharding for which a byte is worth more."""
+    def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
+        """The candidate again, under the sharding for which a byte is worth more: slower, but it may recompute, gather
+        or reduce less. ``bound``: of the operators alone, since the stages of other shardings say nothing of it."""
         heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
         if heavier is not None and entry.candidate.layout.tensor > 1:
-            yield replace(entry, order=next(self.order), stage=_SHARD, weight=heavier, problem=None, sharded=None)
+            yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
 
     def _add(self, solution: Solution) -> None:
         known = next((each for each in self.solutions if each.candidate == solution.candidate), None)
