@@ -165,7 +165,8 @@ def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline:
     cut = role != "embedding" or baseline.vocabulary
 
     def allowed(option: Option) -> bool:
-        sharded = shard_dim(option.inputs[weight][axis]) is not None
+        dim = shard_dim(option.inputs[weight][axis])
+        sharded = dim == 0 if role == "embedding" else dim is not None
         return sharded == cut and (option.outputs[0][axis] in wanted[role] or (role == "embedding" and cut))
 
     return allowed

@@ -69,6 +69,7 @@ BASELINES: Mapping[str, StepBaseline] = {
     ),
     "fsdp": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (3,)}),
     "ddp": StepBaseline({**_DATA_ONLY, "recompute": ("none", "full"), "zero": (0,)}),
+    "deepspeed": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (1, 2)}),
     "redco": StepBaseline({"pp": (1,), "cp": (1,), "recompute": ("none", "full"), "zero": (0,)}, tensor="redco"),
     "transformers tp": StepBaseline(
         {"pp": (1,), "cp": (1,), "recompute": ("none", "full"), "zero": (0, 3)}, tensor="transformers"
@@ -136,7 +137,19 @@ def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands:
     reason = space.reason_not(row)
     if reason is not None:
         return Missing(name, reason)
-    level_one = space.level_one(row.tensor, cluster)
+    return _best_of(name, row, space.level_one(row.tensor, cluster), cluster, demands)
+
+
+def data_experts(level_one: LevelOne, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
+    """The best of the baselines that only divide data: found at once, so no plan needs to be slower."""
+    for name, row in BASELINES.items():
+        if row.tensor is None and row.cuts is None:
+            found = _best_of(name, row, level_one, cluster, demands)
+            if isinstance(found, Priced):
+                yield found.judged
+
+
+def _best_of(name: str, row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands) -> Priced | Missing:
     best: Priced | None = None
     lacks: list[float] = []
     for wanted in _uniform(row, demands):
