@@ -57,8 +57,8 @@ def allowed(search: Search) -> Iterator[Candidate]:
 def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> Closest | None:
     """The candidate that lacks least, the first that fits if one does; None if nothing can be divided.
 
-    Exact for the candidates that are looked at, ``TRIES`` of them and as many as there is time for (``deadline``: of
-    ``time.process_time``); the others' lower bounds are no better. ``only_fitting``: give up on candidates that their bound says do not fit.
+    At most ``TRIES`` candidates are looked at, those of the lowest bound, until ``deadline`` (of ``time.process_time``).
+    ``only_fitting``: leave out candidates that their bound says do not fit.
     """
     best: Closest | None = None
     any_order = "order" in search.demands.fixed

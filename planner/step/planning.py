@@ -90,6 +90,15 @@ class _Planner:
         search, outcome = self.search(cluster, demands)
         if not outcome.solutions:
             raise infeasible(search, outcome)
+        return self.chosen(cluster, demands, search, outcome)
+
+    def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
+        """``fastest``, or None where nothing fits, without asking what would help."""
+        search, outcome = self.search(cluster, demands)
+        return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
+
+    def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
+        """The plan of the best of what a search found."""
         judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
         plain = [judge(each) for found in judged for each in plainer(found.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
@@ -101,11 +110,9 @@ class _Planner:
         """The first of the clusters of ever more devices that is fast enough."""
         slowest = None
         for size in _sizes(cluster):
-            try:
-                plan = self.fastest(cluster.subset(size), self.demands)
-            except ValueError:
-                if size == cluster.num_devices:
-                    raise
+            last = size == cluster.num_devices
+            plan = (self.fastest if last else self.fastest_if_any)(cluster.subset(size), self.demands)
+            if plan is None:
                 continue
             assert plan.step is not None
             if plan.step.costs.seconds <= target:
@@ -123,12 +130,12 @@ class _Planner:
         low, high = 0.0, max(rank.total for rank in found.step.memory)
         while high - low > MEMORY_STEP * high:
             middle = (low + high) / 2
-            try:
-                found = self.fastest(cluster, dataclasses.replace(self.demands, memory_limit=middle, headroom=0.0))
-                assert found.step is not None
-                high = min(middle, max(rank.total for rank in found.step.memory))
-            except ValueError:
+            less = self.fastest_if_any(cluster, dataclasses.replace(self.demands, memory_limit=middle, headroom=0.0))
+            if less is None:
                 low = middle
+                continue
+            assert less.step is not None
+            found, high = less, min(middle, max(rank.total for rank in less.step.memory))
         return found
 
 
