@@ -57,7 +57,7 @@ def allowed(search: Search) -> Iterator[Candidate]:
 def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> Closest | None:
     """The candidate that lacks least, the first that fits if one does; None if nothing can be divided.
 
-    At most ``TRIES`` candidates are looked at, those of the lowest bound, until ``deadline`` (of ``time.process_time``).
+    At most ``TRIES`` candidates are looked at, lowest bound first, until ``deadline`` (of ``time.process_time``).
     ``only_fitting``: leave out candidates that their bound says do not fit.
     """
     best: Closest | None = None
