@@ -41,6 +41,16 @@ class LayerCosts:
     saved_bytes: float = 0.0
     peak_bytes: float = 0.0
 
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of forward in a row of such layers: parameters are gathered one layer ahead, beside compute."""
+        return max(self.forward, self.gather_forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of backward in a row of such layers: gathers and reductions run beside compute."""
+        return max(self.backward, self.gather_backward + self.reduce_backward)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:

@@ -2,11 +2,12 @@
 
 With m micro-batches, p ranks, K chunks, v = K / p chunks a rank, and for chunk k the sums over its layers
 
-    F_k = Σ forward + receive_forward      GF_k = Σ gather_forward
-    B_k = Σ backward + receive_backward    GB_k = Σ (gather_backward + reduce_backward)    W_k = Σ backward_weight
-    f_k = max(F_k, GF_k)     b_k = max(B_k, GB_k)     t_k = f_k + b_k
+    f_k = Σ max(forward, gather_forward) + receive_forward
+    b_k = Σ max(backward, gather_backward + reduce_backward) + receive_backward
+    t_k = f_k + b_k        W_k = Σ backward_weight
 
-communication that can hide behind compute bounds a chunk from below on its own stream. Rank r is busy for
+communication that can hide behind compute bounds a layer from below on its own stream: parameters are gathered one
+layer ahead, so that in a row of equal layers each waits for the longer of the two. Rank r is busy for
 load_r = Σ_{k on r} t_k each micro-batch, and L = max_r load_r. The pipeline takes
 
     (m − 1/d) · L + Σ_k t_k / d                                        schedules that keep the backward whole
@@ -133,11 +134,9 @@ def layer_sum(chunk: Chunk, *fields: str) -> float:
 
 
 def _chunk_seconds(chunk: Chunk) -> _ChunkSeconds:
-    forward = layer_sum(chunk, "forward") + chunk.receive_forward
-    backward = layer_sum(chunk, "backward") + chunk.receive_backward
     return _ChunkSeconds(
-        forward=max(forward, layer_sum(chunk, "gather_forward")),
-        backward=max(backward, layer_sum(chunk, "gather_backward", "reduce_backward")),
+        forward=layer_sum(chunk, "forward_seconds") + chunk.receive_forward,
+        backward=layer_sum(chunk, "backward_seconds") + chunk.receive_backward,
         weight=layer_sum(chunk, "backward_weight"),
     )
 

@@ -27,6 +27,10 @@ from planner.step.training import Training
 ROUNDING = 1e-9
 
 
+#: (context, tensor) → pieces → seconds of one micro-batch.
+Known = dict[tuple[int, int], dict[int, float]]
+
+
 @dataclass(frozen=True)
 class _Least:
     """Of the undivided model and one micro-batch: bytes of state; kept if all is recomputed; of the largest peak."""
@@ -41,7 +45,8 @@ class Bounds:
 
     def __init__(self, level_one: LevelOne, training: Training) -> None:
         self.level_one, self.training = level_one, training
-        self.known: dict[tuple[int, int], dict[int, float]] = {}
+        self.known: Known = {}
+        self.conversions: Known = {}
         self.impossible: set[Cut] = set()
         self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
@@ -153,24 +158,18 @@ class Bounds:
     def scaled(self, cut: Cut) -> float:
         """The same from cuts into fewer parts on the same axes, as far as they are known.
 
-        n ways are n/d ways of d: an axis of d devices does the work of one of n in n/d times its time at most.
-        """
-        least = 0.0
-        for (context, tensor), known in self.known.items():
-            if cut.context % context or cut.tensor % tensor:
-                continue
-            share = context * tensor / (cut.context * cut.tensor)
-            for pieces, seconds in known.items():
-                if cut.pieces % pieces == 0:
-                    least = max(least, seconds * share * pieces / cut.pieces)
-        return least
-
-    def by_axis(self, cut: Cut, enough: float) -> float:
-        """The same from each axis by itself, on the best links that it could have; ``enough`` is as good as infinite.
-
-        With both axes the context axis does at every operator what it does alone (``planner.step.sharding``), so its
+        n ways are n/d ways of d: an axis of d devices does the work of one of n in n/d times its time at most. With
+        both axes the context axis does at every operator what it does alone (``planner.step.sharding``), so its
         conversions come on top of all that the tensor axis costs, each of at least 1/n of the bytes.
         """
+        least = _most(self.known, cut)
+        if cut.context == 1 or cut.tensor == 1:
+            return least
+        tensor = _most(self.known, Cut(cut.pieces, 1, cut.tensor)) / cut.context
+        return max(least, tensor + _most(self.conversions, Cut(cut.pieces, cut.context)) / cut.tensor)
+
+    def by_axis(self, cut: Cut, enough: float) -> float:
+        """The same from each axis by itself, on its best links; ``enough`` is as good as infinite."""
         least = self.scaled(cut)
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
             for part in divisors(size)[1:]:
@@ -180,13 +179,7 @@ class Bounds:
                 if self._alone(along) == math.inf and part == size:
                     return math.inf
                 least = max(least, self.scaled(cut))
-        if cut.context == 1 or cut.tensor == 1:
-            return least
-        context = self.level_one.alone(Cut(cut.pieces, cut.context))
-        assert context is not None  # else its bound is infinite
-        tensor = self._alone(Cut(cut.pieces, 1, cut.tensor)) / cut.context
-        along_context = context.communication - (context.seconds - context.without_samples)
-        return max(least, tensor + along_context / cut.tensor)
+        return least
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Remember what a cut takes on the best links, for cuts into more parts."""
@@ -239,7 +232,23 @@ class Bounds:
                 self.impossible.add(cut)
                 return math.inf
             known[cut.pieces] = sharded.without_samples
+            if cut.context > 1:
+                between = sharded.communication - (sharded.seconds - sharded.without_samples)
+                self.conversions.setdefault((cut.context, 1), {})[cut.pieces] = between
         return known[cut.pieces]
+
+
+def _most(known: Known, cut: Cut) -> float:
+    """The largest share of ``cut`` in what is known of cuts into no more parts."""
+    least = 0.0
+    for (context, tensor), by_pieces in known.items():
+        if cut.context % context or cut.tensor % tensor:
+            continue
+        share = context * tensor / (cut.context * cut.tensor * cut.pieces)
+        for pieces, seconds in by_pieces.items():
+            if cut.pieces % pieces == 0:
+                least = max(least, seconds * share * pieces)
+    return least
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

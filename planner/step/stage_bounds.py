@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
 from planner.step.stage_memory import memory_shortfall
-from planner.step.stage_problem import StageProblem
+from planner.step.stage_problem import StageProblem, folded
 
 __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
 
@@ -62,7 +62,7 @@ class TimeBounds:
 
 def lower_bound(problem: StageProblem) -> float:
     """Seconds that no assignment beats, whatever the memory."""
-    return time_bounds(problem).step
+    return time_bounds(folded(problem)).step
 
 
 def time_bounds(problem: StageProblem) -> TimeBounds:

@@ -12,7 +12,7 @@ Variables::
     s[k,a] ≥ 0           the kind at which each run leaves each chunk
     q[k,u] ∈ {0,1}       chunk k begins in run u                       (only where that changes what it receives)
     w[c] ∈ {0,1}         the very first unit runs as c
-    f[k], b[k] ≥ 0       seconds of a micro-batch in chunk k, forward and backward
+    f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
     L, T, U ≥ 0          the largest load; the tail; the update
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
 
@@ -32,8 +32,8 @@ Program::
     a flow of n units from s before, over moves made, feeds every kind that units follow                   (reach)
     Σ_u q[k,u] = 1,   q[k,u] ≤ n[k,u],   n[k,u'] ≤ N(u')·(1 - q[k,u])        u' < u                        (receive)
     Σ_c w[c] = 1,   w[c] ≤ n[0,c]                                                                          (first)
-    f[k] ≥ Σ (forward + conversion)·n + receive,        f[k] ≥ Σ gather_forward·n                          (stream)
-    b[k] ≥ Σ (backward + conversion)·n + receive,       b[k] ≥ Σ (gather_backward + reduce_backward)·n
+    f[k] = Σ (forward ∨ gather_forward + conversion)·n + receive                                           (stream)
+    b[k] = Σ (backward ∨ (gather_backward + reduce_backward) + conversion)·n + receive          (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
     T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
     T ≥ Σ_c reduce_step(c)·w[c]
@@ -41,10 +41,9 @@ Program::
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)                    (remember)
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
 
-f and b are the larger of their two bounds in every solution that is best, except where a longer stream would shorten
-the step (a reduction that it hides, a negative coefficient): there a binary says which of the two it equals. A proved
-bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not see. With
-one long run (``stage_ranks``), so is the convex hull of each rank's least load against the units that it holds,
+A proved bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not
+see. With one long run (``stage_ranks``), so is the convex hull of each rank's least load against the units that it
+holds,
 
     n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
 
@@ -72,6 +71,7 @@ from planner.step.stage_problem import (
     StageProblem,
     as_step,
     fits,
+    folded,
     of_kind,
     relabelled,
     undominated,
@@ -122,6 +122,7 @@ def solve_stages(
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
     """
+    problem = folded(problem)
     if problem.num_units < problem.num_chunks:
         return None
     if memory_shortfall(problem) > 0:

@@ -117,6 +117,28 @@ class StageProblem:
         return self.conversions.get((given, taken))
 
 
+def folded(problem: StageProblem) -> StageProblem:
+    """The problem with each layer's hidden communication in its compute: what the closed form makes of the two."""
+    return replace(
+        problem,
+        runs=tuple(
+            replace(run, choices=tuple(replace(choice, costs=_fold(choice.costs)) for choice in run.choices))
+            for run in problem.runs
+        ),
+    )
+
+
+def _fold(costs: LayerCosts) -> LayerCosts:
+    return replace(
+        costs,
+        forward=costs.forward_seconds,
+        backward=costs.backward_seconds,
+        gather_forward=0.0,
+        gather_backward=0.0,
+        reduce_backward=0.0,
+    )
+
+
 def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
     """The pipeline that ``assignment`` describes; conversions are layers of no memory in the chunk that pays them.
 
