@@ -291,8 +291,15 @@ class Search:
         if candidate.layout.order == ORDERS[0] and not entry.weight:
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.seconds)
-        yield self._next(entry, bound, sharded=sharded)
+        if not self._is_known(entry, sharded):
+            yield self._next(entry, bound, sharded=sharded)
         yield from self._with_fewer_bytes(entry, bound)
+
+    def _is_known(self, entry: _Entry, sharded: Sharded) -> bool:
+        """Whether the sharding is the one that a lower worth of bytes gave."""
+        lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
+        before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
+        return before is not None and before.seconds == sharded.seconds
 
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None
