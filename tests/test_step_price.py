@@ -139,7 +139,7 @@ def test_a_plan_that_says_less_than_it_does_is_found_out() -> None:
 
 def test_chunks_that_the_graph_does_not_have_are_refused() -> None:
     graph, cluster = captured("tiny-llama"), CLUSTERS[0]
-    plan = plan_step(graph, cluster, read_demands({"pp": 2, "tp": 1, "cp": 1, "zero": 0}))
+    plan = plan_step(graph, cluster, read_demands({"pp": 2, "tp": 1, "cp": 1, "zero": 0, "schedule": "1f1b"}))
     assert plan.step is not None
     first, last = plan.step.chunks
     short = dataclasses.replace(plan.step, chunks=(first, dataclasses.replace(last, groups=last.groups[:-1])))
