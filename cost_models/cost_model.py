@@ -36,6 +36,7 @@ class CostModel:
         self._allow_tf32 = allow_tf32
         _check_axes(cluster, self.axes)
         self._devices = cluster.kinds
+        self._collectives: dict[tuple[str, float, str, str | None], float] = {}
         strides = {axis: self._stride(axis) for axis in self.axes}
         self._levels = {
             axis: crossed_levels(cluster.levels, stride=strides[axis], size=size) for axis, size in self.axes.items()
@@ -95,7 +96,11 @@ class CostModel:
         Raises:
             ValueError: if the axis or the collective is not known, or the algorithm cannot do it.
         """
-        return seconds_over(collective, num_bytes=num_bytes, spans=self._route(axis), algorithm=algorithm)
+        key = (collective, num_bytes, axis, algorithm)
+        if key not in self._collectives:
+            seconds = seconds_over(collective, num_bytes=num_bytes, spans=self._route(axis), algorithm=algorithm)
+            self._collectives[key] = seconds
+        return self._collectives[key]
 
     def p2p_seconds(self, *, num_bytes: float, axis: str) -> float:
         """Seconds for every rank to pass ``num_bytes`` to the next one along ``axis``, as a pipeline does.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from passes.ir.conversions import Step, steps_from
 from passes.ir.graph import Value
-from passes.ir.types import I, Placement, R, SpmdType
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType
 from planner.search.options import placements_of
 from planner.search.pricing import Pricing
 
@@ -88,21 +89,33 @@ class Lattices:
     ) -> dict[tuple[int, int], Arc]:
         mesh = self.pricing.mesh
         placements = tuple(placements_of(value, types, mesh))
-        index = {placement: position for position, placement in enumerate(placements)}
+        divided = MeshShape(mesh.names, tuple(min(size, 2) for size in mesh.sizes))
         arcs: dict[tuple[int, int], Arc] = {}
-        for placement in placements:
-            for step in steps_from(placement, mesh, types):
-                if step.target not in index or self._is_forbidden(step, value, live):
-                    continue
-                forward, backward = self.pricing.step(step, value)
-                memory = self.pricing.step_memory(step, value, saved=saved)
-                arc = Arc(index[placement], index[step.target], step, forward, backward if live else 0.0, memory)
-                arcs[arc.source, arc.target] = arc
+        for source, target, step in _steps_between(placements, divided, tuple(map(tuple, types))):
+            if self._is_forbidden(step, value, live):
+                continue
+            forward, backward = self.pricing.step(step, value)
+            memory = self.pricing.step_memory(step, value, saved=saved)
+            arcs[source, target] = Arc(source, target, step, forward, backward if live else 0.0, memory)
         return arcs
 
     def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
         forward, backward = step.collectives
         return forward in self.forbidden or (live and value.requires_grad and backward in self.forbidden)
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps_between(
+    placements: tuple[Placement, ...], mesh: MeshShape, types: tuple[tuple[SpmdType, ...], ...]
+) -> tuple[tuple[int, int, Step], ...]:
+    """Every step from one of ``placements`` to another: their indices and the step (the same for all sizes above 1)."""
+    index = {placement: position for position, placement in enumerate(placements)}
+    return tuple(
+        (position, index[step.target], step)
+        for position, placement in enumerate(placements)
+        for step in steps_from(placement, mesh, types)
+        if step.target in index
+    )
 
 
 def _without_detours(arcs: dict[tuple[int, int], Arc]) -> tuple[Arc, ...]:

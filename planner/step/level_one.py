@@ -11,7 +11,7 @@ from planner.step.figures import KeptSpace, UnitFigures, unit_figures
 from planner.step.following import batch_size_of
 from planner.step.layout import Layout, Links
 from planner.step.pricing import CONTEXT, DATA, TENSOR, BatchPrices
-from planner.step.sharding import Cut, ShardingSpace, Variant, find_variant
+from planner.step.sharding import Cut, Shardings, ShardingSpace, Variant
 
 _REST = "rest"
 
@@ -69,6 +69,7 @@ class LevelOne:
     space: ShardingSpace
     kept: KeptSpace
     solved: int = 0
+    _shardings: dict[tuple[object, ...], Shardings | None] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
     _links: dict[Layout, Links] = field(default_factory=dict)
 
@@ -84,12 +85,16 @@ class LevelOne:
     def sharded(self, cut: Cut, layout: Layout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
         places = [self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR)]
-        key = (cut, *places, layout.group > 1, weight)
-        if key not in self._sharded:
-            self._sharded[key] = self._solve(
-                cut, batch_prices(links, mixes=cut.pieces == layout.data or not self.micro_batches), weight
-            )
-        return self._sharded[key]
+        key = (cut, *places, layout.group > 1)
+        if key not in self._shardings:
+            mixes = cut.pieces == layout.data or not self.micro_batches
+            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+        if (*key, weight) not in self._sharded:
+            self.solved += 1
+            shardings = self._shardings[key]
+            variant = None if shardings is None else shardings.variant(weight=weight)
+            self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.kept, variant)
+        return self._sharded[*key, weight]
 
     def alone(self, cut: Cut) -> Sharded | None:
         """The fastest sharding for a cut of the batch and at most one other axis, on the best links there are."""
@@ -102,10 +107,12 @@ class LevelOne:
             self._links[layout] = Links.of(self.cluster, layout)
         return self.sharded(cut, layout, self._links[layout])
 
-    def _solve(self, cut: Cut, prices: BatchPrices, weight: float) -> Sharded | None:
-        self.solved += 1
-        variant = find_variant(self.space, cut, prices, weight=weight)
-        return None if variant is None else Sharded(self.space, self.kept, variant)
+    def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
+        """The sharding ILP of ``cut``; with both axes given what the context axis does alone."""
+        if cut.context == 1 or cut.tensor == 1:
+            return Shardings(self.space, cut, prices)
+        along = self.alone(Cut(cut.pieces, cut.context))
+        return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
         if size == 1:

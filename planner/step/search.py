@@ -34,14 +34,16 @@ from planner.step.training import POLICIES, ZERO_STAGES
 BYTE_WEIGHTS = (0.0, 0.25, 1.0)
 #: The status of a search that ran out of time.
 TIME_LIMIT = "time limit"
-#: Candidates that are solved before the search begins.
-DIVES = 8
+#: The largest context axis of candidates that are solved before the search begins.
+MOST_CONTEXT = 2
 #: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
 DIVE_EVERY = 128
 #: Schedules that they are solved under.
 PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
 STAGE_SECONDS = 3.0
+#: The stage of an entry whose stages are to be cut.
+_SOLVE = 5
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Search:
         self.order = itertools.count()
         self.told = (0.0, float("inf"))
         self.least = float("inf")
+        self.finished: set[Candidate] = set()
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
@@ -122,6 +125,8 @@ class Search:
                 status = TIME_LIMIT
                 break
             entry = heapq.heappop(heap)
+            if entry.stage == 0 and entry.candidate in self.finished:
+                continue
             if next(pops) % DIVE_EVERY:
                 self._push(heap, self._advance(entry))
             else:
@@ -148,40 +153,48 @@ class Search:
     def _dive(self, heap: list[_Entry], deadline: float) -> None:
         """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
 
-        Of every pair of pipeline and tensor sizes (tensors cut within a node) the smallest micro-batch, which fills the
-        pipeline best and holds least, under the plainest schedules. Those of least bound first.
+        Of every three sizes of pipeline, context and tensor axis (the last within a node) the smallest micro-batch,
+        which fills the pipeline best and holds least, under the plainest schedules. All are bounded by their stages,
+        and then solved, those of least bound first.
         """
         node = self.cluster.levels[0].group_size
-        best: dict[tuple[int, int], _Entry] = {}
+        best: dict[tuple[int, ...], _Entry] = {}
         for entry in heap:
             candidate, layout = entry.candidate, entry.candidate.layout
-            if layout.context > 1 or layout.order != ORDERS[0] or layout.tensor > node:
+            if layout.context > MOST_CONTEXT or layout.order != ORDERS[0] or layout.tensor > node:
                 continue
             if candidate.schedule not in PLAIN:
                 continue
-            known = best.setdefault((layout.pipeline, layout.tensor), entry)
+            key = (layout.pipeline, layout.context, layout.tensor)
+            known = best.setdefault(key, entry)
             if (candidate.local_batch, entry.bound) < (known.candidate.local_batch, known.bound):
-                best[layout.pipeline, layout.tensor] = entry
-        for first in sorted(best.values())[:DIVES]:
+                best[key] = entry
+        ready = [entry for first in sorted(best.values()) for entry in self._finish(heap, first, until=_SOLVE)]
+        for entry in sorted(ready):
             if self.solutions and time.monotonic() > deadline:
-                self._leave(first.bound)
+                self._leave(entry.bound)
                 continue
-            self._finish(heap, first)
+            self._finish(heap, entry)
             self._tell(heap)
 
-    def _finish(self, heap: list[_Entry], first: _Entry) -> None:
-        """Take one candidate through all stages at once."""
-        stack = [first]
+    def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
+        """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
+        self.finished.add(first.candidate)
+        stack, reached = [first], []
         while stack:
             entry = stack.pop()
             if entry.bound >= self._cutoff():
                 self._leave(entry.bound)
+                continue
+            if entry.stage == until:
+                reached.append(entry)
                 continue
             for follower in self._advance(entry):
                 if follower.weight:
                     heapq.heappush(heap, follower)  # the same in fewer bytes: later
                 else:
                     stack.append(follower)
+        return reached
 
     def _tell(self, heap: list[_Entry]) -> None:
         """Report progress, now and then and at every better plan."""

@@ -7,6 +7,7 @@ gives several undominated *variants*: the fastest, and ones that keep less for t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -93,25 +94,50 @@ class ShardingSpace:
         )
 
 
-def find_variant(space: ShardingSpace, cut: Cut, prices: StepPrices, *, weight: float = 0.0) -> Variant | None:
-    """The best sharding for ``cut``, None if nothing divides.
+class Shardings:
+    """The sharding ILP of one cut, solved for any worth of a byte.
 
-    A byte that is kept for the backward pass is worth ``weight`` × (seconds / bytes of the fastest sharding).
-
-    ``prices`` gives the seconds of compute and of collectives on this cut's axes (see ``planner.step.pricing``).
+    Args:
+        prices: seconds of compute and of collectives on this cut's axes (see ``planner.step.pricing``).
+        along: with both axes, what the context axis does alone: it is kept.
     """
-    fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
-    if cut.context > 1 and cut.tensor > 1:
-        along = find_variant(space, Cut(cut.pieces, cut.context), prices)
-        if along is None:
+
+    def __init__(self, space: ShardingSpace, cut: Cut, prices: StepPrices, *, along: Variant | None = None) -> None:
+        self.cut = cut
+        fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
+        if along is not None:
+            fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
+        self.pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
+        self.problem = _problem(space, cut, self.pricing, fixed)
+        self.lattices = Lattices(self.pricing)
+        self.divides = all(element.options for element in self.problem.elements.values())
+
+    def variant(self, *, weight: float = 0.0) -> Variant | None:
+        """The best sharding where a byte kept is worth ``weight`` × (seconds / bytes of the fastest), None if there is
+        none."""
+        if not self.divides or self.fastest is None:
             return None
-        fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
-    pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
-    problem = _problem(space, cut, pricing, fixed)
-    if not all(element.options for element in problem.elements.values()):
-        return None
-    assignment = _solve(problem, Lattices(pricing), weight)
-    return None if assignment is None else Variant(f"bytes × {weight:g}", cut, problem, pricing, assignment)
+        assignment: Assignment | None = self.fastest
+        if weight and self.fastest.memory:
+            assignment = _assignment(self._weighed(weight * self.fastest.seconds / self.fastest.memory), self.lattices)
+        if assignment is None:
+            return None
+        return Variant(f"bytes × {weight:g}", self.cut, self.problem, self.pricing, assignment)
+
+    @functools.cached_property
+    def fastest(self) -> Assignment | None:
+        return _assignment(self.ilp, self.lattices)
+
+    @functools.cached_property
+    def ilp(self) -> ShardingIlp:
+        return build_ilp(self.problem, self.lattices, memory_limit=None)
+
+    def _weighed(self, worth: float) -> ShardingIlp:
+        """The program with every byte at ``worth`` seconds."""
+        costs = list(self.ilp.program.costs)
+        for column, num_bytes in self.ilp.memory_terms:
+            costs[column] += worth * num_bytes
+        return replace(self.ilp, program=replace(self.ilp.program, costs=costs))
 
 
 def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
@@ -159,18 +185,6 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
         for name, element in problem.elements.items()
     }
     return replace(problem, elements=elements)
-
-
-def _solve(problem: Problem, lattices: Lattices, weight: float) -> Assignment | None:
-    """The best assignment if a byte is worth ``weight`` × (seconds / bytes of the fastest)."""
-    ilp = build_ilp(problem, lattices, memory_limit=None)
-    fastest = _assignment(ilp, lattices)
-    if not weight or fastest is None or not fastest.memory:
-        return fastest
-    worth = weight * fastest.seconds / fastest.memory
-    for column, num_bytes in ilp.memory_terms:
-        ilp.program.costs[column] += worth * num_bytes
-    return _assignment(ilp, lattices)
 
 
 def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
