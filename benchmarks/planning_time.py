@@ -129,11 +129,11 @@ def line(point: Point, found: Measured) -> str:
     """One row of the table."""
     layers = f" × {point.layers} layers" if point.layers else ""
     verdict = "" if point.limit is None else f"  (≤ {point.limit:g} s: {found.seconds <= point.limit})"
-    return (
-        f"{point.model + layers:28} {8 * point.nodes:6} devices  {found.seconds:6.1f} s  "
-        f"search {found.search_seconds:6.1f} s  {found.peak_bytes / 2**30:5.2f} GiB  step {found.step_seconds:8.3f} s  gap {found.gap:6.2%} {found.status:10}  "
-        f"{found.shapes:5} mesh shapes  {found.enumerated:6} candidates  {found.shardings:4} shardings{verdict}"
-    )
+    name = f"{point.model + layers:28} {8 * point.nodes:6} devices"
+    time_taken = f"{found.seconds:6.1f} s  search {found.search_seconds:6.1f} s  {found.peak_bytes / 2**30:5.2f} GiB"
+    quality = f"step {found.step_seconds:8.3f} s  gap {found.gap:6.2%} {found.status:10}"
+    size = f"{found.shapes:5} mesh shapes  {found.enumerated:6} candidates  {found.shardings:4} shardings"
+    return f"{name}  {time_taken}  {quality}  {size}{verdict}"
 
 
 def draw(results: dict[str, list[tuple[Point, Measured]]], path: Path) -> None:
@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=("layers", "devices", "fast"), action="append")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both sweeps")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each search")
+    parser.add_argument("--time-limit", type=float, default=45.0, help="seconds for each search")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:

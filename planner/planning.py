@@ -31,7 +31,7 @@ def plan(
     memory_limit: float | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
-    time_limit: float = 60.0,
+    time_limit: float = 45.0,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,

@@ -46,7 +46,8 @@ class Bounds:
     def __init__(self, level_one: LevelOne, training: Training) -> None:
         self.level_one, self.training = level_one, training
         self.known: Known = {}
-        self.conversions: Known = {}
+        #: By the devices of the tensor axis beside it: what the context axis converts.
+        self.conversions: dict[int, Known] = {}
         self.impossible: set[Cut] = set()
         self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
@@ -166,7 +167,8 @@ class Bounds:
         if cut.context == 1 or cut.tensor == 1:
             return least
         tensor = _most(self.known, Cut(cut.pieces, 1, cut.tensor)) / cut.context
-        return max(least, tensor + _most(self.conversions, Cut(cut.pieces, cut.context)) / cut.tensor)
+        between = _most(self.conversions.get(cut.tensor, {}), Cut(cut.pieces, cut.context))
+        return max(least, tensor + between / cut.tensor)
 
     def by_axis(self, cut: Cut, enough: float) -> float:
         """The same from each axis by itself, on its best links; ``enough`` is as good as infinite."""
@@ -179,7 +181,12 @@ class Bounds:
                 if self._alone(along) == math.inf and part == size:
                     return math.inf
                 least = max(least, self.scaled(cut))
-        return least
+        if cut.context == 1 or cut.tensor == 1 or least >= enough:
+            return least
+        between = self.level_one.beside(Cut(cut.pieces, cut.context), cut.tensor)
+        by_context = self.conversions.setdefault(cut.tensor, {})
+        by_context.setdefault((cut.context, 1), {})[cut.pieces] = between
+        return max(least, self.scaled(cut))
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Remember what a cut takes on the best links, for cuts into more parts."""
@@ -232,9 +239,6 @@ class Bounds:
                 self.impossible.add(cut)
                 return math.inf
             known[cut.pieces] = sharded.without_samples
-            if cut.context > 1:
-                between = sharded.communication - (sharded.seconds - sharded.without_samples)
-                self.conversions.setdefault((cut.context, 1), {})[cut.pieces] = between
         return known[cut.pieces]
 
 

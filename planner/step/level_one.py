@@ -49,6 +49,11 @@ class Sharded:
             for name, element in self.variant.problem.elements.items()
         )
 
+    @property
+    def between(self) -> float:
+        """Seconds of collectives but for what is summed over all samples."""
+        return self.communication - (self.seconds - self.without_samples)
+
     @functools.cached_property
     def figures(self) -> tuple[UnitFigures, ...]:
         """Of every unit, in model order."""
@@ -71,6 +76,7 @@ class LevelOne:
     solved: int = 0
     _shardings: dict[tuple[object, ...], Shardings | None] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
+    _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[Layout, Links] = field(default_factory=dict)
 
     @property
@@ -106,6 +112,26 @@ class LevelOne:
         if layout not in self._links:
             self._links[layout] = Links.of(self.cluster, layout)
         return self.sharded(cut, layout, self._links[layout])
+
+    def beside(self, cut: Cut, tensor: int) -> float:
+        """Seconds of the conversions of a context axis alone, on the links that it has beside ``tensor`` devices.
+
+        ``cut`` has no tensor axis; what every operator does is what ``alone`` found. Zero if there is no sharding.
+        """
+        along = self.alone(cut)
+        if along is None or self.cluster.num_devices % (cut.context * tensor):
+            return 0.0
+        place = self._place(cut.context, tensor)
+        if place == self._place(cut.context, 1):
+            return along.between
+        key = (cut, place)
+        if key not in self._beside:
+            spread = Layout(1, self.cluster.num_devices // cut.context // tensor, cut.context, tensor)
+            prices = batch_prices(Links.of(self.cluster, spread), mixes=True)
+            variant = Shardings(self.space, cut, prices, along=along.variant).variant()
+            self.solved += 1
+            self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.kept, variant).between
+        return self._beside[key]
 
     def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
         """The sharding ILP of ``cut``; with both axes given what the context axis does alone."""

@@ -1,8 +1,7 @@
 """Plainer versions of a solution, for the simulator to judge.
 
-The closed form lets communication hide behind any compute of the same chunk; played event by event, a gather hides
-only behind its neighbours. So a chunk that mixes ZeRO stages, which looks best by the closed form where communication
-is as long as compute, may run slower than one with a single stage.
+The closed form hides a layer's communication behind its own compute; played event by event, a gather hides behind the
+layer before it. Where ZeRO stages are mixed the two differ a little, and one stage for all may run faster.
 """
 
 from __future__ import annotations

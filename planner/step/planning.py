@@ -26,8 +26,8 @@ from planner.step.sharding import ShardingSpace
 OBJECTIVES = ("time", "devices", "memory")
 #: Solutions that the simulator plays at least; those that are not chosen are the plan's runners-up.
 JUDGED = 3
-#: How much slower than the best by the closed form a solution may be that the simulator finds faster.
-NEAR = 0.05
+#: How much slower than the proved bound, by the closed form, a solution may be that the simulator finds faster.
+PROVED = 0.01
 #: How closely the least memory is found, as a share of it.
 MEMORY_STEP = 0.01
 
@@ -102,7 +102,7 @@ class _Planner:
         judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
         plain = [judge(each) for found in judged for each in plainer(found.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
-        best = min([_best([*judged, *plain], outcome), *experts], key=lambda each: each.report.seconds)
+        best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
 
@@ -139,11 +139,11 @@ class _Planner:
         return found
 
 
-def _best(judged: list[Judged], outcome: Outcome) -> Judged:
-    """Of the solutions that are about as good as the best by the closed form, the one that the simulator likes most."""
-    limit = outcome.solutions[0].seconds * (1.0 + NEAR)
-    near = [each for each in judged if each.solution.seconds <= limit]
-    return min(near, key=lambda each: each.report.seconds)
+def _best(judged: list[Judged], bound: float) -> Judged:
+    """What the simulator likes most of the solutions that are proved to be near the best by the closed form (if none
+    is, of all)."""
+    near = [each for each in judged if each.solution.seconds * (1.0 - PROVED) <= bound]
+    return min(near or judged, key=lambda each: each.report.seconds)
 
 
 def _sizes(cluster: Cluster) -> list[int]:
