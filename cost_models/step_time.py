@@ -8,7 +8,14 @@ With m micro-batches, p ranks, K chunks, v = K / p chunks a rank, and for chunk 
 
 communication that can hide behind compute bounds a layer from below on its own stream: parameters are gathered one
 layer ahead, so that in a row of equal layers each waits for the longer of the two. Rank r is busy for
-load_r = Σ_{k on r} t_k each micro-batch, and L = max_r load_r. The pipeline takes
+load_r = Σ_{k on r} t_k each micro-batch. In its steady state a micro-batch takes
+
+    L = max_r load_r                                                   of most schedules
+    L = Σ_{j < v} max_{j·p ≤ k < (j+1)·p} t_k                          of interleaved 1F1B
+
+since there all ranks run their j-th chunk at once, for p micro-batches in a row, and each hands its results to the
+next: round j goes as fast as its longest chunk, and a rank that is quick in one round waits and cannot make up for
+being slow in another. This is never less than max_r load_r. The pipeline takes
 
     (m − 1/d) · L + Σ_k t_k / d                                        schedules that keep the backward whole
     m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
@@ -35,14 +42,19 @@ gather_step). Interleaved schedules hide more than this window, since a chunk's 
 micro-batches before the next chunk's; schedules that end in weight gradients hide less. All terms are
 linear, or maxima of linear terms, in the seconds of the layers.
 
-How near this is to the simulation where nothing overlaps: equal on equal chunks (DualPipeV: up to 4% above); within 2%
-where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or twice as slow and
-48 a rank. Far more uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at two micro-batches
-a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole fill and drain.
-GPipe takes (m−1)·(max f + max b) + Σ t exactly, which is more than the formula where another rank is slowest forward
-than backward. Where communication hides, an action waits for its first layer's gather and its last reduction, which
-the formula leaves out: 1% to 2% for chunks of 32 layers whose communication is as long as their compute, 3% to 7%
-for chunks of 8, up to 25% for chunks of two.
+How near this is to the simulation where nothing overlaps: equal on equal chunks (DualPipeV: up to 4% above); without
+rounds within 2% where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or
+twice as slow and 48 a rank. Far more uneven chunks with few micro-batches do not agree: 1F1B plays up to 6% quicker at
+two micro-batches a rank and chunks twice as slow as others, since the formula lets the slowest rank wait for a whole
+fill and drain. GPipe takes (m−1)·(max f + max b) + Σ t exactly, which is more than the formula where another rank is
+slowest forward than backward. Where communication hides, an action waits for its first layer's gather and its last
+reduction, which the formula leaves out: 1% to 2% for chunks of 32 layers whose communication is as long as their
+compute, 3% to 7% for chunks of 8, up to 25% for chunks of two.
+
+Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
+twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds that differ from each
+other play slower, since a rank goes forward in one round and backward in another: by a quarter to three quarters of the
+difference of the longest and the shortest round, each micro-batch.
 """
 
 from __future__ import annotations
@@ -143,7 +155,9 @@ def _chunk_seconds(chunk: Chunk) -> _ChunkSeconds:
 
 def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
     schedule = schedule_named(step.schedule)
-    longest = max(sum(times[k].forward + times[k].backward for k in mine) for mine in ranks)
+    waits = zip(*ranks) if schedule.divided else ranks  # chunks that wait for each other, or that one rank runs
+    loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in waits]
+    longest = sum(max(load) for load in loads) if schedule.divided else max(sum(load) for load in loads)
     divisor = len(step.chunks) // step.num_ranks if schedule.divided else 1
     if schedule.splits_backward:
         fill_forward, fill_backward, fill_weight = schedule.fill

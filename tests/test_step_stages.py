@@ -135,6 +135,31 @@ def test_equals_exhaustive_enumeration(schedule: str, kinds: bool) -> None:
     assert feasible >= 4
 
 
+@pytest.mark.parametrize("num_layers", [5, 6, 7])
+@pytest.mark.parametrize("ends", [(0.0, 0.1), (0.3, 0.4), (1.4, 0.2), (0.9, 2.3)])
+def test_rounds_of_whole_layers_are_bounded_and_found(num_layers: int, ends: tuple[float, float]) -> None:
+    """Three chunks a rank: a first, a middle and a last round; ends quicker and slower than a layer."""
+
+    def choice(seconds: float) -> tuple[UnitChoice, ...]:
+        return (UnitChoice(label=("whole",), costs=LayerCosts(forward=seconds / 3, backward=seconds * 2 / 3)),)
+
+    seconds = (("embedding", 1, ends[0]), ("layers", num_layers, 1.0), ("head", 1, ends[1]))
+    problem = StageProblem(
+        runs=tuple(
+            UnitRun(name=name, count=count, choices=choice(cost), receive_forward=0.02, receive_backward=0.03)
+            for name, count, cost in seconds
+        ),
+        schedule="interleaved_1f1b",
+        num_ranks=2,
+        num_chunks=6,
+        num_microbatches=8,
+        memory=(math.inf,) * 2,
+    )
+    best, found = brute_force(problem), solve_stages(problem, gap=1e-7)
+    assert found is not None and found.objective == pytest.approx(best, rel=1e-6)
+    assert 0.9 * best <= lower_bound(problem) <= best * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shortfall_tells_whether_memory_can_suffice(schedule: str) -> None:
     for seed in range(100, 124):
@@ -218,6 +243,8 @@ SHAPES = [
     ("1f1b", 126, 16, 1),
     ("gpipe", 126, 16, 1),
     ("interleaved_1f1b", 126, 16, 7),
+    ("interleaved_1f1b", 126, 16, 8),
+    ("interleaved_1f1b", 32, 4, 4),
     ("zb_h1", 126, 16, 1),
     ("zbv", 126, 16, 2),
     ("dualpipev", 126, 16, 2),

@@ -1,20 +1,29 @@
-"""Several chunks a rank and several long runs: good cuts, by moving units off the busiest rank; nothing is proved."""
+"""Several chunks a rank: good cuts; nothing is proved.
+
+``balance`` moves units off the busiest rank, for several long runs. ``by_rounds`` is for one long run under interleaved
+schedules, where a round waits for its longest chunk: the chunks of a round hold equally many layers, in equal choices.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from planner.step.cuts import greedy_partition
+from planner.step.stage_bounds import Rounds, fewest_rounds
 from planner.step.stage_fronts import Front, Weights, options_of
 from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
-from planner.step.stage_program import chunks_of
+from planner.step.stage_program import chunks_of, in_rounds
+from planner.step.stage_ranks import main_run
 
 #: How many of the least busy ranks are tried as the place for a unit of the busiest one.
 _TARGETS = 4
+#: How many ways to divide the layers over rounds are tried, and how many ranks for all others to be alike to.
+_WAYS, _MODELS = 3, 3
 
 
 def balance(problem: StageProblem, weights: Weights) -> Assignment | None:
@@ -49,6 +58,10 @@ def _balanced_ends(problem: StageProblem, seconds: Sequence[float]) -> list[int]
 
     def cost(ends: np.ndarray) -> tuple[float, float]:
         found = loads(ends)
+        if in_rounds(problem):
+            chunks = np.diff(sums[np.concatenate(([0], ends))])
+            longest = chunks.reshape(-1, problem.num_ranks).max(axis=1)
+            return float(longest.sum()), float((chunks**2).sum())
         return float(found.max()), float((found**2).sum())
 
     best = cost(ends)
@@ -103,3 +116,129 @@ def _fastest(
         if len(front.seconds) and (best is None or front.seconds[0] < best.seconds[0]):
             best = front
     return None if best is None else best.units()
+
+
+#: Units of one rank: (chunk, run, choice).
+_Placed = list[tuple[int, int, int]]
+
+
+def by_rounds(problem: StageProblem, weights: Weights) -> Iterator[Assignment]:
+    """Assignments in which the chunks of a round are alike, for interleaved schedules and one long run.
+
+    Each rank's fastest choices within its memory differ, and every round would wait for another rank. So some rank's
+    choices are taken over by all others that they fit on, and then made faster one by one where memory is left.
+    """
+    run = main_run(problem)
+    if run is None or not in_rounds(problem):
+        return
+    chunks = chunks_of(problem)
+    for counts in _round_counts(problem, run):
+        slots = [[(chunk, kind) for chunk in mine for kind in _runs_of(problem, run, chunk, counts)] for mine in chunks]
+        own = [_fastest(problem, rank, slots[rank], weights) for rank in range(problem.num_ranks)]
+        found = [placed for placed in own if placed is not None]
+        if len(found) < len(own):
+            continue
+        yield _grouped(problem, found)
+        if all(math.isinf(limit) for limit in problem.memory):
+            continue
+        busy = [sum(_seconds(problem, unit) for unit in placed) for placed in found]
+        for model in sorted(range(problem.num_ranks), key=lambda rank: -busy[rank])[:_MODELS]:
+            alike = [_alike(problem, rank, run, placed, found[model]) for rank, placed in enumerate(found)]
+            yield _grouped(problem, [_quickened(problem, rank, placed) for rank, placed in enumerate(alike)])
+
+
+def _seconds(problem: StageProblem, unit: tuple[int, int, int]) -> float:
+    costs = problem.runs[unit[1]].choices[unit[2]].costs
+    return costs.forward_seconds + costs.backward_seconds
+
+
+def _grouped(problem: StageProblem, ranks: Sequence[_Placed]) -> Assignment:
+    groups = Counter(unit for placed in ranks for unit in placed)
+    held = sorted((chunk, run, choice, count) for (chunk, run, choice), count in groups.items())
+    return tuple(tuple(group[1:] for group in held if group[0] == chunk) for chunk in range(problem.num_chunks))
+
+
+def _runs_of(problem: StageProblem, run: int, chunk: int, counts: Sequence[int]) -> list[int]:
+    """The runs of the units of a chunk that holds so many of the long one."""
+    before = [0] * (chunk == 0 and run > 0)
+    after = [len(problem.runs) - 1] * (chunk == problem.num_chunks - 1 and run < len(problem.runs) - 1)
+    return [*before, *([run] * counts[chunk]), *after]
+
+
+def _round_counts(problem: StageProblem, run: int) -> list[list[int]]:
+    """Units of the long run in each chunk: the shortest ways by rounds, later rounds holding more where they differ."""
+    crossing = (problem.runs[run].receive_forward, problem.runs[run].receive_backward)
+    found: list[list[int]] = []
+    for pick in (min, max):
+        seconds = [
+            pick(choice.costs.forward_seconds + choice.costs.backward_seconds for choice in entry.choices)
+            for entry in problem.runs
+        ]
+        if max(range(len(seconds)), key=lambda other: problem.runs[other].count * seconds[other]) != run:
+            continue
+        for rounds in fewest_rounds(problem, seconds, crossing, hold=1, most=_WAYS):
+            counts = _counted(problem, run, rounds)
+            if counts is not None and counts not in found:
+                found.append(counts)
+    return found
+
+
+def _counted(problem: StageProblem, run: int, rounds: Rounds) -> list[int] | None:
+    """Units of the long run in each chunk, what is too many taken off one rank after another."""
+    ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
+    counts = [rounds.first[0], *([rounds.first[1]] * (ranks - 1))]
+    for place in range(inner):
+        counts += [rounds.middle // inner + (place >= inner - rounds.middle % inner)] * ranks
+    counts += [*([rounds.last[1]] * (ranks - 1)), rounds.last[0]]
+    least = [1] * problem.num_chunks
+    least[0], least[-1] = int(run == 0), int(run == len(problem.runs) - 1)
+    chunks = chunks_of(problem)
+    rank = 0
+    for _ in range(sum(counts) - problem.runs[run].count):
+        for shift in range(ranks):
+            spare = [chunk for chunk in chunks[(rank + shift) % ranks] if counts[chunk] > least[chunk]]
+            if spare:
+                counts[max(spare, key=lambda chunk: counts[chunk])] -= 1
+                rank += shift + 1
+                break
+        else:
+            return None
+    return counts
+
+
+def _alike(problem: StageProblem, rank: int, run: int, own: _Placed, model: _Placed) -> _Placed:
+    """The units of a rank in the choices of another one's, round by round; its own ones where those do not fit."""
+    wanted: dict[int, list[int]] = {}
+    for chunk, kind, choice in model:
+        if kind == run:
+            wanted.setdefault(chunk // problem.num_ranks, []).append(choice)
+    taken = []
+    for chunk, kind, choice in own:
+        left = wanted.get(chunk // problem.num_ranks, [])
+        if kind == run and left:
+            left.sort(key=lambda other: _seconds(problem, (chunk, kind, other)))
+            choice = left.pop() if len(left) > 1 else left[0]
+        taken.append((chunk, kind, choice))
+    return taken if _used(problem, taken) <= problem.memory[rank] * (1 + ROUNDING) else own
+
+
+def _used(problem: StageProblem, placed: _Placed) -> float:
+    """Bytes of a rank that holds these units."""
+    held = problem.in_flight
+    costs = [(problem.runs[run].choices[choice].costs, held[chunk]) for chunk, run, choice in placed]
+    kept = sum(figures.state_bytes + flying * figures.saved_bytes for figures, flying in costs)
+    return kept + max(figures.peak_bytes for figures, _ in costs)
+
+
+def _quickened(problem: StageProblem, rank: int, placed: _Placed) -> _Placed:
+    """The units with faster choices, one after another, while memory allows."""
+    limit = problem.memory[rank] * (1 + ROUNDING)
+    placed = list(placed)
+    for place, (chunk, run, choice) in enumerate(placed):
+        faster = sorted(range(len(problem.runs[run].choices)), key=lambda other: _seconds(problem, (chunk, run, other)))
+        for other in faster[: faster.index(choice)]:
+            tried = [*placed[:place], (chunk, run, other), *placed[place + 1 :]]
+            if _used(problem, tried) <= limit:
+                placed = tried
+                break
+    return placed

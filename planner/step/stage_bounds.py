@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cost_models.schedules import SCHEDULES
 from planner.step.stage_memory import memory_shortfall
 from planner.step.stage_problem import StageProblem, folded
+from planner.step.stage_program import in_rounds
 
 __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
 
@@ -30,6 +31,7 @@ _FORWARD, _BACKWARD = _STREAMS * [1, 1, 0, 0], _STREAMS * [0, 0, 1, 1]
 
 #: Relative precision of what is found by bisection.
 _PRECISION = 1e-7
+_EXTREMES = np.maximum, np.minimum
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     means = cheapest @ counts + (_STREAMS[:, 0] * received[0] + _STREAMS[:, 2] * received[1])
     best = int(np.argmax(means))
     load = max(float(means[best]) / problem.num_ranks, bottleneck(problem, cheapest[best].tolist()))
+    if in_rounds(problem):
+        crossing = (
+            float(_STREAMS[best, 0]) * min(run.receive_forward for run in problem.runs),
+            float(_STREAMS[best, 2]) * min(run.receive_backward for run in problem.runs),
+        )
+        load = max(load, fewest_rounds(problem, cheapest[best].tolist(), crossing)[0].load)
     terms = []
     for base, streams, others, first in _weightings(problem):
         seconds = streams @ figures[:4] + others @ figures[4:]
@@ -170,6 +178,75 @@ def bottleneck(problem: StageProblem, seconds: Sequence[float]) -> float:
         else:
             lower = middle
     return lower
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How many units of the longest run the chunks of an interleaved schedule hold, round by round.
+
+    ``first`` and ``last`` are (units of the chunk that holds the model's end, of each other chunk of that round);
+    ``middle`` units of each rank are left to the rounds between, all of whose chunks are full. ``load`` is the sum of
+    the rounds' longest chunks.
+    """
+
+    load: float
+    first: tuple[int, int]
+    last: tuple[int, int]
+    middle: int
+
+
+def fewest_rounds(
+    problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float], *, hold: int = 0, most: int = 1
+) -> list[Rounds]:
+    """The ``most`` shortest ways to divide the longest run over rounds, if a unit of each run takes ``seconds``.
+
+    Rounds wait for their longest chunk, which holds whole units, so p equal units in a round take as long as one: the
+    first load is a bound of any assignment's (for ``hold`` = 0).
+
+    Args:
+        crossing: seconds, forward and backward, to receive a boundary from another rank.
+        hold: units that every chunk holds at least, but for one that holds an end of the model; if any, of equally
+            short ways those come first whose rounds are most alike.
+    """
+    ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
+    runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
+    longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
+    count, cost = runs[longest]
+    everywhere = (inner + 2) * sum(crossing)
+    if cost <= 0:
+        return [Rounds(everywhere, (0, 0), (0, 0), count)]
+    ends = []
+    for other, received in ((0, crossing[0]), (len(runs) - 1, crossing[1])):
+        bare = other == longest  # the model's ends receive nothing from before, or after, it
+        found = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
+        ends.append([way for way in found if way[2] >= hold and way[1] >= (hold if bare else 0)])
+    first, last = (np.array(found, dtype=float).reshape(-1, 3) for found in ends)
+    room = [end[:, 1] + (ranks - 1) * end[:, 2] for end in (first, last)]
+    rest = np.ceil(np.maximum(0.0, count - room[0][:, None] - room[1]) / ranks)
+    middle = np.maximum(rest, inner * hold)
+    loads = first[:, 0][:, None] + last[:, 0] + middle * cost + everywhere
+    if not inner:
+        loads = np.where(rest > 0, np.inf, loads)
+    shortest = np.argsort(loads, axis=None)[:most]
+    if hold and inner:
+        tallest, lowest = (pick(pick.outer(first[:, 0], last[:, 0]), middle / inner * cost) for pick in _EXTREMES)
+        shortest = np.lexsort(((tallest - lowest).ravel(), np.round(loads / cost, 6).ravel()))[:most]
+    return [
+        Rounds(float(loads[i, j]), ends[0][i][1:], ends[1][j][1:], int(middle[i, j]))
+        for i, j in zip(*np.unravel_index(shortest, loads.shape))
+        if math.isfinite(loads[i, j])
+    ]
+
+
+def _end_rounds(ranks: int, count: int, cost: float, end: float) -> list[tuple[float, int, int]]:
+    """(seconds of the longest chunk, units beside the model's end, units of each other chunk) of its round."""
+    found = set()
+    for units in range(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost))):
+        if units * cost >= end:
+            found.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
+        if end + units * cost >= 0:
+            found.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
+    return sorted(found)
 
 
 def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:

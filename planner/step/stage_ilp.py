@@ -13,7 +13,8 @@ Variables::
     q[k,u] ∈ {0,1}       chunk k begins in run u                       (only where that changes what it receives)
     w[c] ∈ {0,1}         the very first unit runs as c
     f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
-    L, T, U ≥ 0          the largest load; the tail; the update
+    L, T, U ≥ 0          seconds of a micro-batch; the tail; the update
+    L[j] ≥ 0             the longest chunk of round j < v, chunks j·p … (j+1)·p-1                 (interleaved 1F1B)
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
 
 With a single kind of boundary there is one n for each chunk and choice, and no s.
@@ -35,6 +36,7 @@ Program::
     f[k] = Σ (forward ∨ gather_forward + conversion)·n + receive                                           (stream)
     b[k] = Σ (backward ∨ (gather_backward + reduce_backward) + conversion)·n + receive          (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
+        interleaved 1F1B:  L ≥ Σ_j L[j],   L[j] ≥ f[k] + b[k]                every k of round j            (round)
     T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
     T ≥ Σ_c reduce_step(c)·w[c]
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
@@ -42,8 +44,8 @@ Program::
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
 
 A proved bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not
-see. With one long run (``stage_ranks``), so is the convex hull of each rank's least load against the units that it
-holds,
+see. (With rounds, p equal units in one take as long as one does.) With one long run (``stage_ranks``), so is the convex
+hull of each rank's least load against the units that it holds,
 
     n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
 
@@ -63,7 +65,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
-from planner.step.stage_balance import balance
+from planner.step.stage_balance import balance, by_rounds
 from planner.step.stage_bounds import memory_shortfall, time_bounds
 from planner.step.stage_fronts import Weights, mean_streams
 from planner.step.stage_problem import (
@@ -77,7 +79,7 @@ from planner.step.stage_problem import (
     undominated,
     without_kinds,
 )
-from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds
+from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds, in_rounds
 from planner.step.stage_ranks import Shares, add_tables, share_out
 from planner.step.stage_segments import Segments, cut_segments
 
@@ -222,8 +224,10 @@ class _Search:
                     self.load = max(self.load, found.load)
                     self.bound = max(self.bound, self.bounds.step_with(self.load))
                 if math.isfinite(found_now.load):
+                    for assignment in by_rounds(problem, weights):
+                        self.offer(assignment)
                     fitting |= self.offer_all(found_now)
-            if fitting or self.settled():
+            if self.settled() or (fitting and not in_rounds(self.problem)):
                 break
         return found
 

@@ -99,6 +99,11 @@ def chunks_of(problem: StageProblem) -> list[list[int]]:
     return [[chunk for chunk, rank in enumerate(ranks) if rank == wanted] for wanted in range(problem.num_ranks)]
 
 
+def in_rounds(problem: StageProblem) -> bool:
+    """Whether ranks that hold several chunks run them in rounds, each as fast as its longest chunk."""
+    return SCHEDULES[problem.schedule].divided and problem.num_chunks > problem.num_ranks > 1
+
+
 def has_kinds(problem: StageProblem) -> bool:
     """Whether neighbours can disagree at all."""
     return len({kind for run in problem.runs for choice in run.choices for kind in (choice.entry, choice.exit)}) > 1
@@ -314,7 +319,7 @@ def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Line
 
 
 def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], load_bound: float) -> None:
-    """(load), (fill): the largest load of a rank, m times, and what filling and draining the pipeline adds."""
+    """(load), (round), (fill): the seconds of a micro-batch, m times, and what filling and draining adds."""
     problem, program = stage.problem, stage.program
     schedule = SCHEDULES[problem.schedule]
     divisor = problem.num_chunks // problem.num_ranks if schedule.divided else 1
@@ -326,8 +331,17 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
         load = Linear()
         for chunk in chunks:
             load.add(forward[chunk]).add(backward[chunk])
-        stage.at_least(largest, load)
+        if not in_rounds(problem):
+            stage.at_least(largest, load)
         stage.loads.append(load)
+    if in_rounds(problem):
+        rounds = Linear()
+        for together in zip(*chunks_of(problem)):
+            longest = program.variable()
+            for chunk in together:
+                stage.at_least(longest, Linear().add(forward[chunk]).add(backward[chunk]))
+            rounds.terms.append((longest, 1.0))
+        stage.at_least(largest, rounds)
     if problem.num_ranks == 1:
         return
     for chunk in range(problem.num_chunks):
