@@ -1,7 +1,8 @@
 """Plainer versions of a solution, for the simulator to judge.
 
 The closed form hides a layer's communication behind its own compute; played event by event, a gather hides behind the
-layer before it. Where ZeRO stages are mixed the two differ a little, and one stage for all may run faster.
+layer before it. Where ZeRO stages are mixed the two differ a little, and one stage for all may run faster. And where
+the rounds of an interleaved schedule differ, a long one delays the others more than the closed form says.
 """
 
 from __future__ import annotations
@@ -11,13 +12,23 @@ from dataclasses import replace
 
 from cost_models.step_time import step_memory, step_seconds
 from planner.step.search import Solution
+from planner.step.stage_ilp import even_rounds
 from planner.step.stage_problem import Assignment, UnitRun, as_step, fits
 
 
 def plainer(solution: Solution) -> Iterator[Solution]:
-    """``solution`` with one ZeRO stage for all units, with and without one recompute policy for all; those that fit."""
-    problem, assignment = solution.problem, solution.stages.assignment
-    assert assignment is not None
+    """``solution`` with one ZeRO stage for all units, with and without one recompute policy for all, and with rounds
+    of an interleaved schedule alike; those that fit."""
+    for plain in (*_uniform(solution), *even_rounds(solution.problem)):
+        step = as_step(solution.problem, plain)
+        if fits(solution.problem, step_memory(step)):
+            stages = replace(solution.stages, assignment=plain, objective=step_seconds(step).total)
+            yield replace(solution, stages=stages)
+
+
+def _uniform(solution: Solution) -> Iterator[Assignment]:
+    """The same cuts with one stage for all units, and one policy for all or each its own."""
+    problem, assignment = solution.problem, solution.assignment
     labels = {choice.label for run in problem.runs for choice in run.choices}
     policies = [None, *sorted({policy for policy, _ in labels})]
     tried = {assignment}
@@ -27,10 +38,7 @@ def plainer(solution: Solution) -> Iterator[Solution]:
             if plain in tried:
                 continue
             tried.add(plain)
-            step = as_step(problem, plain)
-            if fits(problem, step_memory(step)):
-                stages = replace(solution.stages, assignment=plain, objective=step_seconds(step).total)
-                yield replace(solution, stages=stages)
+            yield plain
 
 
 def _with(runs: Sequence[UnitRun], assignment: Assignment, policy: str | None, stage: str) -> Assignment:

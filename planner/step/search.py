@@ -31,7 +31,7 @@ from planner.step.stage_problem import Assignment, StageProblem
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
-BYTE_WEIGHTS = (0.0, 0.25, 1.0)
+BYTE_WEIGHTS = (0.0, 0.25)
 #: The status of a search that ran out of time.
 TIME_LIMIT = "time limit"
 #: The largest context axis of candidates that are solved before the search begins.

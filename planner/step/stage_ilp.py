@@ -58,6 +58,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cost_models.schedules import SCHEDULES
@@ -134,6 +135,13 @@ def solve_stages(
     if found is None or found.assignment is None:
         return found
     return replace(found, assignment=relabelled(found.assignment, kept))
+
+
+def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
+    """Assignments of an interleaved schedule whose rounds are alike: they may run faster than the closed form says of
+    uneven ones. None for other schedules."""
+    settled = folded(problem)
+    yield from by_rounds(settled, _whole_step(settled))
 
 
 class _Search:
