@@ -51,6 +51,9 @@ class Bounds:
         self.impossible: set[Cut] = set()
         self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
+        #: Bytes that lack on each device at least, after ``recompute`` or ``zero`` said that nothing fits.
+        self.missing = 0.0
+        self._missing: dict[tuple[object, ...], float] = {}
         self._recompute: dict[tuple[object, ...], float] = {}
 
     def whole(self, cut: Cut) -> float:
@@ -77,7 +80,10 @@ class Bounds:
         for (most, less), (fewer, more) in pairwise(hull):
             if room >= fewer:
                 return less + (more - less) * (most - room) / (most - fewer)
-        return math.inf if room < hull[-1][0] * (1 - ROUNDING) else hull[-1][1]
+        if room < hull[-1][0] * (1 - ROUNDING):
+            self.missing = (hull[-1][0] - room) / layout.pipeline
+            return math.inf
+        return hull[-1][1]
 
     def _zero_costs(self, layout: Layout, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
         """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
@@ -125,6 +131,8 @@ class Bounds:
         key = (candidate.cut, layout.pipeline, layout.num_devices, min(held))
         if key not in self._recompute:
             self._recompute[key] = self._knapsack(candidate, min(held), memory)
+            self._missing[key] = self.missing
+        self.missing = self._missing[key]
         return self._recompute[key]
 
     def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
@@ -154,7 +162,10 @@ class Bounds:
             share = min(1.0, -room * ways / (held * freed)) if freed else 0.0
             room += share * held * freed / ways
             seconds += share * cost
-        return math.inf if room < -ROUNDING * memory else seconds / ways
+        if room < -ROUNDING * memory:
+            self.missing = -room / layout.pipeline
+            return math.inf
+        return seconds / ways
 
     def scaled(self, cut: Cut) -> float:
         """The same from cuts into fewer parts on the same axes, as far as they are known.

@@ -36,6 +36,8 @@ BYTE_WEIGHTS = (0.0, 0.25)
 TIME_LIMIT = "time limit"
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
+#: How much slower than the best these may be, so that the simulator has more than one to choose from.
+TIES = 0.02
 #: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
 DIVE_EVERY = 128
 #: Schedules that they are solved under.
@@ -110,6 +112,7 @@ class Search:
         self.told = (0.0, float("inf"))
         self.least = float("inf")
         self.finished: set[Candidate] = set()
+        self.diving = False
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
@@ -170,12 +173,14 @@ class Search:
             if (candidate.local_batch, entry.bound) < (known.candidate.local_batch, known.bound):
                 best[key] = entry
         ready = [entry for first in sorted(best.values()) for entry in self._finish(heap, first, until=_SOLVE)]
+        self.diving = True
         for entry in sorted(ready):
             if self.solutions and time.monotonic() > deadline:
                 self._leave(entry.bound)
                 continue
             self._finish(heap, entry)
             self._tell(heap)
+        self.diving = False
 
     def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
         """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
@@ -224,7 +229,7 @@ class Search:
         wanted = self.demands.num_alternatives
         if len(self.solutions) < wanted:
             return float("inf")
-        return self.solutions[wanted - 1].seconds * (1.0 - self.demands.gap)
+        return self.solutions[wanted - 1].seconds * (1.0 + TIES if self.diving else 1.0 - self.demands.gap)
 
     def _first_entries(self) -> Iterator[_Entry]:
         found = candidates(
@@ -246,7 +251,7 @@ class Search:
                 continue
             recompute = self.bounds.recompute(candidate, self.memory)
             if recompute == float("inf"):
-                self._lacks(candidate, 0.0)
+                self._lacks(candidate, self.bounds.missing)
                 continue
             yield _Entry(candidate.bound(least + recompute), next(self.order), candidate, recompute=recompute)
 
@@ -276,7 +281,7 @@ class Search:
         candidate = entry.candidate
         seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
         if seconds == float("inf"):
-            self._lacks(candidate, 0.0)
+            self._lacks(candidate, self.bounds.missing)
             return
         yield self._next(entry, seconds * candidate.num_microbatches / candidate.layout.pipeline)
 
