@@ -12,7 +12,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ BYTE_WEIGHTS = (0.0, 0.25)
 TIME_LIMIT = "time limit"
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
+#: How many times the least bound their best may be before others are solved too.
+FAR = 1.25
 #: How much slower than the best these may be, so that the simulator has more than one to choose from.
 TIES = 0.02
 #: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
@@ -43,7 +45,7 @@ DIVE_EVERY = 128
 #: Schedules that they are solved under.
 PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
-STAGE_SECONDS = 3.0
+STAGE_SECONDS = 2.0
 #: The stage of an entry whose stages are to be cut.
 _SOLVE = 5
 
@@ -156,10 +158,17 @@ class Search:
     def _dive(self, heap: list[_Entry], deadline: float) -> None:
         """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
 
-        Of every three sizes of pipeline, context and tensor axis (the last within a node) the smallest micro-batch,
-        which fills the pipeline best and holds least, under the plainest schedules. All are bounded by their stages,
-        and then solved, those of least bound first.
+        Of every three sizes of pipeline, context and tensor axis (the last within a node), under the plainest
+        schedules: the smallest micro-batch, which fills the pipeline best and holds least. If that is far from the
+        bound, also the micro-batch of least bound, whose operators are largest.
         """
+        least = min((entry.bound for entry in heap), default=0.0)
+        self._dive_by(heap, deadline, lambda entry: (entry.candidate.local_batch, entry.bound))
+        if not self.solutions or self.solutions[0].seconds > FAR * least:
+            self._dive_by(heap, deadline, lambda entry: (entry.bound, entry.candidate.local_batch))
+
+    def _dive_by(self, heap: list[_Entry], deadline: float, order: Callable[[_Entry], tuple[float, float]]) -> None:
+        """Bound the first candidate in ``order`` for every three sizes by its stages; solve those of least bound."""
         node = self.cluster.levels[0].group_size
         best: dict[tuple[int, ...], _Entry] = {}
         for entry in heap:
@@ -170,9 +179,10 @@ class Search:
                 continue
             key = (layout.pipeline, layout.context, layout.tensor)
             known = best.setdefault(key, entry)
-            if (candidate.local_batch, entry.bound) < (known.candidate.local_batch, known.bound):
+            if order(entry) < order(known):
                 best[key] = entry
-        ready = [entry for first in sorted(best.values()) for entry in self._finish(heap, first, until=_SOLVE)]
+        firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
+        ready = [entry for first in firsts for entry in self._finish(heap, first, until=_SOLVE)]
         self.diving = True
         for entry in sorted(ready):
             if self.solutions and time.monotonic() > deadline:
