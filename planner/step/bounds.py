@@ -27,6 +27,8 @@ from planner.step.training import Training
 ROUNDING = 1e-9
 
 
+#: Devices from which on so many tensor sizes stand beside a context axis that its conversions are worth pricing apart.
+SHARED_FROM = 256
 #: (context, tensor) → pieces → seconds of one micro-batch.
 Known = dict[tuple[int, int], dict[int, float]]
 
@@ -178,7 +180,8 @@ class Bounds:
         if cut.context == 1 or cut.tensor == 1:
             return least
         tensor = _most(self.known, Cut(cut.pieces, 1, cut.tensor)) / cut.context
-        between = _most(self.conversions.get(cut.tensor, {}), Cut(cut.pieces, cut.context))
+        along = Cut(cut.pieces, cut.context)
+        between = max(_most(self.conversions.get(beside, {}), along) for beside in (1, cut.tensor))
         return max(least, tensor + between / cut.tensor)
 
     def by_axis(self, cut: Cut, enough: float) -> float:
@@ -192,7 +195,7 @@ class Bounds:
                 if self._alone(along) == math.inf and part == size:
                     return math.inf
                 least = max(least, self.scaled(cut))
-        if cut.context == 1 or cut.tensor == 1 or least >= enough:
+        if cut.context == 1 or cut.tensor == 1 or least >= enough or self.level_one.cluster.num_devices < SHARED_FROM:
             return least
         between = self.level_one.beside(Cut(cut.pieces, cut.context), cut.tensor)
         by_context = self.conversions.setdefault(cut.tensor, {})
@@ -250,6 +253,8 @@ class Bounds:
                 self.impossible.add(cut)
                 return math.inf
             known[cut.pieces] = sharded.without_samples
+            if cut.context > 1:
+                self.conversions.setdefault(1, {}).setdefault((cut.context, 1), {})[cut.pieces] = sharded.between
         return known[cut.pieces]
 
 

@@ -50,7 +50,7 @@ class Demands:
     training: Training = field(default_factory=Training)
     compiled: bool = False
     num_alternatives: int = 1
-    gap: float = 7.5e-3
+    gap: float = 9.5e-3
     time_limit: float = 45.0
 
     def allows(self, name: str, value: Any) -> bool:
