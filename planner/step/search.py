@@ -37,7 +37,7 @@ TIME_LIMIT = "time limit"
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
 #: How many times the least bound their best may be before others are solved too.
-FAR = 1.25
+FAR = 2.0
 #: How much slower than the best these may be, so that the simulator has more than one to choose from.
 TIES = 0.02
 #: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
