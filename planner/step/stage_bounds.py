@@ -23,12 +23,6 @@ __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_
 
 Array = NDArray[np.float64]
 
-#: Shares (compute, communication) with which a chunk's two streams are averaged: no mean is longer than the longer one.
-_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-#: Weights of (forward, gather_forward, backward, gather_backward + reduce_backward) that bound f + b.
-_STREAMS = np.array([[f, 1 - f, b, 1 - b] for f in _SHARES for b in _SHARES])
-_FORWARD, _BACKWARD = _STREAMS * [1, 1, 0, 0], _STREAMS * [0, 0, 1, 1]
-
 #: Relative precision of what is found by bisection.
 _PRECISION = 1e-7
 _EXTREMES = np.maximum, np.minimum
@@ -41,12 +35,10 @@ class TimeBounds:
     Attributes:
         load: of the largest load of a rank for one micro-batch.
         terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
-        shares: of the compute stream, forward and backward, in the mean of streams that gave ``load``.
     """
 
     load: float
     terms: tuple[tuple[float, float], ...]
-    shares: tuple[float, float]
 
     @property
     def step(self) -> float:
@@ -68,45 +60,41 @@ def lower_bound(problem: StageProblem) -> float:
 
 
 def time_bounds(problem: StageProblem) -> TimeBounds:
-    """Bounds from averages over ranks and streams, and from units being whole.
+    """Bounds from averages over ranks, and from units being whole; of a ``folded`` problem.
 
     A sum over units of the choice that is cheapest under fixed weights is a bound if the weighted figures never exceed
-    the step: the largest load is at least the mean of the ranks, the longer stream at least a mean of the two, the tail
-    at least a mean of what it is the largest of. Several such weightings are tried (``_weightings``).
+    the step: the largest load is at least the mean of the ranks, the tail at least a mean of what it is the largest of.
+    Several such weightings are tried (``_weightings``).
     """
     counts = np.array([run.count for run in problem.runs], dtype=float)
     starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
     figures = _figures(problem)
     received = _received(problem)
-    cheapest = np.minimum.reduceat(_STREAMS @ figures[:4], starts, axis=1)
-    means = cheapest @ counts + (_STREAMS[:, 0] * received[0] + _STREAMS[:, 2] * received[1])
-    best = int(np.argmax(means))
-    load = max(float(means[best]) / problem.num_ranks, bottleneck(problem, cheapest[best].tolist()))
+    cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
+    mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
+    load = max(mean, bottleneck(problem, cheapest.tolist()))
     if in_rounds(problem):
         crossing = (
-            float(_STREAMS[best, 0]) * min(run.receive_forward for run in problem.runs),
-            float(_STREAMS[best, 2]) * min(run.receive_backward for run in problem.runs),
+            min(run.receive_forward for run in problem.runs),
+            min(run.receive_backward for run in problem.runs),
         )
-        load = max(load, fewest_rounds(problem, cheapest[best].tolist(), crossing)[0].load)
+        load = max(load, fewest_rounds(problem, cheapest.tolist(), crossing)[0].load)
     terms = []
-    for base, streams, others, first in _weightings(problem):
-        seconds = streams @ figures[:4] + others @ figures[4:]
-        total = np.minimum.reduceat(seconds, starts, axis=1) @ counts
-        total += streams[:, 0] * received[0] + streams[:, 2] * received[1]
+    for base, weights, first in _weightings(problem):
+        total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
+        total += weights[0] * received[0] + weights[1] * received[1]
         reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
-        terms.append((base, float(total.max()) + reduction))
-    return TimeBounds(load, tuple(terms), (float(_STREAMS[best, 0]), float(_STREAMS[best, 2])))
+        terms.append((base, total + reduction))
+    return TimeBounds(load, tuple(terms))
 
 
 def _figures(problem: StageProblem) -> Array:
-    """One column for each choice of each run: the four of ``_STREAMS``, then W, reduce_step, update and gather."""
+    """One column for each choice of each run: forward, backward, W, reduce_step, update and gather."""
     return np.array(
         [
             (
                 costs.forward,
-                costs.gather_forward,
                 costs.backward,
-                costs.gather_backward + costs.reduce_backward,
                 costs.backward_weight,
                 costs.reduce_step,
                 costs.update_step + costs.gather_step,
@@ -126,8 +114,8 @@ def _received(problem: StageProblem) -> tuple[float, float]:
     )
 
 
-def _weightings(problem: StageProblem) -> list[tuple[float, Array, Array, bool]]:
-    """Ways to write a bound of the step: (times the load bound, weights of the streams, of the rest, first layer).
+def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
+    """Ways to write a bound of the step: (times the load bound, weights of the figures, first layer's reduction too).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
     for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
@@ -153,8 +141,8 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, Array, bool]]
         share = times / p if mean else 0.0
         forward, backward = forward + share, backward + share - (hides if hidden else 0.0)
         if forward >= 0 and backward >= 0:
-            others = np.array([weight, 1 / p if hidden else 0.0, 1 / p])
-            found.append((0.0 if mean else times, forward * _FORWARD + backward * _BACKWARD, others, not hidden))
+            weights = np.array([forward, backward, weight, 1 / p if hidden else 0.0, 1 / p])
+            found.append((0.0 if mean else times, weights, not hidden))
     return found
 
 

@@ -106,18 +106,8 @@ class Weights:
     proves: bool = True
 
 
-def mean_streams(shares: tuple[float, float]) -> Weights:
-    """A mean of the compute and communication streams, with these shares of compute forward and backward.
-
-    The longer of two streams is no shorter, so a load counted in this way is a bound.
-    """
-    forward, backward = shares
-
-    def unit(costs: LayerCosts) -> float:
-        hidden = (1 - forward) * costs.gather_forward + (1 - backward) * (costs.gather_backward + costs.reduce_backward)
-        return forward * costs.forward + backward * costs.backward + hidden
-
-    return Weights(unit, shares)
+#: What a unit keeps its rank busy: a load counted in this way is the load.
+LOAD = Weights(lambda costs: costs.forward + costs.backward)
 
 
 def received(problem: StageProblem, rank: int, shares: tuple[float, float]) -> float:

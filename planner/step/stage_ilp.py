@@ -68,7 +68,7 @@ from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
 from planner.step.stage_balance import balance, by_rounds
 from planner.step.stage_bounds import memory_shortfall, time_bounds
-from planner.step.stage_fronts import Weights, mean_streams
+from planner.step.stage_fronts import LOAD, Weights
 from planner.step.stage_problem import (
     Assignment,
     StageProblem,
@@ -220,7 +220,7 @@ class _Search:
         for remember in (False, True):
             problem = without_kinds(self.problem if remember else _without_memory(self.problem))
             fitting = False
-            for weights in (mean_streams(self.bounds.shares), _whole_step(self.problem)):
+            for weights in (LOAD, _whole_step(self.problem)):
                 found_now = self.taken_apart(problem, weights)
                 if found_now is None:
                     self.try_balanced()
@@ -254,7 +254,7 @@ class _Search:
     def try_balanced(self) -> None:
         """Cuts that balance the ranks, and the fastest choices within memory."""
         problem = without_kinds(self.problem)
-        for weights in (mean_streams(self.bounds.shares), _whole_step(problem)):
+        for weights in (LOAD, _whole_step(problem)):
             assignment = balance(problem, weights)
             if assignment is not None:
                 self.offer(assignment)
@@ -308,9 +308,7 @@ def _whole_step(problem: StageProblem) -> Weights:
     forward, backward, weight = (fill * value for value in schedule.fill)
 
     def unit(costs: LayerCosts) -> float:
-        compute = (times / ranks + forward) * max(costs.forward, costs.gather_forward)
-        communicated = costs.gather_backward + costs.reduce_backward
-        compute += (times / ranks + backward) * max(costs.backward, communicated)
+        compute = (times / ranks + forward) * costs.forward + (times / ranks + backward) * costs.backward
         compute += (weight - backward) * costs.backward_weight if schedule.splits_backward else 0.0
         return compute + (costs.update_step + costs.gather_step) / ranks
 

@@ -242,9 +242,8 @@ def _add_reach(stage: StageProgram, here: Sequence[Move], state: dict[str | None
 
 
 def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
-    """(stream): f[k] and b[k], the longer of a chunk's compute and communication streams."""
+    """(stream): f[k] and b[k], of a problem whose hidden communication is folded into its compute."""
     problem = stage.problem
-    schedule = SCHEDULES[problem.schedule]
     forward = [stage.seconds([chunk], "forward") for chunk in range(problem.num_chunks)]
     backward = [stage.seconds([chunk], "backward") for chunk in range(problem.num_chunks)]
     for chunk, moves in enumerate(stage.moves):
@@ -253,40 +252,7 @@ def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
                 (m.column, m.conversion[phase] / stage.second) for m in moves if m.conversion[phase]
             ]
     add_receives(stage, forward, backward)
-    plain = problem.num_ranks == 1 or not schedule.splits_backward
-    # elsewhere a slower stream could shorten the step, so the larger of the two must not be exceeded
-    exact_forward = not plain and schedule.fill[0] < 0
-    exact_backward = not plain and schedule.fill[1] < 0
-    if problem.num_ranks > 1 and _may_have_tail(problem) and (schedule.divided or not plain):
-        exact_backward = True
-    gathers = ("gather_forward",), ("gather_backward", "reduce_backward")
-    for stream, names, exact in ((forward, gathers[0], exact_forward), (backward, gathers[1], exact_backward)):
-        for chunk, moves in enumerate(stage.moves):
-            compute = "forward" if stream is forward else "backward"
-            if any(sum(getattr(m.option.costs, n) for n in names) > getattr(m.option.costs, compute) for m in moves):
-                stream[chunk] = _larger(stage, stream[chunk], stage.seconds([chunk], *names), exact=exact)
     return forward, backward
-
-
-def _larger(stage: StageProgram, first: Linear, second: Linear, *, exact: bool) -> Linear:
-    """A column for the larger of two expressions: at least both, and with ``exact`` no more than one of them."""
-    larger = stage.program.variable()
-    stage.at_least(larger, first)
-    stage.at_least(larger, second)
-    if exact:
-        which = stage.program.variable(upper=1.0, integer=True)
-        for chosen, constant, other in ((1.0, 0.0, second), (-1.0, 1.0, first)):
-            # switched on where the other is the larger one: larger ≤ this + most the other can exceed it by
-            this = first if other is second else second
-            most = _most(stage, other)
-            row = Linear([(larger, 1.0), (which, -chosen * most)]).add(this, -1.0)
-            stage.row(row, upper=constant * most)
-    return Linear([(larger, 1.0)])
-
-
-def _most(stage: StageProgram, expression: Linear) -> float:
-    """No assignment makes the expression (with no negative coefficient) larger than this."""
-    return expression.constant + sum(value * stage.program.uppers[column] for column, value in expression.terms)
 
 
 def _may_have_tail(problem: StageProblem) -> bool:
