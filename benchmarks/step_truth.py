@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_truth                     # every model of the library at its full size: an hour
     python -m benchmarks.step_truth --by-turns          # two plans a model instead of five
+    python -m benchmarks.step_truth --by-turns --record truth.jsonl --markdown benchmarks/results/step_truth.md
     python -m benchmarks.step_truth llama-3-8b t5-11b --global-batch 256 --seq-len 1024
 
 Each model is planned on as many H100 nodes as hold its training state twice: freely, and with pipelines, tensor and
@@ -9,6 +10,9 @@ context axes, ZeRO stages, recompute policies and schedules fixed that a free se
 what was chosen, the objective, how far the plan priced again is from it (seconds, and bytes of the fullest rank), and
 how far the simulator is. ``hidden`` is the time on the communication stream as a share of that on the compute stream,
 on the rank with most of it: where it is 0 nothing overlaps.
+
+With ``--record`` every model's rows are kept in a file, and models that are in it are not planned again. How good a plan
+is does not matter here, so that ``--time-limit`` may be short.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
@@ -41,11 +46,13 @@ FIXED: tuple[Mapping[str, Any], ...] = (
     {"pp": 2, "tp": 4, "schedule": "zbv", "recompute": ("none", "regather")},
     {"cp": 2, "pp": 2, "zero": 2, "recompute": "full"},
 )
+#: How far the plan priced again may be from its objective.
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Row:
-    """One plan: seconds by the objective, relative differences to it of the other two, and of memory."""
+    """One plan: seconds by the objective and priced again; relative differences of memory, and of simulated seconds."""
 
     model: str
     cluster: str
@@ -56,9 +63,14 @@ class Row:
     simulated: float
     hidden: float
 
+    @property
+    def difference(self) -> float:
+        """Of the plan priced again to the objective, relative."""
+        return self.priced / self.objective - 1
+
     def __str__(self) -> str:
         return (
-            f"{self.model:20} {self.cluster:14} {self.objective * 1e3:12.3f} ms  priced {self.priced:+.0e}  "
+            f"{self.model:20} {self.cluster:14} {self.objective * 1e3:12.3f} ms  priced {self.difference:+.0e}  "
             f"memory {self.memory:+.0e}  simulated {self.simulated:+7.2%}  hidden {self.hidden:5.1%}  {self.what}"
         )
 
@@ -94,7 +106,7 @@ def row(model: str, graph: Graph, plan: Plan, cluster: Cluster) -> Row:
         cluster=f"{cluster.name}:{cluster.num_devices}",
         what=describe(loaded),
         objective=objective,
-        priced=priced.seconds.total / objective - 1,
+        priced=priced.seconds.total,
         memory=max(memory, key=abs),
         simulated=priced.simulated().seconds / objective - 1,
         hidden=hidden_share(priced.step),
@@ -134,6 +146,23 @@ def nodes_for(graph: Graph) -> int:
     return nodes
 
 
+def recorded(path: Path | None) -> dict[str, list[Row | str]]:
+    """Model → its rows, of a file that ``record`` wrote; nothing if there is none yet."""
+    found: dict[str, list[Row | str]] = {}
+    if path is not None and path.exists():
+        for text in path.read_text().splitlines():
+            entry = json.loads(text)
+            found[entry["model"]] = [each if isinstance(each, str) else Row(**each) for each in entry["rows"]]
+    return found
+
+
+def record(path: Path, model: str, lines: Iterable[Row | str]) -> None:
+    """Add one model to the file."""
+    rows = [each if isinstance(each, str) else asdict(each) for each in lines]
+    with path.open("a") as file:
+        file.write(json.dumps({"model": model, "rows": rows}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="names from the config library (default: all)")
@@ -141,30 +170,58 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--by-turns", action="store_true", help="next to the free search one fixed set for each model")
     parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="keep rows here, and go on from what it has")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all rows as a table")
     arguments = parser.parse_args()
-    found: list[Row] = []
-    for number, model in enumerate(arguments.models or config_names()):
+    done = recorded(arguments.record)
+    wanted = arguments.models or config_names()
+    for number, model in enumerate(wanted):
+        if model in done:
+            continue
         start = time.process_time()
         options = {"global_batch": arguments.global_batch, "seq_len": arguments.seq_len}
         fixes = (FIXED[0], FIXED[1 + number % (len(FIXED) - 1)]) if arguments.by_turns else FIXED
+        done[model] = []
         for line in rows(model, fixes, **options, time_limit=arguments.time_limit):
             print(line, flush=True)
-            if isinstance(line, Row):
-                found.append(line)
+            done[model].append(line)
+        if arguments.record:
+            record(arguments.record, model, done[model])
         print(f"{model:20} {time.process_time() - start:.0f} s", flush=True)
+    found = [line for model in wanted for line in done[model] if isinstance(line, Row)]
+    without = [line for model in wanted for line in done[model] if isinstance(line, str)]
     if found:
-        summarise(found)
+        print("\n".join(summary(found)))
+        if arguments.markdown:
+            arguments.markdown.write_text(markdown(found, without))
 
 
-def summarise(found: list[Row]) -> None:
+def summary(found: Sequence[Row]) -> Iterator[str]:
     """The worst deviations."""
     apart = [each for each in found if each.hidden == 0]
-    print(f"{len(found)} plans of {len({each.model for each in found})} models")
-    print(f"priced again: at most {max(abs(each.priced) for each in found):.1e} from the objective")
-    print(f"memory again: at most {max(abs(each.memory) for each in found):.1e} from the plan")
+    worst = max(abs(each.difference) for each in found)
+    yield f"{len(found)} plans of {len({each.model for each in found})} models"
+    yield f"priced again: at most {worst:.1e} from the objective (≤ {TOLERANCE:.0e}: {worst <= TOLERANCE})"
+    yield f"memory again: at most {max(abs(each.memory) for each in found):.1e} from the plan"
     if apart:
-        print(f"simulated, nothing hidden: at most {max(abs(each.simulated) for each in apart):.2%} from the objective")
-    print(f"simulated, all: {min(e.simulated for e in found):+.2%} to {max(e.simulated for e in found):+.2%}")
+        worst = max(abs(each.simulated) for each in apart)
+        yield f"simulated, nothing hidden ({len(apart)} plans): at most {worst:.2%} from the objective"
+    yield f"simulated, all: {min(e.simulated for e in found):+.2%} to {max(e.simulated for e in found):+.2%}"
+
+
+def markdown(found: Sequence[Row], without: Sequence[str]) -> str:
+    """The summary, every plan in a table, and the demands that had none."""
+    lines = ["# Objective against the plan priced again", "", *(f"* {line}" for line in summary(found)), ""]
+    lines += ["| model | cluster | objective, s | priced again, s | difference | memory | simulated | hidden | plan |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|---|"]
+    lines += [
+        f"| {each.model} | {each.cluster} | {each.objective:.12g} | {each.priced:.12g} | {each.difference:+.1e} "
+        f"| {each.memory:+.1e} | {each.simulated:+.2%} | {each.hidden:.1%} | {each.what} |"
+        for each in found
+    ]
+    if without:
+        lines += ["", "Demands that no plan meets:", "", *(f"* {' '.join(line.split())}" for line in without)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
