@@ -11,8 +11,8 @@ what was chosen, the objective, how far the plan priced again is from it (second
 how far the simulator is. ``hidden`` is the time on the communication stream as a share of that on the compute stream,
 on the rank with most of it: where it is 0 nothing overlaps.
 
-With ``--record`` every model's rows are kept in a file, and models that are in it are not planned again. How good a plan
-is does not matter here, so that ``--time-limit`` may be short.
+With ``--record`` every model's rows are kept in a file, and models that are in it are not planned again. How good a
+plan is does not matter here: ``--time-limit`` may be short.
 """
 
 from __future__ import annotations
