@@ -16,11 +16,11 @@ from passes.autograd.recompute import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
 from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
+from passes.units import Unit, find_units, unit_of_nodes
 from planner.search.liveness import live_nodes
 from planner.search.problem import Stream
 from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
-from planner.step.units import Unit, find_units, unit_of_nodes
 
 
 @dataclass(frozen=True)

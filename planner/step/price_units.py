@@ -6,7 +6,7 @@ constants), to the first that uses it. Copies of a repeated block differ in thei
 to something else, the first one takes from something else), and a chunk may begin at any of them: a copy's figures are
 the mean over all copies, so that all copies together cost exactly what the walk found.
 
-Shared with the search are only the unit prices (``planner.step.pricing``), what a unit is (``planner.step.units``), and
+Shared with the search are only the unit prices (``planner.step.pricing``), what a unit is (``passes.units``), and
 what autograd keeps of operators (``passes.autograd``).
 """
 
@@ -23,10 +23,10 @@ from passes.blocks import BlockRun
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
 from passes.plan import Plan
+from passes.units import Unit, find_units
 from planner.search.liveness import live_nodes
 from planner.search.price import Charge, Itemised
 from planner.step.pricing import StepPricing, weight_share
-from planner.step.units import Unit, find_units
 
 #: Forward and backward.
 PHASES = (0, 1)

@@ -51,7 +51,7 @@ class _Chain:
         self.nodes = {node.name: node for node in graph.nodes}
         self.order = [node.name for node in graph.nodes if not node.constant]
         self.position = {name: index for index, name in enumerate(self.order)}
-        self.batch = self._depend_on_batch()
+        self.easy = made_anywhere(graph)
         self.made: dict[str, int] = {}
         self.last_use: dict[str, int] = {}
         for index, name in enumerate(self.order):
@@ -59,15 +59,6 @@ class _Chain:
                 self.made[value.name] = index
             for used in self.nodes[name].inputs:
                 self.last_use[used] = index
-
-    def _depend_on_batch(self) -> frozenset[str]:
-        """Values that a stage cannot make itself: computed from inputs of the model, or with a gradient."""
-        found = {value.name for value in self.graph.inputs}
-        for node in self.graph.nodes:
-            if any(name in found for name in node.inputs):
-                found.update(value.name for value in node.outputs)
-            found.update(value.name for value in node.outputs if value.requires_grad)
-        return frozenset(found)
 
     def units(self) -> tuple[Unit, ...]:
         pieces = list(self._pieces())
@@ -110,7 +101,7 @@ class _Chain:
     def _crossing(self, position: int) -> Iterator[str]:
         """Values made up to ``position`` and used behind it that a stage cannot make itself (inputs are everywhere)."""
         for name, made in self.made.items():
-            if made <= position < self.last_use.get(name, -1) and name in self.batch:
+            if made <= position < self.last_use.get(name, -1) and name not in self.easy:
                 yield name
 
     def _unit(self, run: int | None, nodes: tuple[str, ...]) -> Unit:
@@ -138,6 +129,20 @@ def _path(nodes: Sequence[Node]) -> str:
     if not paths:
         return nodes[0].key or nodes[0].name
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]}"
+
+
+def made_anywhere(graph: Graph) -> frozenset[str]:
+    """Values that every stage makes for itself rather than being sent them: masks, positions, shifted labels.
+
+    They are computed from the model's inputs, buffers and constants by light operators, and have no gradient.
+    """
+    found = {value.name for value in graph.inputs if not value.requires_grad}
+    found.update(state.value.name for state in graph.states if state.value.kind != "parameter")
+    for node in graph.nodes:
+        light = kind_of(node) not in HEAVY and not any(value.requires_grad for value in node.outputs)
+        if light and all(name in found for name in node.inputs):
+            found.update(value.name for value in node.outputs)
+    return frozenset(found)
 
 
 def unit_of_nodes(units: Sequence[Unit]) -> Mapping[str, int]:
