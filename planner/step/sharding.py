@@ -25,7 +25,17 @@ from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
 from planner.search.space import Roles, fill_options
 from planner.step.following import Followed, follow_batch
-from planner.step.pricing import CONTEXT, DATA, STATE_AXES, TENSOR, Fusion, StepPrices, StepPricing, state_derived
+from planner.step.pricing import (
+    CONTEXT,
+    DATA,
+    NEVER,
+    STATE_AXES,
+    TENSOR,
+    Fusion,
+    StepPrices,
+    StepPricing,
+    state_derived,
+)
 
 #: What a problem's options are narrowed to, see ``planner.search.baselines``.
 Rules = Callable[[Problem], list[Constraint]]
@@ -130,7 +140,8 @@ class Shardings:
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:
-        return build_ilp(self.problem, self.lattices, memory_limit=None)
+        ilp = build_ilp(self.problem, self.lattices, memory_limit=None)
+        return replace(ilp, program=_without_never(ilp.program))
 
     def _weighed(self, worth: float) -> ShardingIlp:
         """The program with every byte at ``worth`` seconds."""
@@ -185,6 +196,14 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
         for name, element in problem.elements.items()
     }
     return replace(problem, elements=elements)
+
+
+def _without_never(program: LinearProgram) -> LinearProgram:
+    """The program where what must not be chosen cannot be: beside its price a solver takes all others for nothing."""
+    never = [cost >= NEVER for cost in program.costs]
+    costs = [0.0 if out else cost for out, cost in zip(never, program.costs)]
+    uppers = [0.0 if out else upper for out, upper in zip(never, program.uppers)]
+    return replace(program, costs=costs, uppers=uppers)
 
 
 def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
