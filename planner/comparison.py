@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.outputs import loss_of
+
 #: A gradient smaller than this part of the model's largest is zero but for rounding (that of the keys' bias is).
 NEGLIGIBLE = 1e-6
 NEGLIGIBLE_LOW_PRECISION = 1e-3
@@ -51,15 +53,6 @@ def difference(what: str, name: str, given: torch.Tensor, wanted: torch.Tensor, 
     scale = max(float(wanted.detach().abs().max().double()), floor)
     difference = float((given.double() - wanted.detach().double()).abs().max())
     return Comparison(what, name, difference / scale if scale else difference)
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss in what a model returns: the only tensor, ``loss`` by key or attribute, or the first of a tuple."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    if isinstance(outputs, Mapping) and "loss" in outputs:
-        return outputs["loss"]
-    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
 
 
 def single_loss(model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> torch.Tensor:

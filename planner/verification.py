@@ -28,13 +28,13 @@ from planner.comparison import (
     differences,
     gradients_of,
     largest_of,
-    loss_of,
     single_loss,
 )
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks
+from runtime.outputs import loss_of
 from runtime.parallel_module import ParallelModule
 
 #: Largest relative error that passes, by dtype of the parameters.

@@ -23,7 +23,7 @@ from passes.plan_checks import check_runnable
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
-from runtime.layout import Layout
+from runtime.layout import DATA, Layout
 from runtime.outputs import wrap_outputs
 from runtime.program import Block
 from runtime.shards import Shards
@@ -160,17 +160,24 @@ class Engine:
         for path, tensor in call.tensors.items():
             planned = self.plan.inputs.get(input_key(path))
             shape = list(tensor.shape)
-            for size, spmd_type in zip(self.plan.mesh.sizes, planned.placement if planned is not None else ()):
+            placement = planned.placement if planned is not None else ()
+            for name, size, spmd_type in zip(self.plan.mesh.names, self.plan.mesh.sizes, placement):
                 dim = shard_dim(spmd_type)
-                if dim is not None:
+                if dim is not None and self._is_local(name):
                     shape[dim] *= size
             shapes[path] = tuple(shape)
         return call.with_shapes(shapes)
 
     def _part(self, tensor: torch.Tensor, placement: tuple[str, ...], *, local: bool) -> torch.Tensor:
         if local:
-            return tensor.to(self.layout.device)
+            placement = tuple(
+                R if self._is_local(name) else spmd_type for name, spmd_type in zip(self.layout.mesh.names, placement)
+            )
         return self.layout.split(tensor, placement)
+
+    def _is_local(self, axis: str) -> bool:
+        """Whether local inputs are already cut on ``axis``: on the data axis if there is one, else on all."""
+        return axis == DATA or DATA not in self.layout.mesh.names
 
     def _check_ready(self) -> None:
         self.shards.check()

@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.ir.types import MeshShape, P, Placement, shard_dim
 from runtime.virtual import virtual_mesh
 
+#: The mesh axis that cuts the batch.
+DATA = "dp"
+
 
 class Layout(Protocol):
     """Where the parts of tensors live.
@@ -25,6 +28,8 @@ class Layout(Protocol):
     mesh: MeshShape
     device_mesh: DeviceMesh
     device: torch.device
+    #: This rank's place on every axis (of virtual ranks: the first one's).
+    coordinate: tuple[int, ...]
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
@@ -88,6 +93,7 @@ class VirtualLayout:
         self.device_mesh = device_mesh
         self.mesh = mesh
         self.device = torch.device("cpu")
+        self.coordinate = (0,) * len(mesh.names)
 
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = []

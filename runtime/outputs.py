@@ -36,6 +36,15 @@ def _reduced_options(local: torch.Tensor) -> dict[str, Any]:
     return {"backward_options": {"op_dtype": local.dtype}} if local.is_floating_point() else {}
 
 
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returns: the only tensor, ``loss`` by key or attribute, or the first of a tuple."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+
+
 def is_whole(spec: OutputSpec, program: Program) -> bool:
     """Whether every rank has all of an output, with a gradient that needs no further thought."""
     plain = (I,) if spec.requires_grad else (I, R)

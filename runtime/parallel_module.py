@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from passes.emit import Program
 from passes.plan import Plan
 from runtime.engine import Engine
-from runtime.layout import Layout
+from runtime.layout import DATA, Layout
+from runtime.outputs import loss_of
+from runtime.owned import Owned
 from runtime.shards import Shards
 
 
@@ -37,7 +40,10 @@ class ParallelModule(nn.Module):
         self.training = engine.model.training
 
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
-        """Run the model; with ``local_inputs`` every rank passes its own part of the batch.
+        """Run the model.
+
+        With ``local_inputs`` every rank passes the samples of its own data-parallel group (of a mesh without an axis
+        ``dp``: its part on all axes), else the global batch.
 
         Returns what the original returns; outputs that are sharded are gathered when they are looked at.
 
@@ -45,6 +51,19 @@ class ParallelModule(nn.Module):
             ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
         """
         return self._engine(args, kwargs, local_inputs=local_inputs)
+
+    def train_step(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one global batch; gradients are added to ``parameters()``' ``grad``, complete.
+
+        Returns:
+            the loss, a scalar without history, the same on every rank.
+
+        Raises:
+            ValueError: as ``forward``, and if the model returns no loss.
+        """
+        loss = loss_of(self._engine(args, kwargs, local_inputs=local_inputs))
+        loss.backward()
+        return loss.detach()
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
@@ -119,6 +138,32 @@ class ParallelModule(nn.Module):
         """
         self._shards.initialise(self._engine.model, seed=seed)
         self._engine.forget_constants()
+
+    def owned(self) -> tuple[Owned, ...]:
+        """What this rank holds of every parameter and buffer."""
+        return self._shards.owned()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names in the original's state dict, aliases included."""
+        return tuple(self._shards.state_names)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks, by axis."""
+        return self.layout.device_mesh
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank belongs to: its samples are that part of a global batch."""
+        names = self.layout.mesh.names
+        return self.layout.coordinate[names.index(DATA)] if DATA in names else 0
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many data-parallel groups there are."""
+        mesh = self.layout.mesh
+        return mesh.size(DATA) if DATA in mesh.names else 1
 
     @property
     def layout(self) -> Layout:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from passes.ir.types import I, Placement, R
+from passes.ir.types import I, Placement, R, shard_dim
 from passes.plan import Plan
 from runtime.layout import Layout
+from runtime.owned import Owned, is_first_holder, rectangle
 from runtime.weights import Weights
 
 
@@ -112,6 +113,36 @@ class Shards:
                 joined[id(tensor)] = self._joined(tensor, name)
             state[name] = joined[id(tensor)]
         return state
+
+    def owned(self) -> tuple[Owned, ...]:
+        """What this rank holds of every tensor, each once."""
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in self.items():
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        persistent = set(self.state_names)
+        return tuple(self._owned(tensors[key], known, persistent) for key, known in names.items())
+
+    def _owned(self, tensor: torch.Tensor, names: list[str], persistent: set[str]) -> Owned:
+        placement, mesh = self.placements[names[0]], self.layout.mesh
+        coordinate = self.layout.coordinate
+        shape = list(tensor.shape)
+        for size, spmd_type in zip(mesh.sizes, placement):
+            dim = shard_dim(spmd_type)
+            if dim is not None:
+                shape[dim] *= size
+        return Owned(
+            name=names[0],
+            aliases=tuple(names[1:]),
+            tensor=tensor,
+            shape=tuple(shape),
+            offsets=rectangle(tuple(shape), placement, mesh, coordinate)[0],
+            kind="parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+            trainable=tensor.requires_grad,
+            persistent=any(name in persistent for name in names),
+            primary=is_first_holder(placement, coordinate),
+        )
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         return {

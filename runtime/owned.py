@@ -1,0 +1,51 @@
+"""What a rank owns of a model: for every tensor the rectangle that it holds, and whether it is the one to write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from passes.ir.types import MeshShape, Placement, shard_dim
+
+
+@dataclass(frozen=True)
+class Owned:
+    """This rank's part of one tensor of the model.
+
+    Attributes:
+        name, aliases: in the original model; ``name`` is the first of them.
+        tensor: what the rank holds: the rectangle from ``offsets`` to ``offsets + tensor.shape`` of the whole tensor.
+        shape: of the whole tensor.
+        kind, trainable, persistent: a parameter or a buffer, whether it is trained, whether it is in the state dict.
+        primary: of the ranks that hold this rectangle, this one writes it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    kind: Literal["parameter", "buffer"]
+    trainable: bool
+    persistent: bool
+    primary: bool
+
+
+def rectangle(
+    shape: tuple[int, ...], placement: Placement, mesh: MeshShape, coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of the part of a tensor of ``shape`` that the rank at ``coordinate`` holds."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for count, spmd_type, index in zip(mesh.sizes, placement, coordinate):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            sizes[dim] //= count
+            offsets[dim] += index * sizes[dim]
+    return tuple(offsets), tuple(sizes)
+
+
+def is_first_holder(placement: Placement, coordinate: tuple[int, ...]) -> bool:
+    """Whether no rank before this one holds the same part."""
+    return all(index == 0 or shard_dim(spmd_type) is not None for spmd_type, index in zip(placement, coordinate))
