@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from passes.plan import Plan
     from planner.compilation import compile
     from planner.planning import plan
+    from planner.trainer import Trainer
     from planner.verification import verify
     from runtime.parallel_module import ParallelModule
 
@@ -23,12 +24,13 @@ _HOMES = {
     "Cluster": "cost_models",
     "ParallelModule": "runtime.parallel_module",
     "Plan": "passes.plan",
+    "Trainer": "planner.trainer",
     "compile": "planner.compilation",
     "plan": "planner.planning",
     "verify": "planner.verification",
 }
 
-__all__ = ["CaptureError", "Cluster", "ParallelModule", "Plan", "compile", "plan", "verify"]
+__all__ = ["CaptureError", "Cluster", "ParallelModule", "Plan", "Trainer", "compile", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:
