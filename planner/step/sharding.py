@@ -140,8 +140,7 @@ class Shardings:
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:
-        ilp = build_ilp(self.problem, self.lattices, memory_limit=None)
-        return replace(ilp, program=_without_never(ilp.program))
+        return build_ilp(self.problem, self.lattices, memory_limit=None)
 
     def _weighed(self, worth: float) -> ShardingIlp:
         """The program with every byte at ``worth`` seconds."""
@@ -207,14 +206,20 @@ def _without_never(program: LinearProgram) -> LinearProgram:
 
 
 def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
-    """The best assignment; the relaxation is nearly always integral, and solved in half the time."""
-    relaxed = replace(ilp.program, integers=[False] * ilp.program.num_variables)
+    """The best assignment, with what must not be chosen only if there is no other."""
+    values = _values(_without_never(ilp.program))
+    if values is None:
+        values = _values(ilp.program)
+    return None if values is None else complete(ilp.problem, read_choices(ilp, values), lattices)
+
+
+def _values(program: LinearProgram) -> list[float] | None:
+    """The best solution; the relaxation is nearly always integral, and solved in half the time."""
+    relaxed = replace(program, integers=[False] * program.num_variables)
     solution = solve(relaxed, time_limit=ILP_SECONDS)
-    if solution.values is not None and _is_fractional(ilp.program, solution.values):
-        solution = solve(ilp.program, time_limit=ILP_SECONDS)
-    if solution.values is None:
-        return None
-    return complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+    if solution.values is not None and _is_fractional(program, solution.values):
+        solution = solve(program, time_limit=ILP_SECONDS)
+    return solution.values
 
 
 def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
