@@ -1,7 +1,7 @@
 """Level 2: every way to run a training step, best first, until no other can be better.
 
 Candidates (layout × micro-batch × schedule) wait in a heap, each under a lower bound of its step's seconds. A candidate
-that comes to the top is bounded better, in four stages, and goes back; one whose shardings, cuts, recompute and ZeRO
+that comes to the top is bounded better, in several stages, and goes back; one whose shardings, cuts, recompute and ZeRO
 are solved (``planner.step.stage_ilp``) is an incumbent. The search stops when the top of the heap is no better than the
 incumbent by more than the gap: everything below it is pruned by its bound, which is the certificate.
 """
@@ -26,7 +26,7 @@ from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import lower_bound, memory_shortfall
-from planner.step.stage_ilp import CUTOFF, StageSolution, solve_stages
+from planner.step.stage_ilp import CUTOFF, StageSolution, bound_within_memory, solve_stages
 from planner.step.stage_problem import Assignment, StageProblem
 from planner.step.training import POLICIES, ZERO_STAGES
 
@@ -47,7 +47,7 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
 STAGE_SECONDS = 2.0
 #: The stage of an entry whose stages are to be cut.
-_SOLVE = 5
+_SOLVE = 6
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,15 @@ class Search:
 
     def _advance(self, entry: _Entry) -> Iterable[_Entry]:
         """The entries that take the place of ``entry``, one stage further; none if it is solved or impossible."""
-        stages = (self._scale, self._gather, self._bound_by_axis, self._shard, self._bound_stages, self._solve)
+        stages = (
+            self._scale,
+            self._gather,
+            self._bound_by_axis,
+            self._shard,
+            self._bound_stages,
+            self._bound_within_memory,
+            self._solve,
+        )
         return stages[entry.stage](entry)
 
     def _next(self, entry: _Entry, bound: float, **changes: Any) -> _Entry:
@@ -337,6 +345,14 @@ class Search:
             self._lacks(entry.candidate, missing)
             return
         yield self._next(entry, lower_bound(problem), problem=problem)
+
+    def _bound_within_memory(self, entry: _Entry) -> Iterator[_Entry]:
+        assert entry.problem is not None
+        bound = bound_within_memory(entry.problem, cutoff=self._cutoff())
+        if bound == float("inf"):
+            self.counts["out of memory"] += 1
+            return
+        yield self._next(entry, bound)
 
     def _solve(self, entry: _Entry) -> Iterable[_Entry]:
         assert entry.sharded is not None and entry.problem is not None

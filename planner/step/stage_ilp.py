@@ -137,6 +137,16 @@ def solve_stages(
     return replace(found, assignment=relabelled(found.assignment, kept))
 
 
+def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf) -> float:
+    """Seconds that no assignment within memory beats, infinite if none fits; ``cutoff``: as good as infinite."""
+    reduced, _ = undominated(folded(problem))
+    search = _Search(reduced, cutoff, 0.0)
+    for remember in (False, True):
+        if search.settled() or search.prove(remember=remember) is None:
+            break
+    return search.bound
+
+
 def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
     """Assignments of an interleaved schedule whose rounds are alike: they may run faster than the closed form says of
     uneven ones. None for other schedules."""
@@ -210,34 +220,56 @@ class _Search:
         return self.offer((tuple(alike),))
 
     def share(self) -> Shares | Segments | None:
-        """Share units out over ranks, first as if memory were plenty, and take over what that proves.
+        """Share units out over ranks and take over what that proves; only if that settles nothing look for better.
 
         Kinds are left out of what is proved, as conversions only add; assignments of a single kind are offered besides.
-        Returns the last result, None for a problem that cannot be taken rank by rank.
+        Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
         self.try_single_kinds()
-        found: Shares | Segments | None = None
+        proofs: dict[bool, Shares | Segments] = {}
         for remember in (False, True):
-            problem = without_kinds(self.problem if remember else _without_memory(self.problem))
-            fitting = False
-            for weights in (LOAD, _whole_step(self.problem)):
-                found_now = self.taken_apart(problem, weights)
-                if found_now is None:
-                    self.try_balanced()
-                    return None
-                if math.isinf(found_now.load) and weights.proves:
-                    return found_now
-                if weights.proves:
-                    found = found_now
-                    self.load = max(self.load, found.load)
-                    self.bound = max(self.bound, self.bounds.step_with(self.load))
-                if math.isfinite(found_now.load):
-                    for assignment in by_rounds(problem, weights):
-                        self.offer(assignment)
-                    fitting |= self.offer_all(found_now)
-            if self.settled() or (fitting and not in_rounds(self.problem)):
+            found = self.prove(remember=remember)
+            if found is None:
+                self.try_balanced()
+                return None
+            if self.settled() or math.isinf(found.load):
+                return found
+            proofs[remember] = found
+            if self.offer_all(found) and not in_rounds(self.problem):
+                break
+        for remember, found in proofs.items():
+            if self.settled() or self.improve(found, remember=remember):
                 break
         return found
+
+    def prove(self, *, remember: bool) -> Shares | Segments | None:
+        """The least bottleneck, as if memory were plenty or (``remember``) within it, and what follows for the step."""
+        found = self.taken_apart(self.without_kinds(remember=remember), LOAD)
+        if found is not None and math.isinf(found.load):
+            self.bound = math.inf
+        elif found is not None:
+            self.load = max(self.load, found.load)
+            self.bound = max(self.bound, self.bounds.step_with(self.load))
+        return found
+
+    def improve(self, found: Shares | Segments, *, remember: bool) -> bool:
+        """Look for assignments beside the proof's; whether what is left has no place in memory to gain from."""
+        problem = self.without_kinds(remember=remember)
+        fitting = False
+        for weights in (LOAD, _whole_step(self.problem)):
+            shares = found if weights.proves else self.taken_apart(problem, weights)
+            if shares is None or math.isinf(shares.load):
+                continue
+            for assignment in by_rounds(problem, weights):
+                self.offer(assignment)
+                if self.settled():
+                    return True
+            fitting |= self.offer_all(shares)
+        return fitting and not in_rounds(self.problem)
+
+    def without_kinds(self, *, remember: bool) -> StageProblem:
+        """The problem with every boundary alike, and with its memory or without."""
+        return without_kinds(self.problem if remember else _without_memory(self.problem))
 
     def try_single_kinds(self) -> None:
         """Where there are several kinds: the best of assignments that keep to one throughout."""
