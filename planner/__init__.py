@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from planner.planning import plan
     from planner.trainer import Trainer
     from planner.verification import verify
+    from runtime.data.loader import DataLoader
     from runtime.parallel_module import ParallelModule
 
 #: Public name → the module that has it.
 _HOMES = {
     "CaptureError": "passes.capture",
     "Cluster": "cost_models",
+    "DataLoader": "runtime.data.loader",
     "ParallelModule": "runtime.parallel_module",
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
@@ -30,7 +32,7 @@ _HOMES = {
     "verify": "planner.verification",
 }
 
-__all__ = ["CaptureError", "Cluster", "ParallelModule", "Plan", "Trainer", "compile", "plan", "verify"]
+__all__ = ["CaptureError", "Cluster", "DataLoader", "ParallelModule", "Plan", "Trainer", "compile", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:

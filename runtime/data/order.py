@@ -1,0 +1,126 @@
+"""Which samples every data-parallel group reads in every step: arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from runtime.data.permutation import Permutation, keyed, random_key
+
+#: What becomes of the samples that do not fill the last batch of an epoch.
+Last = Literal["pad", "short", "drop"]
+
+#: Sets the numbers that seed samples apart from those that order them.
+_SAMPLES = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data group's part of one global batch.
+
+    ``indices`` are places in the dataset (in a stream: rows of the global batch), of which the first ``num_real`` are
+    samples and the others repeats that fill the batch. ``num_samples`` counts the samples of the whole global batch.
+    ``seeds`` has one number for each index. ``padded_epoch``: the epoch ends with a batch that is filled up.
+    """
+
+    indices: tuple[int, ...]
+    num_real: int
+    num_samples: int
+    padded_epoch: bool
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Order:
+    """Global batches of ``batch_size`` samples, cut into ``num_groups`` contiguous parts, of which we read ``group``.
+
+    Global batch i of an epoch is the same samples in the same order for every number of groups.
+
+    Raises:
+        ValueError: if the parts of a batch cannot be equal.
+    """
+
+    batch_size: int
+    group: int = 0
+    num_groups: int = 1
+    last: Last = "pad"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ValueError(f"batch_size must be a positive whole number of samples, got {self.batch_size!r}")
+        if self.last not in get_args(Last):
+            raise ValueError(f"last must be one of {', '.join(get_args(Last))}, got {self.last!r}")
+        if not 0 <= self.group < self.num_groups:
+            raise ValueError(f"the data group must be in 0..{self.num_groups - 1}, got {self.group}")
+        if self.batch_size % self.num_groups:
+            raise ValueError(
+                f"batch_size={self.batch_size} samples cannot be shared equally by {self.num_groups} data-parallel "
+                f"groups: choose a multiple of {self.num_groups} (batch_size is the global batch)"
+            )
+
+    def num_batches(self, num_samples: int) -> int:
+        """Batches that ``num_samples`` samples make."""
+        full, rest = divmod(num_samples, self.batch_size)
+        return full + (1 if rest and self.last != "drop" else 0)
+
+    def num_dropped(self, num_samples: int) -> int:
+        """Samples that no batch has."""
+        return num_samples % self.batch_size if self.last == "drop" else 0
+
+    def part(self, num_samples: int) -> Part:
+        """Our part of a global batch that has ``num_samples`` samples; ``indices`` are its rows.
+
+        Raises:
+            ValueError: if a short batch cannot be shared equally.
+        """
+        size = num_samples if self.last == "short" else self.batch_size
+        if size % self.num_groups:
+            raise ValueError(
+                f"last='short' leaves a last batch of {size} samples, which {self.num_groups} data-parallel groups "
+                "cannot share equally: choose last='pad' or last='drop'"
+            )
+        share = size // self.num_groups
+        first = self.group * share
+        rows = tuple(row % num_samples for row in range(first, first + share))
+        num_real = min(max(num_samples - first, 0), share)
+        return Part(rows, num_real, num_samples, padded_epoch=num_samples < size)
+
+
+@dataclass
+class Sampler:
+    """Parts of the global batches of one epoch over a dataset of known length, from sample ``start`` on.
+
+    Each iteration reads ``epoch`` and ``start`` anew. Any start costs the same: nothing before it is enumerated.
+    """
+
+    order: Order
+    num_samples: int
+    shuffle: bool
+    seed: int
+    epoch: int = 0
+    start: int = 0
+
+    def __iter__(self) -> Iterator[Part]:
+        permutation = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
+        key = random_key(self.seed, self.epoch, _SAMPLES)
+        padded = self.order.last == "pad" and (self.num_samples - self.start) % self.order.batch_size != 0
+        for number in range(len(self)):
+            first = self.start + number * self.order.batch_size
+            stop = min(first + self.order.batch_size, self.num_samples)
+            part = self.order.part(stop - first)
+            indices = self._indices(permutation, first, part)
+            seeds = tuple(int(seed) for seed in keyed(np.array(indices, dtype=np.uint64), key))
+            yield replace(part, indices=indices, seeds=seeds, padded_epoch=padded)
+
+    def _indices(self, permutation: Permutation | None, first: int, part: Part) -> tuple[int, ...]:
+        if permutation is None:
+            return tuple(first + row for row in part.indices)
+        low = min(part.indices)
+        ours = permutation(first + low, first + max(part.indices) + 1)
+        return tuple(ours[row - low] for row in part.indices)
+
+    def __len__(self) -> int:
+        return self.order.num_batches(max(0, self.num_samples - self.start))
