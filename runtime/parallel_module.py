@@ -17,6 +17,7 @@ from runtime.layout import DATA, Layout
 from runtime.outputs import loss_of
 from runtime.owned import Owned
 from runtime.shards import Shards
+from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 
 
 class ParallelModule(nn.Module):
@@ -124,6 +125,46 @@ class ParallelModule(nn.Module):
             ValueError: for a tensor of another shape; with ``strict`` also for missing and unknown names.
         """
         self._shards.load_full_state_dict(state, strict=strict)
+        self._engine.forget_constants()
+
+    def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
+        """Take this rank's parts of Hugging Face safetensors files, reading no others (all ranks must call it).
+
+        Args:
+            path: a safetensors file, the index of several, or the directory with either.
+            strict: refuse missing and unexpected names, else take what fits. What the files do not hold (buffers
+                outside of the state dict, too) stays as it is: on meta until ``initialise``.
+
+        Raises:
+            ValueError: on all ranks, as ``runtime.weight_files.load_weights``; nothing is changed then.
+        """
+        loaded = load_weights(
+            self.owned(),
+            path,
+            names=self.state_names,
+            strict=strict,
+            device=self.layout.device,
+            **hugging_face_names(self._engine.model),
+        )
+        self.weights_changed()
+        return loaded
+
+    def save_pretrained(self, path: str | FilePath, *, dtype: torch.dtype | None = None) -> None:
+        """Save the weights as Hugging Face does, with the model's config if it has one (all ranks must call it).
+
+        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share.
+
+        Args:
+            dtype: of floating-point tensors in the files; None to keep each one's own.
+
+        Raises:
+            ValueError: on all ranks, if tensors are still on meta or the directory is not shared.
+        """
+        save_weights(self.owned(), path, order=self.state_names, dtype=dtype)
+        save_config(self._engine.model, path, dtype=dtype)
+
+    def weights_changed(self) -> None:
+        """To be called after new values were written into what ``owned`` gives (optimizers need not)."""
         self._engine.forget_constants()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

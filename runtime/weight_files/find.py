@@ -1,0 +1,106 @@
+"""Which files of a path hold a model's tensors, and under which of the model's names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
+#: What Hugging Face calls them.
+STEM = "model"
+
+
+def files_by_name(path: str | Path) -> dict[str, Path] | Path:
+    """File of every tensor by the index, or the only file.
+
+    Args:
+        path: a safetensors file, an index, or a directory with either.
+
+    Raises:
+        ValueError: if there is none, or more than one that could be meant, or the index names files that are missing.
+    """
+    given = Path(path)
+    if given.is_dir():
+        given = _in_directory(given)
+    if not given.exists():
+        raise ValueError(f"there is no {given}: give a safetensors file, its index, or the directory they are in")
+    if not given.name.endswith(".json"):
+        return given
+    try:
+        weight_map = json.loads(given.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): given.parent / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{given} is not an index of safetensors files ({error!r})") from error
+    absent = sorted({file.name for file in files.values() if not file.exists()})
+    if absent:
+        raise ValueError(f"{given} names files that are not there: {', '.join(absent[:3])}")
+    return files
+
+
+def _in_directory(directory: Path) -> Path:
+    for preferred in (directory / (STEM + SUFFIX), directory / (STEM + INDEX_SUFFIX)):
+        if preferred.exists():
+            return preferred
+    found = sorted(directory.glob("*" + INDEX_SUFFIX)) or sorted(directory.glob("*" + SUFFIX))
+    if len(found) != 1:
+        what = "no safetensors files" if not found else f"several ({', '.join(file.name for file in found[:3])})"
+        raise ValueError(f"{directory} has {what}: give the one to load, or the index of a set")
+    return found[0]
+
+
+def model_names(stored: Collection[str], names: Collection[str], *, prefix: str | None = None) -> dict[str, str]:
+    """The model's name of every stored name, which differ where one has the base model's prefix and the other not.
+
+    A base model's file may be loaded into a model with a head (``layers.0`` for ``model.layers.0``), and the other way
+    round. That prefix is taken which makes most stored names known; if two do as well, names stay as they are.
+    """
+    known, given = set(names), set(stored)
+    if known <= given:
+        return {name: name for name in given}
+    adding = [_added(given, known, head) for head in _heads(known - given) if prefix in (None, head)]
+    stripping = [_stripped(given, known, head) for head in _heads(given - known) if prefix in (None, head)]
+    best, most, tied = {name: name for name in given}, len(given & known), False
+    for renamed in (*adding, *stripping):
+        # Two stored names for one of the model's: not the same model under a prefix.
+        if len(set(renamed.values())) < len(renamed):
+            continue
+        count = len(set(renamed.values()) & known)
+        if count > most:
+            best, most, tied = renamed, count, False
+        elif count == most and renamed != best:
+            tied = True
+    return {name: name for name in given} if tied else best
+
+
+def _heads(names: Iterable[str]) -> list[str]:
+    return sorted({name.partition(".")[0] for name in names if "." in name})
+
+
+def _added(given: set[str], known: set[str], prefix: str) -> dict[str, str]:
+    return {name: f"{prefix}.{name}" if name not in known and f"{prefix}.{name}" in known else name for name in given}
+
+
+def _stripped(given: set[str], known: set[str], prefix: str) -> dict[str, str]:
+    return {
+        name: name.removeprefix(f"{prefix}.")
+        if name not in known and name.removeprefix(f"{prefix}.") in known
+        else name
+        for name in given
+    }
+
+
+def without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Those names in which none of the regular expressions is found, sorted."""
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return sorted(name for name in names if not any(pattern.search(name) for pattern in compiled))
+
+
+def tensors_by_file(files: Mapping[str, Path], names: Iterable[str]) -> dict[Path, list[str]]:
+    """Names grouped by the file that holds them."""
+    grouped: dict[Path, list[str]] = {}
+    for name in names:
+        grouped.setdefault(files[name], []).append(name)
+    return grouped
