@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class UnitRunner(Protocol):
+    """Runs the units of a program in the order in which it names them."""
+
+    def __call__(self, block: Block, recompute: str) -> Callable[..., Any]: ...
 
 
 class Block:
-    """A stretch of the model with its weights: ``Block(weights)(tensors)`` runs ``forward``."""
+    """A stretch of the model with its weights: ``Block(weights)(tensors)`` runs ``forward``.
+
+    Attributes:
+        runner: gives units their weights and recomputes them; None where all weights are there.
+    """
+
+    runner: UnitRunner | None = None
 
     def __init__(self, *weights: Any) -> None:
         self.weights = weights[0] if len(weights) == 1 else weights
@@ -20,3 +33,7 @@ class Block:
     def constants(self) -> tuple[Any, ...]:
         """Tensors that depend on the shapes alone; the last arguments of the program's ``forward``."""
         return ()
+
+    def unit(self, block: Block, *, recompute: str = "none") -> Callable[..., Any]:
+        """``block`` as a unit of a step: whoever runs the step gathers its weights and recomputes it."""
+        return block if self.runner is None else self.runner(block, recompute)

@@ -15,9 +15,11 @@ _REDUCED_PRECISION = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _TITLES = {name: name.replace("_", "-") for name in COLLECTIVES}
 
 
-def conversion_call(convert: Convert, source: str, axis: str) -> str:
-    """``spmd.all_gather(x, "tp", src=S(1), dst=R)``."""
+def conversion_call(convert: Convert, source: str, axis: str, *, batch_axis: str | None = None) -> str:
+    """``spmd.all_gather(x, "tp", src=S(1), dst=R)``; ``batch_axis`` is one that stands for micro-batches too."""
     step = convert.step
+    if axis == batch_axis and step.source_type in (R, I):
+        source = _in_microbatch(source, step.target_type, axis)
     pair = (step.source_type, step.target_type)
     call = convert.forward if convert.forward in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL) else "convert"
     options = f"src={type_source(pair[0])}, dst={type_source(pair[1])}"
@@ -27,6 +29,14 @@ def conversion_call(convert: Convert, source: str, axis: str) -> str:
     if value.dtype in _REDUCED_PRECISION and value.requires_grad and step.collectives[1] in _REDUCING:
         options += f', backward_options={{"op_dtype": torch.{value.dtype}}}'
     return f'spmd.{call}({source}, "{axis}", {options})'
+
+
+def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:
+    """What one micro-batch takes of a value that is whole on the batch axis."""
+    if target == P:  # one of all ranks and micro-batches keeps the value
+        return f"ops.of_first_microbatch({source})"
+    dim = shard_dim(target)
+    return source if dim is None else f'ops.of_microbatch({source}, "{axis}", {dim})'
 
 
 def conversion_comment(convert: Convert) -> str:

@@ -10,7 +10,7 @@ from passes.emit.collectives import conversion_call, conversion_comment
 from passes.emit.expressions import LocalCall, LocalTensor
 from passes.emit.names import Names, base_name, name_of_output
 from passes.ir.types import MeshShape, Placement
-from passes.shard import Block, Compute, Convert, Local, Repeat, Section
+from passes.shard import Block, Compute, Convert, Local, Repeat, Section, UnitPolicy
 
 Expression = Callable[[LocalCall], str]
 
@@ -39,6 +39,8 @@ def with_comment(line: str, comment: str) -> list[str]:
 def attribute(base: str, path: str) -> str:
     """``w`` and ``layers.0.proj`` → ``w.layers[0].proj``."""
     source = base
+    if not path:
+        return source
     for part in path.split("."):
         if part.isdigit():
             source += f"[{part}]"
@@ -76,7 +78,9 @@ class Renderer:
         block_names: dict[int, str] | None = None,
         constants: Sequence[Local] = (),
         argument_names: Sequence[str] | None = None,
+        batch_axis: str | None = None,
     ) -> None:
+        self.batch_axis = batch_axis
         self.section = section
         self.mesh = mesh
         self.expression = expression
@@ -183,7 +187,8 @@ class Renderer:
         else:
             name = self._bind(convert.target, self._converted_name(convert))
         axis = self.mesh.names[convert.step.axis]
-        self._write(f"{name} = {conversion_call(convert, source, axis)}", conversion_comment(convert))
+        call = conversion_call(convert, source, axis, batch_axis=self.batch_axis)
+        self._write(f"{name} = {call}", conversion_comment(convert))
 
     def _next_path(self, position: int) -> str:
         """Module path of the operator that a conversion is for."""
@@ -198,7 +203,8 @@ class Renderer:
     def _repeat(self, repeat: Repeat, position: int) -> None:
         block = repeat.block
         self.module_path = None
-        self._write(f"# {roots_title(block.roots)}")
+        if block.roots[0] != ("",):
+            self._write(f"# {roots_title(block.roots)}")
         carried = dict(repeat.carried)
         variables = [self.source_of(entry) for entry in repeat.entries]
         for index in carried:
@@ -207,14 +213,16 @@ class Renderer:
                 name = self.names.new("x")
                 self._write(f"{name} = {variables[index]}")
                 variables[index] = name
-        self.entry_names[id(block)] = [
+        names = [
             "x" if index in carried else base_name(name) if name.isidentifier() else name.rpartition(".")[2]
             for index, name in enumerate(variables)
         ]
+        self.entry_names.setdefault(id(block.section), names)
         between = self._name_results(repeat, variables, carried)
         targets = ", ".join(self.variables[result] for result in repeat.results)
-        call = f"{targets} = {self.block_names[id(block)]}({{}})({', '.join(variables)})"
-        self._loops(block, call, between)
+        made = f"{self.block_names[id(block.section)]}({{}})"
+        call = f"{targets} = {made if repeat.policy is None else _unit(made, repeat.policy)}({', '.join(variables)})"
+        self._loops(block, call, between, "" if repeat.policy is None else f"ZeRO {repeat.policy.zero}")
 
     def _name_results(self, repeat: Repeat, variables: list[str], carried: dict[int, Local]) -> list[str]:
         """Name what the block gives; returns the lines that convert it for the next copy."""
@@ -231,21 +239,30 @@ class Renderer:
         lines = []
         for convert in repeat.between:
             axis = self.mesh.names[convert.step.axis]
-            call = conversion_call(convert, self.variables[convert.source], axis)
+            call = conversion_call(convert, self.variables[convert.source], axis, batch_axis=self.batch_axis)
             lines += with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert))
         return lines
 
-    def _loops(self, block: Block, call: str, between: list[str]) -> None:
+    def _loops(self, block: Block, call: str, between: list[str], comment: str) -> None:
         count = len(block.roots)
+        if count == 1:
+            self._write(call.format(", ".join(attribute("w", root) for root in block.roots[0])), comment)
+            return
         looped = count - 1 if between else count
         variables = ["layer"] if len(block.roots[0]) == 1 else [f"layer{i}" for i in range(len(block.roots[0]))]
         slices = [list_slice([copy[i] for copy in block.roots[:looped]]) for i in range(len(block.roots[0]))]
         listed = slices[0] if len(slices) == 1 else f"zip({', '.join(slices)})"
-        self._write(f"for {', '.join(variables)} in {listed}:", f"{looped} copies" if looped > 1 else "")
+        copies = f"{looped} copies" if looped > 1 else ""
+        self._write(f"for {', '.join(variables)} in {listed}:", ", ".join(filter(None, (copies, comment))))
         self._write(f"    {call.format(', '.join(variables))}")
         self.lines.extend(between)
         if between:
             self._write(call.format(", ".join(attribute("w", root) for root in block.roots[-1])))
+
+
+def _unit(block: str, policy: UnitPolicy) -> str:
+    """A block as a unit of a step: its weights are there while it runs."""
+    return f"self.unit({block}{'' if policy.recompute == 'none' else f', recompute={policy.recompute!r}'})"
 
 
 def _state_name(local: Local) -> str:
@@ -276,6 +293,11 @@ def roots_title(roots: tuple[tuple[str, ...], ...]) -> str:
         prefix = f"{parent}." if parent else ""
         titles.append(f"{prefix}{{{index}..{last.rpartition('.')[2]}}}")
     return ", ".join(titles)
+
+
+def roots_comment(roots: tuple[tuple[str, ...], ...]) -> str:
+    """What a block's class says of its copies; nothing for a stretch of the model itself."""
+    return "" if roots[0] == ("",) else f"  # {roots_title(roots)}"
 
 
 def _last_uses(section: Section) -> dict[Local, int]:

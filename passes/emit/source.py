@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 
 from passes.emit.names import RESERVED, Names, class_name
 from passes.emit.program import ENTRY_POINT
-from passes.emit.render import Expression, Renderer, describe_local, roots_title
+from passes.emit.render import Expression, Renderer, describe_local, roots_comment
 from passes.shard import Block, Local, Repeat, Section, ShardedGraph
 
 _HEADER = '''\
@@ -32,22 +33,35 @@ from runtime.program import Block
 
 def render(sharded: ShardedGraph, expression: Expression) -> str:
     """The whole file."""
-    loops = [operation for operation in sharded.main.body if isinstance(operation, Repeat)]
+    loops = _distinct([operation for operation in sharded.main.body if isinstance(operation, Repeat)])
     names = Names(RESERVED | {ENTRY_POINT})
-    block_names = {id(loop.block): names.new(class_name(loop.block.module_class)) for loop in loops}
+    block_names = {id(loop.block.section): names.new(class_name(loop.block.module_class)) for loop in loops}
     renderer = Renderer(
         sharded.main,
         mesh=sharded.mesh,
         expression=expression,
         block_names=block_names,
         constants=sharded.constants.results,
+        batch_axis=sharded.batch_axis,
     )
     program = _program_class(sharded, renderer, expression)
     parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh)]
     for loop in loops:
-        name, arguments = block_names[id(loop.block)], renderer.entry_names[id(loop.block)]
+        key = id(loop.block.section)
+        name, arguments = block_names[key], renderer.entry_names[key]
         parts.append(_block_class(loop.block, name, arguments, sharded, expression))
     return "\n\n".join([*parts, program])
+
+
+def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
+    """One of the loops over each block: of those that run the same section, one over all their copies."""
+    found: dict[int, Repeat] = {}
+    for loop in loops:
+        known = found.setdefault(id(loop.block.section), loop)
+        if known is not loop:
+            block = dataclasses.replace(known.block, roots=(*known.block.roots, *loop.block.roots))
+            found[id(loop.block.section)] = dataclasses.replace(known, block=block)
+    return list(found.values())
 
 
 def _block_class(
@@ -55,12 +69,17 @@ def _block_class(
 ) -> str:
     """A block, its arguments called as the program around it calls them."""
     renderer = Renderer(
-        block.section, mesh=sharded.mesh, expression=expression, roots=block.roots[0], argument_names=arguments
+        block.section,
+        mesh=sharded.mesh,
+        expression=expression,
+        roots=block.roots[0],
+        argument_names=arguments,
+        batch_axis=sharded.batch_axis,
     )
     body = list(renderer.body())
     weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
     lines = [
-        f"class {name}(Block):  # {roots_title(block.roots)}",
+        f"class {name}(Block):{roots_comment(block.roots)}",
         _signature("forward", renderer.arguments),
         *_weights_lines(weights),
         *_argument_comments(block.section.arguments, renderer.arguments, sharded),

@@ -7,7 +7,7 @@ converted once, outside the loop; what a copy takes from the one before it has o
 
 from passes.shard.build import shard
 from passes.shard.context import PlanMismatch, input_key
-from passes.shard.data import Block, Compute, Convert, Local, Repeat, Section, ShardedGraph, StateRef
+from passes.shard.data import Block, Compute, Convert, Local, Repeat, Section, ShardedGraph, StateRef, UnitPolicy
 
 __all__ = [
     "Block",
@@ -19,6 +19,7 @@ __all__ = [
     "Section",
     "ShardedGraph",
     "StateRef",
+    "UnitPolicy",
     "input_key",
     "shard",
 ]

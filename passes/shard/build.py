@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from passes.ir.graph import Graph
 from passes.ir.types import Placement, R
 from passes.plan import Plan
 from passes.rules.rule import REPLICATE, AxisChoice
-from passes.shard.context import Context, PlanMismatch, RuleFor
+from passes.shard.context import Context, PlanMismatch, RuleFor, Tree
 from passes.shard.data import Compute, Convert, Local, Repeat, Section, ShardedGraph, StateRef
+from passes.shard.deferred import DeferredTree
 from passes.shard.loop import Loop
 from passes.shard.section import Body
 
 
-def shard(graph: Graph, plan: Plan, *, rule_for: RuleFor | None = None) -> ShardedGraph:
+def shard(graph: Graph, plan: Plan, *, rule_for: RuleFor | None = None, deferred: Collection[str] = ()) -> ShardedGraph:
     """Apply ``plan`` to ``graph``, which may have other shapes than the one that it was made for.
+
+    Args:
+        deferred: axes on which the gradients of parameters are left partial (parameters are R there, whatever the plan
+            says), to be reduced by whoever runs the program.
 
     Raises:
         PlanMismatch: if the plan lacks a node of this graph (search again with ``pinned=plan``).
         ValueError: if the plan was made for another model, or an input cannot be divided as it says.
     """
-    context = Context(graph, plan, rule_for or _known_rules())
+    places = frozenset(plan.mesh.names.index(axis) for axis in deferred)
+
+    def wrap(tree: Tree, value: str) -> Tree:
+        return DeferredTree(tree, places, plan.mesh, value) if places else tree
+
+    context = Context(graph, plan, rule_for or _known_rules(), wrap=wrap)
     main = _Main(context).section()
     return ShardedGraph(
         graph=graph,
@@ -29,6 +41,7 @@ def shard(graph: Graph, plan: Plan, *, rule_for: RuleFor | None = None) -> Shard
         input_placements={value.name: context.trees[value.name].root for value in graph.inputs},
         state_placements={state.value.name: context.trees[state.value.name].root for state in graph.states},
         output_placements={path: local.placement for path, local in zip(graph.outputs, main.results)},
+        runs=tuple(run for run, _ in context.runs),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from passes.blocks import BlockRun
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape, Placement
@@ -75,6 +76,14 @@ class Block:
 
 
 @dataclass(frozen=True)
+class UnitPolicy:
+    """What is recomputed of a unit in the backward pass, and its ZeRO stage."""
+
+    recompute: str
+    zero: int
+
+
+@dataclass(frozen=True)
 class Repeat:
     """A loop over the copies of a block.
 
@@ -85,6 +94,7 @@ class Repeat:
         carried: for each argument that comes from the copy before, the index of the argument and what it is made
             of: a result of the block, followed by ``between``.
         between: conversions done between two copies, but not after the last; they refer to ``results``.
+        policy: how the block runs as a unit of a step; None outside of steps.
     """
 
     block: Block
@@ -92,6 +102,7 @@ class Repeat:
     results: tuple[Local, ...]
     carried: tuple[tuple[int, Local], ...]
     between: tuple[Convert, ...]
+    policy: UnitPolicy | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,9 @@ class ShardedGraph:
         constants: operators that depend on shapes alone; computed once, whole on every rank.
         main: the whole step; its results are the graph's outputs, in order.
         input_placements, state_placements: how inputs and states are held, by value name.
+        runs: the repeated blocks that are folded, in the order of their ``Repeat``.
+        batch_axis: the mesh axis that stands for micro-batches too, None if the whole batch is run at once. Its size
+            is then that of the mesh axis times their number.
     """
 
     graph: Graph
@@ -111,6 +125,8 @@ class ShardedGraph:
     input_placements: Mapping[str, Placement]
     state_placements: Mapping[str, Placement]
     output_placements: Mapping[str, Placement]
+    runs: tuple[BlockRun, ...] = ()
+    batch_axis: str | None = None
 
     @property
     def mesh(self) -> MeshShape:

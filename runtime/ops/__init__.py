@@ -5,6 +5,13 @@ All are written with torch operators that run on real process groups, on a fake 
 """
 
 from runtime.ops.attention import scaled_dot_product_attention
+from runtime.ops.microbatch import (
+    Microbatch,
+    current_microbatch,
+    in_microbatch,
+    of_first_microbatch,
+    of_microbatch,
+)
 from runtime.ops.random import (
     bernoulli,
     dropout,
@@ -18,11 +25,16 @@ from runtime.ops.types import retyped
 from runtime.ops.vocabulary import cross_entropy, embedding
 
 __all__ = [
+    "Microbatch",
     "bernoulli",
     "cross_entropy",
+    "current_microbatch",
     "dropout",
     "embedding",
     "get_random_state",
+    "in_microbatch",
+    "of_first_microbatch",
+    "of_microbatch",
     "rand_like",
     "randn_like",
     "retyped",

@@ -1,0 +1,10 @@
+"""From a plan of a whole step to one program for each pipeline chunk, for one micro-batch.
+
+``step_programs`` applies the plan with every parameter's gradient left partial over the data ranks, takes out of the
+loss what depends on the whole batch (``totals``), tells which operators belong to which unit (``chain``), and cuts
+between chunks (``cut``). Whoever runs the chunks adds up losses and gradients over micro-batches and data ranks.
+"""
+
+from passes.stages.build import StageGraph, StepPrograms, step_programs
+
+__all__ = ["StageGraph", "StepPrograms", "step_programs"]

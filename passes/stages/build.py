@@ -1,0 +1,210 @@
+"""One sharded graph for each pipeline chunk of a step, for one micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.ir.graph import Graph, Value
+from passes.ir.types import MeshShape
+from passes.plan import Plan
+from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
+from passes.shard.context import RuleFor
+from passes.stages.chain import Part, parts_of, used_by
+from passes.stages.cut import ChunkBody, cut
+from passes.stages.totals import Additive, additive
+from passes.step_plan import StepPlan
+
+#: Axes on whose ranks parameters are the same: their gradients are reduced once a step, outside of the programs.
+BATCH_AXIS = "dp"
+DATA_AXES = (BATCH_AXIS, "cp")
+
+
+@dataclass(frozen=True)
+class StageUnit:
+    """The weights of one unit: what is used together, gathered and freed together.
+
+    ``states`` are (index of the block's root, path below it, full path) of every parameter and buffer.
+    """
+
+    name: str
+    states: tuple[tuple[int, str, str], ...]
+    policy: UnitPolicy
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What one chunk does with a micro-batch.
+
+    Attributes:
+        sharded: its program as data. Its inputs are first what it is sent, then inputs of the model, then totals.
+        received, sent: what crosses the cut before and behind it.
+        units: in the order in which the program uses them.
+        shared: paths of parameters that are used outside of units (by all copies of a block).
+    """
+
+    index: int
+    sharded: ShardedGraph
+    received: tuple[Local, ...]
+    sent: tuple[Local, ...]
+    units: tuple[StageUnit, ...]
+    shared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The chunks of a step, and what computes a micro-batch's share of the totals (None: there are none).
+
+    The outputs of ``totals`` are partial sums over the batch axis, named as the chunks' inputs ``("total", name)``.
+    """
+
+    stages: tuple[StageGraph, ...]
+    totals: ShardedGraph | None
+    num_microbatches: int
+
+
+def step_programs(
+    graph: Graph,
+    plan: Plan,
+    *,
+    num_microbatches: int | None = None,
+    outputs: Collection[str] | None = None,
+    rule_for: RuleFor | None = None,
+) -> StepPrograms:
+    """Cut ``graph``, captured for the whole batch of a step, as ``plan.step`` says.
+
+    Args:
+        num_microbatches: another number than the plan's.
+        outputs: paths of the outputs to keep; None for the loss alone.
+
+    Raises:
+        PlanMismatch: as ``shard``, and if the plan's stages are not this graph's.
+        ValueError: as ``shard``; if there is no loss and no outputs are named; if the samples of several micro-batches
+            depend on each other.
+    """
+    step = _step_of(plan)
+    count = step.num_microbatches if num_microbatches is None else num_microbatches
+    kept = _kept_outputs(graph, outputs)
+    wanted = graph.replace(outputs={path: graph.outputs[path] for path in kept})
+    mesh = MeshShape(
+        plan.mesh.names,
+        tuple(size * count if name == BATCH_AXIS else size for name, size in plan.mesh.as_dict().items()),
+    )
+    deferred = [name for name in DATA_AXES if name in mesh.names]
+    whole = shard(wanted, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
+    axis = mesh.names.index(BATCH_AXIS)
+    if count > 1:
+        sums = additive(whole.main, axis=axis, paths=kept)
+        whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
+    else:
+        sums = Additive(whole.main.body, whole.main.results, (), ())
+    parts = parts_of(wanted, whole.runs, sums.body, step)
+    bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
+    stages = tuple(_stage(index, body, whole, sums, len(bodies)) for index, body in enumerate(bodies))
+    return StepPrograms(stages, _totals_graph(whole, sums), count)
+
+
+def _step_of(plan: Plan) -> StepPlan:
+    if plan.step is None:
+        raise ValueError("this plan is of a mesh, not of a step: plan for a cluster")
+    return plan.step
+
+
+def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, ...]:
+    if outputs is not None:
+        return tuple(path for path in graph.outputs if path in outputs)
+    if graph.loss is None:
+        raise ValueError(
+            f"{graph.model_name} returns no loss: pass its labels, or give planner.compile a loss_fn(outputs, batch)"
+        )
+    return (graph.loss,)
+
+
+def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive, num_chunks: int) -> StageGraph:
+    graph = whole.graph
+    paths = dict(zip(whole.main.arguments, graph.input_paths))
+    inputs: list[tuple[Local, tuple[str | int, ...]]] = [
+        (local, ("received", place)) for place, local in enumerate(body.received)
+    ]
+    inputs += [(local, paths[local]) for local in body.inputs]
+    inputs += [(total.target, ("total", total.target.value.name)) for total in body.totals]
+    is_last = index == num_chunks - 1
+    results = sums.results if is_last else body.sent
+    names = list(graph.outputs) if is_last else [str(place) for place in range(len(results))]
+    units = tuple(_unit(part, copy) for part in body.parts for copy in range(len(part.repeat.block.roots)))
+    shared = _shared_states(body, graph)
+    used = {path for unit in units for _, _, path in unit.states} | set(shared) | body.constant_states
+    stage_graph = graph.replace(
+        inputs=tuple(_as_input(local) for local, _ in inputs),
+        input_paths=tuple(path for _, path in inputs),
+        states=tuple(state for state in graph.states if state.path in used),
+        outputs={name: local.value.name for name, local in zip(names, results)},
+        loss=graph.loss if is_last else None,
+        unflatten=None,
+    )
+    main = Section(tuple(local for local, _ in inputs), body.operations, tuple(results))
+    sharded = dataclasses.replace(
+        whole,
+        graph=stage_graph,
+        constants=body.constants,
+        main=main,
+        output_placements={name: local.placement for name, local in zip(names, results)},
+    )
+    return StageGraph(index, sharded, body.received, body.sent, units, tuple(shared))
+
+
+def _as_input(local: Local) -> Value:
+    return dataclasses.replace(local.value, kind="input")
+
+
+def _unit(part: Part, copy: int) -> StageUnit:
+    repeat = part.repeat
+    roots = repeat.block.roots[copy]
+    states = [
+        (ref.root or 0, ref.path, f"{roots[ref.root or 0]}.{ref.path}" if roots[ref.root or 0] else ref.path)
+        for ref in _state_refs(repeat.block.section)
+    ]
+    assert repeat.policy is not None
+    return StageUnit(" ".join(roots) or repeat.block.module_class, tuple(dict.fromkeys(states)), repeat.policy)
+
+
+def _state_refs(section: Section) -> list[StateRef]:
+    return [local.state for operation in section.body for local in used_by(operation) if local.state is not None]
+
+
+def _shared_states(body: ChunkBody, graph: Graph) -> Sequence[str]:
+    """Paths of the states that operations outside of units take."""
+    return list(
+        dict.fromkeys(
+            local.state.path for operation in body.operations for local in used_by(operation) if local.state is not None
+        )
+    )
+
+
+def _totals_graph(whole: ShardedGraph, sums: Additive) -> ShardedGraph | None:
+    """What computes one micro-batch's share of every total, from the inputs."""
+    if not sums.totals:
+        return None
+    graph = whole.graph
+    used = {local for operation in sums.before for local in used_by(operation)}
+    used.update(total.source for total in sums.totals)
+    arguments = [local for local in whole.main.arguments if local in used]
+    paths: Mapping[Local, tuple[str | int, ...]] = dict(zip(whole.main.arguments, graph.input_paths))
+    states = {local.state.path for local in used if local.state is not None}
+    constants = tuple(local for local in whole.constants.results if local in used)
+    outputs = {total.target.value.name: total.source.value.name for total in sums.totals}
+    return dataclasses.replace(
+        whole,
+        graph=graph.replace(
+            inputs=tuple(local.value for local in arguments),
+            input_paths=tuple(paths[local] for local in arguments),
+            states=tuple(state for state in graph.states if state.path in states or constants),
+            outputs=outputs,
+            loss=None,
+            unflatten=None,
+        ),
+        constants=dataclasses.replace(whole.constants, results=constants) if constants else Section((), (), ()),
+        main=Section(tuple(arguments), sums.before, tuple(total.source for total in sums.totals)),
+        output_placements={total.target.value.name: total.source.placement for total in sums.totals},
+    )

@@ -1,0 +1,209 @@
+"""The operations of a sharded graph as a chain of parts: consecutive copies of a unit that run alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.blocks import BlockRun
+from passes.ir.graph import Graph, Node, Value
+from passes.shard import (
+    Block,
+    Compute,
+    Convert,
+    Local,
+    PlanMismatch,
+    Repeat,
+    Section,
+    StateRef,
+    UnitPolicy,
+)
+from passes.stages.totals import Operation
+from passes.step_plan import GroupPlan, StepPlan
+from passes.units import Unit, find_units, unit_of_nodes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one group of a plan does, in the chunk that it belongs to.
+
+    ``before`` are conversions of what the part alone takes, ``behind`` those that hand on to the next part.
+    """
+
+    chunk: int
+    before: tuple[Operation, ...]
+    repeat: Repeat
+    behind: tuple[Operation, ...]
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return (*self.before, self.repeat, *self.behind)
+
+
+def parts_of(graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], step: StepPlan) -> tuple[Part, ...]:
+    """The parts of ``body``, in order.
+
+    Raises:
+        PlanMismatch: if the plan's groups are not the units of this graph.
+    """
+    units = find_units(graph, runs)
+    pieces = _by_unit(body, units, runs)
+    found: list[Part] = []
+    for chunk, group, unit, first in _groups(units, step):
+        policy = UnitPolicy(group.recompute, group.zero)
+        operations = pieces.get(unit, [])
+        if units[unit].run is None:
+            if operations:
+                found.append(Part(chunk, (), _stretch(operations, units[unit], policy), ()))
+            continue
+        copies = _Copies(graph, runs[units[unit].run or 0], operations)
+        found.append(copies.part(chunk, first, first + group.count, policy))
+        if first == 0:
+            handed_on = copies.handed_on()
+            if found[:-1] and handed_on:
+                found[-2] = dataclasses.replace(found[-2], behind=(*found[-2].behind, *handed_on))
+                found[-1] = dataclasses.replace(
+                    found[-1], before=tuple(step for step in found[-1].before if step not in handed_on)
+                )
+    return tuple(found)
+
+
+def _groups(units: Sequence[Unit], step: StepPlan) -> Iterator[tuple[int, GroupPlan, int, int]]:
+    """Chunk, group, index of its unit, number of its first copy."""
+    unit = first = 0
+    for index, chunk in enumerate(step.chunks):
+        for group in chunk.groups:
+            if unit >= len(units) or first + group.count > units[unit].count:
+                raise PlanMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
+            yield index, group, unit, first
+            first += group.count
+            if first == units[unit].count:
+                unit, first = unit + 1, 0
+    if unit != len(units):
+        raise PlanMismatch(f"the plan's stages do not fit this graph: {units[unit].name!r} is in none of them")
+
+
+def _by_unit(
+    body: Sequence[Operation], units: Sequence[Unit], runs: Sequence[BlockRun]
+) -> Mapping[int, list[Operation]]:
+    """The operations of every unit; a conversion belongs to what it is for, the next operator."""
+    unit_of = unit_of_nodes(units)
+    found: dict[int, list[Operation]] = {}
+    waiting: list[Operation] = []
+    last = 0
+    for operation in body:
+        waiting.append(operation)
+        if isinstance(operation, Convert):
+            continue
+        node = operation.node if isinstance(operation, Compute) else _first_compute(operation)
+        last = unit_of[node.name]
+        found.setdefault(last, []).extend(waiting)
+        waiting = []
+    found.setdefault(last, []).extend(waiting)
+    return found
+
+
+def _first_compute(repeat: Repeat) -> Node:
+    return next(operation.node for operation in repeat.block.section.body if isinstance(operation, Compute))
+
+
+def _stretch(operations: Sequence[Operation], unit: Unit, policy: UnitPolicy) -> Repeat:
+    """Operations between blocks as a block of their own with one copy, whose weights are the model's."""
+    body = tuple(_inside(operation) for operation in operations)
+    made: dict[Local, None] = {}
+    taken: dict[Local, None] = {}
+    for operation in operations:
+        for local in used_by(operation):
+            if local not in made and local.state is None:
+                taken.setdefault(local)
+        made.update(dict.fromkeys(made_by(operation)))
+    # What nobody uses is dropped when the chunk is put together.
+    section = Section(tuple(taken), body, tuple(made))
+    block = Block(section, (("",),), _class_name(unit.name))
+    return Repeat(block, tuple(taken), tuple(made), (), (), policy)
+
+
+def _inside(operation: Operation) -> Operation:
+    """An operation of the main section as one of a block whose only root is the model."""
+    if isinstance(operation, Compute):
+        return dataclasses.replace(operation, inputs=tuple(map(_rooted, operation.inputs)))
+    if isinstance(operation, Convert):
+        return dataclasses.replace(operation, source=_rooted(operation.source))
+    raise AssertionError("a block inside of a stretch")
+
+
+def _rooted(local: Local) -> Local:
+    if local.state is None:
+        return local
+    return dataclasses.replace(local, state=StateRef(0, local.state.path))
+
+
+def used_by(operation: Operation) -> tuple[Local, ...]:
+    """What an operation takes."""
+    if isinstance(operation, Compute):
+        return operation.inputs
+    return (operation.source,) if isinstance(operation, Convert) else operation.entries
+
+
+def made_by(operation: Operation) -> tuple[Local, ...]:
+    """What an operation gives."""
+    if isinstance(operation, Compute):
+        return operation.outputs
+    return (operation.target,) if isinstance(operation, Convert) else operation.results
+
+
+def _class_name(path: str) -> str:
+    """``model.norm … lm_head`` → ``NormToLmHead``."""
+    ends = [part.strip().rpartition(".")[2] for part in path.split(" … ")]
+    names = ["".join(word.capitalize() for word in end.replace(":", "_").split("_")) for end in ends]
+    return "To".join(name for name in names if name) or "Stretch"
+
+
+class _Copies:
+    """The copies of a repeated block, to be dealt out over parts."""
+
+    def __init__(self, graph: Graph, run: BlockRun, operations: Sequence[Operation]) -> None:
+        self.run = run
+        *before, repeat = operations
+        assert isinstance(repeat, Repeat)
+        self.entry, self.repeat = before, repeat
+        nodes = {node.name: node for node in graph.nodes}
+        self.values = [[value for name in copy for value in nodes[name].outputs] for copy in run.copies]
+        self.last = {value.name: index for index, value in enumerate(self.values[-1])}
+
+    def part(self, chunk: int, first: int, end: int, policy: UnitPolicy) -> Part:
+        """Copies ``first`` to ``end`` - 1."""
+        repeat = self.repeat
+        entries = list(repeat.entries)
+        if first:
+            for slot, made_of in repeat.carried:
+                entries[slot] = self._of_copy(made_of, first - 1)
+        results = tuple(self._of_copy(local, end - 1) for local in repeat.results)
+        between = tuple(self._convert(step, end - 1) for step in repeat.between)
+        carried = tuple((slot, self._of_copy(local, end - 1)) for slot, local in repeat.carried)
+        block = dataclasses.replace(repeat.block, roots=repeat.block.roots[first:end])
+        made = Repeat(block, tuple(entries), results, carried, between, policy)
+        behind = between if end < self.run.num_copies else ()
+        return Part(chunk, () if first else tuple(self.entry), made, behind)
+
+    def handed_on(self) -> tuple[Operation, ...]:
+        """Conversions of what the first copy is handed on: whoever makes it does them, as between two copies."""
+        wanted = {self.repeat.entries[slot] for slot, _ in self.repeat.carried}
+        found: list[Operation] = []
+        for operation in reversed(self.entry):
+            assert isinstance(operation, Convert)
+            if operation.target in wanted and operation.source.state is None:
+                wanted.add(operation.source)
+                found.append(operation)
+        return tuple(reversed(found))
+
+    def _of_copy(self, local: Local, copy: int) -> Local:
+        """A result of the last copy as ``copy`` gives it."""
+        place = self.last.get(local.value.name)
+        value: Value = local.value if place is None else self.values[copy][place]
+        return dataclasses.replace(local, value=value)
+
+    def _convert(self, convert: Convert, copy: int) -> Convert:
+        source, target = self._of_copy(convert.source, copy), self._of_copy(convert.target, copy)
+        return dataclasses.replace(convert, source=source, target=target)

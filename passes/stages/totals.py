@@ -1,0 +1,154 @@
+"""What the loss takes from the whole batch, and how the losses of micro-batches add up.
+
+A mean over valid tokens is a sum over the batch divided by a count over the batch. The count needs no gradient and
+comes from the inputs alone, so it is computed before the first micro-batch, for all of them, and handed to each: it
+is a *total*. What is then left of a micro-batch's loss is a partial sum, and so are its gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from passes.ir.graph import Value
+from passes.ir.types import P, Placement
+from passes.shard import Compute, Convert, Local, Repeat, Section
+
+Operation = Compute | Convert | Repeat
+
+
+@dataclass(frozen=True)
+class Total:
+    """A value of the whole batch: ``source`` is a micro-batch's share of it on one data rank, ``target`` the sum."""
+
+    source: Local
+    target: Local
+
+
+@dataclass(frozen=True)
+class Additive:
+    """A main section whose results add up over micro-batches.
+
+    Attributes:
+        body, results: as in a section, with totals in place of what they stand for.
+        totals: what must be known of the whole batch.
+        before: operations that compute the totals' sources from the inputs.
+    """
+
+    body: tuple[Operation, ...]
+    results: tuple[Local, ...]
+    totals: tuple[Total, ...]
+    before: tuple[Operation, ...]
+
+
+def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
+    """``main`` with every reduction over the batch axis (position ``axis``) taken out.
+
+    Args:
+        paths: what the results are called, for messages.
+
+    Raises:
+        ValueError: if samples depend on each other in another way than through totals, or a result is no sum over
+            samples: such a model must be run in one micro-batch.
+    """
+    changed: dict[Local, Local] = {}
+    totals: list[Total] = []
+    body: list[Operation] = []
+    for operation in main.body:
+        if isinstance(operation, Repeat):
+            _check_inside(operation, axis)
+            body.append(_with_entries(operation, changed))
+        elif isinstance(operation, Compute):
+            body.append(_with_inputs(operation, changed, axis))
+        elif operation.step.axis == axis and operation.forward is not None:
+            _take_out(operation, axis, changed, totals)
+        else:
+            body.append(_moved(operation, changed, axis))
+    results = tuple(changed.get(local, local) for local in main.results)
+    for path, local in zip(paths, results):
+        if local.placement[axis] != P:
+            raise ValueError(
+                f"output {path!r} is no sum over samples, so micro-batches cannot be added up: plan with "
+                "num_microbatches=1"
+            )
+    return Additive(tuple(body), results, tuple(totals), tuple(_makers(body, [total.source for total in totals])))
+
+
+def _check_inside(repeat: Repeat, axis: int) -> None:
+    steps = (operation for operation in repeat.block.section.body if isinstance(operation, Convert))
+    for step in (*steps, *repeat.between):
+        if step.step.axis == axis and step.forward is not None:
+            raise _mixing(step.source.value)
+
+
+def _mixing(value: Value) -> ValueError:
+    return ValueError(
+        f"{value.name!r} (shape {list(value.shape)}) is computed from all samples together, so they cannot be run in "
+        "several micro-batches: plan with num_microbatches=1"
+    )
+
+
+def _take_out(convert: Convert, axis: int, changed: dict[Local, Local], totals: list[Total]) -> None:
+    """A reduction over the batch: of a value without a gradient it is a total, else the result stays partial."""
+    source = changed.get(convert.source, convert.source)
+    if convert.step.source_type != P or convert.target.placement[axis] not in ("R", "I"):
+        raise _mixing(convert.source.value)
+    if convert.source.value.requires_grad:
+        changed[convert.target] = source
+        return
+    value = convert.source.value
+    total = Value(f"total_{value.name}", value.shape, value.dtype, kind="input")
+    target = Local(total, convert.target.placement, convert.target.shape)
+    changed[convert.target] = target
+    totals.append(Total(source, target))
+
+
+def _moved(convert: Convert, changed: dict[Local, Local], axis: int) -> Convert:
+    """A conversion on another axis, of what is now partial on the batch axis, or now a total."""
+    source = changed.get(convert.source)
+    if source is None:
+        return convert
+    placement = _on_axis(convert.target.placement, axis, source.placement[axis])
+    target = Local(source.value, placement, convert.target.shape)
+    changed[convert.target] = target
+    step = dataclasses.replace(
+        convert.step, source=source.placement, target=_on_axis(convert.step.target, axis, source.placement[axis])
+    )
+    return dataclasses.replace(convert, step=step, source=source, target=target)
+
+
+def _with_inputs(compute: Compute, changed: dict[Local, Local], axis: int) -> Compute:
+    inputs = tuple(changed.get(local, local) for local in compute.inputs)
+    for given, local in zip(inputs, compute.inputs):
+        if given.placement[axis] != local.placement[axis]:
+            raise ValueError(
+                f"{compute.node.op} ({compute.node.key}) takes {local.value.name!r}, a sum over all samples with a "
+                "gradient, and is not additive: plan with num_microbatches=1"
+            )
+    return dataclasses.replace(compute, inputs=inputs)
+
+
+def _with_entries(repeat: Repeat, changed: dict[Local, Local]) -> Repeat:
+    if any(entry in changed for entry in repeat.entries):
+        return dataclasses.replace(repeat, entries=tuple(changed.get(entry, entry) for entry in repeat.entries))
+    return repeat
+
+
+def _on_axis(placement: Placement, axis: int, spmd_type: str) -> Placement:
+    return (*placement[:axis], spmd_type, *placement[axis + 1 :])
+
+
+def _makers(body: list[Operation], wanted: Collection[Local]) -> Iterator[Operation]:
+    """The operations, in order, that ``wanted`` come from."""
+    needed, found = set(wanted), []
+    for operation in reversed(body):
+        if isinstance(operation, Repeat):
+            if needed.intersection(operation.results):
+                raise _mixing(next(iter(needed.intersection(operation.results))).value)
+            continue
+        made = operation.outputs if isinstance(operation, Compute) else (operation.target,)
+        if needed.intersection(made):
+            needed.update(operation.inputs if isinstance(operation, Compute) else (operation.source,))
+            found.append(operation)
+    yield from reversed(found)
