@@ -1,0 +1,298 @@
+"""Everything a step could be, tried: every mesh shape, order, micro-batch, schedule, cut, and choice of every unit.
+
+Nothing is pruned and no bound is taken. All assignments of one way to cut are priced at once, as arrays with an axis
+for every chunk; a few of them, and the best, are priced again one by one by ``cost_models.step_time``. Of units that
+are equal only how many make which choice is told apart, since seconds and bytes are sums over a chunk's layers and
+largest peaks; but for the model's very first unit, whose gradients nothing hides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from cost_models.schedules import SCHEDULES, reason_not
+from cost_models.step import LayerCosts
+from cost_models.step_time import step_memory, step_seconds
+from planner.step.candidates import STEADY, Candidate
+from planner.step.demands import CHUNKS_PER_RANK, Demands
+from planner.step.layout import AXES, ORDERS, Layout, Links
+from planner.step.search import BYTE_WEIGHTS, Search
+from planner.step.stage_problem import Assignment, StageProblem, as_step
+
+Array = NDArray[numpy.float64]
+
+#: Share of a device's memory that a limit may be passed by: what sums of bytes may be off by.
+ROUNDING = 1e-9
+#: How far a step priced by itself may be from its place in the arrays.
+EXACT = 1e-12
+#: Assignments in one array at most.
+BLOCK = 1 << 21
+#: What is summed over the layers of a chunk, as columns.
+SUMS = ("forward", "backward", "weight", "reduce", "update", "state", "saved")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways to run the units of one chunk: one entry each. ``choices``: per run, how many units make which choice, and
+    which choice its first unit makes; ``first``: seconds to reduce the first unit's gradients."""
+
+    sums: Array
+    peak: Array
+    first: Array
+    choices: tuple[tuple[int, NDArray[numpy.int64], NDArray[numpy.int64]], ...]
+
+    def __len__(self) -> int:
+        return len(self.peak)
+
+    def part(self, begin: int, end: int) -> Ways:
+        picked = tuple((run, counts[begin:end], ahead[begin:end]) for run, counts, ahead in self.choices)
+        return Ways(self.sums[begin:end], self.peak[begin:end], self.first[begin:end], picked)
+
+    def groups(self, index: int) -> tuple[tuple[int, int, int], ...]:
+        """One way as part of an assignment."""
+        found = []
+        for run, counts, ahead in self.choices:
+            first = int(ahead[index])
+            order = [first, *(choice for choice in range(counts.shape[1]) if choice != first)]
+            found += [(run, choice, int(counts[index, choice])) for choice in order if counts[index, choice]]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest of everything (seconds infinite if nothing fits), and how much was tried."""
+
+    seconds: float = math.inf
+    candidate: Candidate | None = None
+    problem: StageProblem | None = None
+    assignment: Assignment | None = None
+    num_candidates: int = 0
+    num_problems: int = 0
+    num_assignments: int = 0
+
+
+def every_candidate(search: Search) -> Iterator[Candidate]:
+    """Mesh shapes, orders of their axes, micro-batches, schedules, chunks: as the demands allow and PyTorch can run."""
+    level_one, demands = search.level_one, search.demands
+    num_devices, batch = search.cluster.num_devices, level_one.global_batch
+    num_units = sum(unit.count for unit in level_one.kept.units)
+    for pipeline, data, context, tensor in itertools.product(range(1, num_devices + 1), repeat=len(AXES)):
+        if pipeline * data * context * tensor != num_devices or pipeline > num_units:
+            continue
+        for order, m in itertools.product(ORDERS, range(1, batch + 1)):
+            layout = Layout(pipeline, data, context, tensor, order)
+            if batch % (layout.data * m) or (layout.context > 1 and order != ORDERS[0]):
+                continue
+            if m > 1 and not level_one.micro_batches:
+                continue
+            for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units):
+                found = Candidate(layout, batch // layout.data // m, m, schedule, chunks)
+                if _is_allowed(found, demands):
+                    yield found
+
+
+def _ways_to_pipeline(ranks: int, m: int, num_units: int) -> Iterator[tuple[str, int]]:
+    if ranks == 1:
+        yield "1f1b", 1
+        return
+    for name, chunks in itertools.product(SCHEDULES, {1, *CHUNKS_PER_RANK}):
+        total = ranks * chunks
+        runs = reason_not(name, num_ranks=ranks, num_microbatches=m, num_chunks=total) is None
+        if runs and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
+            yield name, chunks
+
+
+def _is_allowed(candidate: Candidate, demands: Demands) -> bool:
+    names = [*AXES, "order", "micro_batch", "num_microbatches"]
+    if candidate.layout.pipeline > 1:
+        names += ["schedule", "chunks_per_rank"]
+    values: dict[str, Any] = {"order": candidate.layout.order}
+    return all(demands.allows(name, values.get(name) or candidate.value_of(name)) for name in names)
+
+
+def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
+    """The fastest of everything that the demands of ``search`` allow; ``seed``: which are priced one by one as well."""
+    chooser = random.Random(seed)
+    best, candidates, problems, assignments = Best(), 0, 0, 0
+    for candidate in every_candidate(search):
+        candidates += 1
+        links = Links.of(search.cluster, candidate.layout)
+        for weight in BYTE_WEIGHTS:
+            sharded = search.level_one.sharded(candidate.cut, candidate.layout, links, weight=weight)
+            if sharded is None:
+                continue
+            found = fastest(search.problem(candidate, sharded), chooser)
+            problems, assignments = problems + 1, assignments + found.num_assignments
+            if found.seconds < best.seconds:
+                best = replace(found, candidate=candidate)
+    return replace(best, num_candidates=candidates, num_problems=problems, num_assignments=assignments)
+
+
+def fastest(problem: StageProblem, chooser: random.Random) -> Best:
+    """The fastest assignment of one problem that fits, if any does."""
+    best, count = Best(), 0
+    for ways in every_cut(problem):
+        for block in _blocks(ways):
+            shape = tuple(map(len, block))
+            count += math.prod(shape)
+            seconds, fit = _priced(problem, block)
+            at = tuple(chooser.randrange(size) for size in shape)
+            _check(problem, block, at, float(seconds[at]), bool(fit[at]))
+            seconds[~fit] = math.inf
+            at = tuple(map(int, numpy.unravel_index(numpy.argmin(seconds), shape)))
+            if seconds[at] < best.seconds:
+                _check(problem, block, at, float(seconds[at]), True)
+                best = Best(float(seconds[at]), problem=problem, assignment=_assignment(block, at))
+    return replace(best, num_assignments=count)
+
+
+def every_cut(problem: StageProblem) -> Iterator[list[Ways]]:
+    """For every way to cut the units into chunks, the ways to run each chunk."""
+    units = [run for run, each in enumerate(problem.runs) for _ in range(each.count)]
+    known: dict[tuple[tuple[int, ...], bool], Ways] = {}
+    for cuts in itertools.combinations(range(1, len(units)), problem.num_chunks - 1):
+        stretches = [tuple(units[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(units)))]
+        keys = [(stretch, index == 0) for index, stretch in enumerate(stretches)]
+        for stretch, first in keys:
+            if (stretch, first) not in known:
+                known[stretch, first] = ways_of_chunk(problem, stretch, first=first)
+        yield [known[key] for key in keys]
+
+
+def ways_of_chunk(problem: StageProblem, stretch: Sequence[int], *, first: bool) -> Ways:
+    """Every way to run the units of ``stretch`` (runs of units in a row)."""
+    found: Ways | None = None
+    for run in dict.fromkeys(stretch):
+        more = _ways_of_run(problem, run, stretch.count(run), first=first and found is None)
+        found = more if found is None else _both(found, more)
+    assert found is not None
+    return found
+
+
+def _ways_of_run(problem: StageProblem, run: int, count: int, *, first: bool) -> Ways:
+    choices = [choice.costs for choice in problem.runs[run].choices]
+    ways: list[list[int]] = []
+    ahead: list[int] = []
+    for chosen in itertools.combinations_with_replacement(range(len(choices)), count):
+        for leading in sorted(set(chosen)) if first else chosen[:1]:
+            ways.append([chosen.count(choice) for choice in range(len(choices))])
+            ahead.append(leading)
+    counts, leads = numpy.array(ways), numpy.array(ahead)
+    sums = counts @ numpy.array([_sums(costs) for costs in choices])
+    peaks = numpy.array([costs.peak_bytes for costs in choices])
+    reduce = numpy.array([costs.reduce_step for costs in choices])
+    return Ways(sums, numpy.where(counts > 0, peaks, 0.0).max(axis=1), reduce[leads], ((run, counts, leads),))
+
+
+def _sums(costs: LayerCosts) -> tuple[float, ...]:
+    return (
+        max(costs.forward, costs.gather_forward),
+        max(costs.backward, costs.gather_backward + costs.reduce_backward),
+        costs.backward_weight,
+        costs.reduce_step,
+        costs.update_step + costs.gather_step,
+        costs.state_bytes,
+        costs.saved_bytes,
+    )
+
+
+def _both(one: Ways, other: Ways) -> Ways:
+    """Every way of ``one`` with every way of ``other``."""
+    left, right = (part.ravel() for part in numpy.indices((len(one), len(other))))
+    choices = [(run, counts[left], ahead[left]) for run, counts, ahead in one.choices]
+    choices += [(run, counts[right], ahead[right]) for run, counts, ahead in other.choices]
+    peak = numpy.maximum(one.peak[left], other.peak[right])
+    return Ways(one.sums[left] + other.sums[right], peak, one.first[left], tuple(choices))
+
+
+def _blocks(ways: list[Ways]) -> Iterator[list[Ways]]:
+    """The ways of all chunks in parts that make arrays of at most ``BLOCK`` entries."""
+    total = math.prod(map(len, ways))
+    if total <= BLOCK:
+        yield ways
+        return
+    longest = max(range(len(ways)), key=lambda index: len(ways[index]))
+    size = max(1, len(ways[longest]) * BLOCK // total)
+    for begin in range(0, len(ways[longest]), size):
+        part = ways[longest].part(begin, begin + size)
+        yield from _blocks([part if index == longest else each for index, each in enumerate(ways)])
+
+
+def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray[numpy.bool_]]:
+    """Seconds of every assignment and whether it fits, by the closed form that ``cost_models.step_time`` states."""
+    p, m, num_chunks, ranks = problem.num_ranks, problem.num_microbatches, problem.num_chunks, problem.ranks
+    schedule, per_rank = SCHEDULES[problem.schedule], problem.num_chunks // problem.num_ranks
+
+    def spread(values: Array, chunk: int) -> Array:
+        return values.reshape([-1 if index == chunk else 1 for index in range(num_chunks)])
+
+    figures = [
+        {name: spread(each.sums[:, column], chunk) for column, name in enumerate(SUMS)}
+        for chunk, each in enumerate(ways)
+    ]
+    for chunk in range(1, num_chunks):
+        if ranks[chunk] != ranks[chunk - 1]:
+            run = problem.runs[ways[chunk].choices[0][0]]
+            figures[chunk]["forward"] = figures[chunk]["forward"] + run.receive_forward
+            figures[chunk - 1]["backward"] = figures[chunk - 1]["backward"] + run.receive_backward
+    mine = [[chunk for chunk in range(num_chunks) if ranks[chunk] == rank] for rank in range(p)]
+    times = [each["forward"] + each["backward"] for each in figures]
+    if schedule.divided:
+        longest: Any = sum(_most([times[round_ * p + rank] for rank in range(p)]) for round_ in range(per_rank))
+    else:
+        longest = _most([sum(times[chunk] for chunk in chunks) for chunks in mine])
+    if schedule.splits_backward:
+        on_forward, on_backward, on_weight = schedule.fill
+        fills = [
+            on_forward * each["forward"]
+            + on_backward * (each["backward"] - each["weight"])
+            + on_weight * each["weight"]
+            for each in figures
+        ]
+        pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
+    else:
+        divisor = per_rank if schedule.divided else 1
+        pipeline = (m - 1 / divisor) * longest + sum(times) / divisor
+    tail: Any = spread(ways[0].first, 0)
+    before: Any = 0.0
+    for chunks in mine:
+        backward = sum(figures[chunk]["backward"] for chunk in chunks)
+        tail = numpy.maximum(tail, sum(figures[chunk]["reduce"] for chunk in chunks) - backward - before)
+        before = before + backward / per_rank
+    update = _most([sum(figures[chunk]["update"] for chunk in chunks) for chunks in mine])
+    shape = tuple(map(len, ways))
+    fit: Any = numpy.full((1,) * num_chunks, True)
+    for rank, chunks in enumerate(mine):
+        held = sum(figures[chunk]["state"] + problem.in_flight[chunk] * figures[chunk]["saved"] for chunk in chunks)
+        peak = _most([spread(ways[chunk].peak, chunk) for chunk in chunks])
+        fit = fit & (held + peak <= problem.memory[rank] * (1 + ROUNDING))
+    return numpy.broadcast_to(pipeline + tail + update, shape).copy(), numpy.broadcast_to(fit, shape)
+
+
+def _most(arrays: Sequence[Any]) -> Any:
+    found = arrays[0]
+    for each in arrays[1:]:
+        found = numpy.maximum(found, each)
+    return found
+
+
+def _assignment(ways: Sequence[Ways], at: Sequence[int]) -> Assignment:
+    return tuple(each.groups(index) for each, index in zip(ways, at))
+
+
+def _check(problem: StageProblem, ways: Sequence[Ways], at: Sequence[int], seconds: float, fit: bool) -> None:
+    """The arrays say of one assignment what ``cost_models.step_time`` says."""
+    step = as_step(problem, _assignment(ways, at))
+    alone = step_seconds(step).total
+    assert abs(alone - seconds) <= EXACT * alone, (problem, at, alone, seconds)
+    memory = step_memory(step)
+    near = any(abs(used - limit) <= 2 * ROUNDING * limit for used, limit in zip(memory, problem.memory))
+    assert near or fit == all(used <= limit for used, limit in zip(memory, problem.memory)), (problem, at)

@@ -1,0 +1,94 @@
+"""Models of few blocks and clusters of few devices, small enough to try everything."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models import Cluster
+from passes.capture import capture
+from passes.ir.graph import Graph
+from planner.step.figures import KeptSpace
+from planner.step.level_one import LevelOne
+from planner.step.sharding import ShardingSpace
+from planner.verification import slow_devices
+from tests.small_models import Mlp, Residual, mlp_batch, squared_error
+
+
+class Uneven(nn.Module):
+    """Blocks of different sizes: no two are alike."""
+
+    def __init__(self, *hidden: int, size: int = 32, outputs: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(size, each) for each in hidden)
+        self.last = nn.Linear(size, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def of_module(module: nn.Module, *, batch: int = 8, size: int = 32) -> Graph:
+    return capture(module, args=mlp_batch(batch=batch, size=size), loss_fn=squared_error)
+
+
+def of_config(name: str, *, batch: int = 8, seq_len: int = 32, **changes: Any) -> Graph:
+    """A model of the library with some of its configuration changed."""
+    pytest.importorskip("transformers")
+    from planner.library import load_config
+    from planner.planning import capture_for_planning
+
+    config = load_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return capture_for_planning(config, batch_size=batch, seq_len=seq_len)
+
+
+MODELS: Mapping[str, Callable[[], Graph]] = {
+    "2-block mlp": lambda: of_module(Mlp(layers=2, size=32)),
+    "6-block mlp": lambda: of_module(Mlp(layers=6, size=32), batch=16),
+    "uneven": lambda: of_module(Uneven(32, 96, 64, 256, 32, 128)),
+    "llama": lambda: of_config("tiny-llama", num_hidden_layers=6),
+    "gpt2": lambda: of_config("tiny-gpt2", n_layer=4),
+    "t5": lambda: of_config("tiny-t5", num_layers=2, num_decoder_layers=3),
+}
+
+
+def two_boxes() -> Cluster:
+    """Two boxes of four devices, slow between them, where every message and every launch takes a while."""
+    device = {
+        "name": "small",
+        "flops": {"float32": 2e12, "float64": 1e12, "bfloat16": 4e12},
+        "memory_bytes": 1e10,
+        "memory_bandwidth": 2e11,
+        "launch_overhead": 1e-6,
+        "overlap_slowdown": 0.1,
+    }
+    inside = {"name": "bus", "size": 4, "latency": 5e-6, "bandwidth": 2e10}
+    between = {"name": "network", "size": 2, "latency": 2e-5, "bandwidth": 2e9, "shared_by": 4}
+    return Cluster.from_dict({"name": "two boxes", "device": device, "levels": [inside, between]})
+
+
+CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
+    "four": lambda: slow_devices(4),
+    "eight": lambda: slow_devices(8),
+    "boxes": two_boxes,
+}
+
+
+@functools.cache
+def space(model: str) -> tuple[ShardingSpace, KeptSpace]:
+    found = ShardingSpace.of(MODELS[model]())
+    return found, KeptSpace.of(found)
+
+
+@functools.cache
+def level_one(model: str, cluster: str) -> LevelOne:
+    """Level 1 of one model on one cluster; what it has solved serves every search."""
+    return LevelOne(CLUSTERS[cluster](), *space(model))
