@@ -153,6 +153,18 @@ def binary(draw: Draw) -> Arguments:
     return ((first, second) if draw.flag() else (second.expand(shape).clone(), first)), {}
 
 
+@sampler("tanh_backward", "sigmoid_backward", "gelu_backward")
+def gradient_of_pointwise(draw: Draw) -> Arguments:
+    shape = draw.shape(0, 3)
+    return (draw.normal(*shape), draw.between(0.1, 0.9, *shape)), {}
+
+
+@sampler("threshold_backward")
+def gradient_of_threshold(draw: Draw) -> Arguments:
+    shape = draw.shape(0, 3)
+    return (draw.normal(*shape), draw.normal(*shape), 0), {}
+
+
 @sampler("mul.Scalar", "multiply.Scalar", "div.Scalar", "divide.Scalar", "add.Scalar", "sub.Scalar", "rsub.Scalar")
 def by_number(draw: Draw) -> Arguments:
     return (draw.normal(*draw.shape(0, 3)), 2.5), {}

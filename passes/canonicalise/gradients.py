@@ -22,7 +22,9 @@ def nodes_with_gradient(graph: fx.Graph, sources: Collection[str]) -> set[fx.Nod
         if node.op == "placeholder":
             carries = node.name in sources
         else:
-            carries = node.op == "call_function" and not found.isdisjoint(node.all_input_nodes) and _passes(node)
+            carries = (
+                node.op == "call_function" and not found.isdisjoint(node.all_input_nodes) and passes_gradient(node)
+            )
         if carries:
             found.add(node)
     return found
@@ -32,7 +34,8 @@ def differentiable(entry: object) -> bool:
     return isinstance(entry, torch.Tensor) and (entry.is_floating_point() or entry.is_complex())
 
 
-def _passes(node: fx.Node) -> bool:
+def passes_gradient(node: fx.Node) -> bool:
+    """Whether the node's output carries a gradient to inputs that have one."""
     entry = node.meta.get("val")
     entries = entry if isinstance(entry, (list, tuple)) else [entry]
     name = str(node.target).split(".")

@@ -17,6 +17,7 @@ from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.literals import merge_equal_literals
 from passes.capture.repeats import find_repeats
+from passes.capture.saved_values import reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
 from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
@@ -74,6 +75,7 @@ def capture(
         merge_equal_literals(program)
         sources = _sources(program, call, states, gradients=gradients)
         try:
+            reconnect_saved_values(program)
             graph = _to_graph(program, sources, call)
         except CaptureError as error:
             raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
