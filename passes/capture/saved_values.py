@@ -39,7 +39,7 @@ def reconnect_saved_values(program: ExportedProgram) -> None:
 def _lifted_values(program: ExportedProgram) -> dict[fx.Node, torch.Tensor]:
     """Placeholders of the constants that are no real tensors."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found = {}
+    found: dict[fx.Node, torch.Tensor] = {}
     for spec in program.graph_signature.input_specs:
         data = program.constants.get(spec.target) if spec.target is not None else None
         node = placeholders[spec.arg.name]
@@ -99,7 +99,8 @@ def _reconnect(user: fx.Node, source: fx.Node, value: torch.Tensor, computed: _C
 
 def _viewed(base: fx.Node, value: torch.Tensor, user: fx.Node) -> fx.Node | None:
     """``value`` as a reshaped and permuted ``base``, or None if it is another kind of view."""
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     if not value.permute(order).is_contiguous():
         return None
     node = _call(user, torch.ops.aten.reshape.default, base, [value.shape[dim] for dim in order])
