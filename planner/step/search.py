@@ -335,7 +335,7 @@ class Search:
         """Whether the sharding is the one that a lower worth of bytes gave."""
         lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
         before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
-        return before is not None and before.seconds == sharded.seconds
+        return before is not None and before.seconds == sharded.seconds and before.figures == sharded.figures
 
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None
@@ -378,7 +378,7 @@ class Search:
         """The candidate again, under the sharding for which a byte is worth more: slower, but it may recompute, gather
         or reduce less. ``bound``: of the operators alone, since the stages of other shardings say nothing of it."""
         heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
-        if heavier is not None and entry.candidate.layout.tensor > 1:
+        if heavier is not None and entry.candidate.cut.context * entry.candidate.cut.tensor > 1:
             yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
 
     def _add(self, solution: Solution) -> None:
