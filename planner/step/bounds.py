@@ -74,7 +74,7 @@ class Bounds:
         ways = layout.context * layout.tensor
         activations = max(least.kept, least.peak) / ways
         if layout not in self._zero:
-            self._zero[layout] = tuple(self._zero_costs(layout, links, stages))
+            self._zero[layout] = tuple(self._zero_costs(candidate, links, stages))
         hull = _hull([(held, seconds) for held, seconds in self._zero[layout]])
         room = memory * layout.pipeline - activations
         if room >= hull[0][0]:
@@ -87,10 +87,12 @@ class Bounds:
             return math.inf
         return hull[-1][1]
 
-    def _zero_costs(self, layout: Layout, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
+    def _zero_costs(
+        self, candidate: Candidate, links: Links, stages: Collection[int]
+    ) -> Iterator[tuple[float, float]]:
         """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
-        sharded = self.level_one.alone(Cut(self.level_one.global_batch))
-        assert sharded is not None
+        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
+        assert sharded is not None  # the candidate has been bounded by it
         for stage in stages if layout.group > 1 else (0,):
             held = seconds = 0.0
             for each in sharded.figures:
