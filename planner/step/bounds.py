@@ -87,9 +87,7 @@ class Bounds:
             return math.inf
         return hull[-1][1]
 
-    def _zero_costs(
-        self, candidate: Candidate, links: Links, stages: Collection[int]
-    ) -> Iterator[tuple[float, float]]:
+    def _zero_costs(self, candidate: Candidate, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
         """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
         layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
