@@ -29,19 +29,22 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def together(function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """``function()`` on every rank; what it raises on one of them is raised on all.
+    """``function()`` on every rank; what it raises on one of them ends it on all.
 
     Raises:
-        ValueError: on every rank, with the message of the first that met a ValueError or an OSError.
+        ValueError: on every rank, with the message of the first that failed; a rank that met another error than a
+            ValueError or an OSError raises that.
     """
     result, error = None, None
     try:
         result = function()
-    except (ValueError, OSError) as found:
+    except Exception as found:
         error = found
     messages = gathered(None if error is None else str(error), group)
+    if isinstance(error, OSError):
+        raise ValueError(str(error)) from error
     if error is not None:
-        raise error if isinstance(error, ValueError) else ValueError(str(error)) from error
+        raise error
     for rank, message in enumerate(messages):
         if message is not None:
             raise ValueError(f"rank {rank}: {message}")

@@ -1,0 +1,5 @@
+"""Training checkpoints that any plan can resume: whole tensors by name, stored as the rectangles that ranks hold."""
+
+from runtime.checkpoint.manager import Checkpoint, CheckpointManager
+
+__all__ = ["Checkpoint", "CheckpointManager"]

@@ -1,0 +1,155 @@
+"""The directory of checkpoints: complete ones under their names, a pointer to the last, unfinished ones beside them.
+
+A checkpoint is written into ``.unfinished-<name>``; once all of it is on disk the folder takes its name, and only then
+the pointer ``latest`` is replaced, then old ones are removed. A writer that is killed at any moment leaves the pointer
+at a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+POINTER = "latest"
+MANIFEST = "checkpoint.json"
+METADATA = ".metadata"
+FORMAT = "meshwright-checkpoint"
+VERSION = 1
+UNFINISHED = ".unfinished-"
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+def complete_names(directory: Path) -> list[str]:
+    """Names of complete checkpoints, oldest first (a step that was saved again comes after its first save)."""
+    if not directory.is_dir():
+        return []
+    found = [match for entry in directory.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+
+
+def new_name(directory: Path, step: int) -> str:
+    """A name for a checkpoint of ``step`` that no other has."""
+    name, again = f"step-{step:08d}", 0
+    while (directory / name).exists():
+        again += 1
+        name = f"step-{step:08d}.{again}"
+    return name
+
+
+def latest_name(directory: Path) -> str | None:
+    """What the pointer says, or None if there is none."""
+    pointer = directory / POINTER
+    return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+
+
+def named(directory: Path, step: int | None) -> str:
+    """The checkpoint of ``step``, or the latest.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    name: str | None
+    if step is None:
+        name = latest_name(directory)
+        if name is None:
+            raise ValueError(f"there is no checkpoint in {directory}")
+    else:
+        of_step = [name for name in complete_names(directory) if step_of(name) == step]
+        if not of_step:
+            raise ValueError(f"there is no checkpoint of step {step} in {directory}, only {complete_names(directory)}")
+        name = of_step[-1]
+    return name
+
+
+def step_of(name: str) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def start(directory: Path, step: int) -> str:
+    """Make room for a checkpoint; the name it will have. What killed writers left is removed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for left in directory.glob(UNFINISHED + "*"):
+        shutil.rmtree(left, ignore_errors=True)
+    name = new_name(directory, step)
+    (directory / (UNFINISHED + name)).mkdir()
+    return name
+
+
+def commit(directory: Path, name: str, manifest: Mapping[str, Any], *, keep_last: int | None) -> None:
+    """Turn the unfinished folder, all files of which are on disk, into the latest checkpoint."""
+    folder = directory / (UNFINISHED + name)
+    sizes = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
+    content = {"format": FORMAT, "version": VERSION, **manifest, "files": sizes}
+    _write_synced(folder / MANIFEST, json.dumps(content, indent=2))
+    _sync(folder)
+    os.rename(folder, directory / name)
+    _sync(directory)
+    unfinished = directory / f".{POINTER}"
+    _write_synced(unfinished, name + "\n")
+    os.replace(unfinished, directory / POINTER)
+    _sync(directory)
+    if keep_last is not None:
+        _prune(directory, name, keep_last)
+
+
+def _prune(directory: Path, latest: str, keep_last: int) -> None:
+    """Remove all but the last ones, and never the latest, which may be of an earlier step than others."""
+    names = [name for name in complete_names(directory) if name != latest]
+    for name in names[: max(len(names) - keep_last + 1, 0)]:
+        # Half a folder must not look like a checkpoint.
+        gone = directory / (UNFINISHED + name)
+        os.rename(directory / name, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _write_synced(file: Path, text: str) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder are on disk only once the folder itself is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_complete(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that is all there.
+
+    Raises:
+        ValueError: saying what is missing, of another size, or of another kind.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no checkpoint {folder}")
+    file = folder / MANIFEST
+    if not file.exists():
+        raise ValueError(f"{folder} is not a checkpoint of this kind: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        sizes = manifest["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r})") from error
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise ValueError(f"{folder} is of format {manifest.get('format')} {manifest.get('version')}, not {VERSION}")
+    if METADATA not in manifest["files"]:
+        raise ValueError(f"{folder} is damaged: {MANIFEST} does not name {METADATA}")
+    for name, size in sizes:
+        if not (folder / name).exists():
+            raise ValueError(f"{folder} is damaged: {name} is missing")
+        found = (folder / name).stat().st_size
+        if found != size:
+            raise ValueError(f"{folder} is damaged: {name} has {found} bytes, it was written with {size}")
+    return manifest

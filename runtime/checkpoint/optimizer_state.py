@@ -1,0 +1,206 @@
+"""The optimizer's part of a checkpoint, by parameter names: tensors as rectangles, scalars, and the groups' options.
+
+``Optimizer.state_dict`` numbers parameters as one rank has them; another plan has others. So its state is read and
+written by parameter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from runtime.checkpoint.pieces import Content, Piece, names_under
+from runtime.owned import Owned
+
+TENSORS = "optimizer/tensor/"
+NUMBERS = "optimizer/number/"
+#: How an optimizer computes, which depends on the device: the running one's own choice stays.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One of ``param_groups``: its options, and names of its parameters."""
+
+    options: dict[str, Any]
+    names: tuple[str, ...]
+
+
+def _owners(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> dict[int, Owned]:
+    """Owned pieces of the optimizer's parameters, by ``id``.
+
+    Raises:
+        ValueError: for a parameter that is not the model's.
+    """
+    owners = {id(piece.tensor): piece for piece in owned}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in owners:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not among this model's: "
+                    "make it from parallel.parameters()"
+                )
+    return owners
+
+
+def groups_of(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> tuple[Group, ...]:
+    """This rank's groups."""
+    owners = _owners(owned, optimizer)
+    return tuple(
+        Group(
+            {name: value for name, value in group.items() if name != "params"},
+            tuple(owners[id(parameter)].name for parameter in group["params"]),
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def merged_groups(by_rank: Sequence[Sequence[Group]]) -> list[Group]:
+    """The groups of all ranks, each of which names only what it holds.
+
+    Raises:
+        ValueError: if ranks have different numbers of groups.
+    """
+    counts = {len(groups) for groups in by_rank}
+    if len(counts) != 1:
+        raise ValueError(
+            f"ranks have {sorted(counts)} parameter groups: make the same groups on all ranks, in the same order; "
+            "one may be empty where a rank holds none of its parameters"
+        )
+    merged = []
+    for parts in zip(*by_rank):
+        names = tuple(dict.fromkeys(name for part in parts for name in part.names))
+        merged.append(Group(parts[0].options, names))
+    return merged
+
+
+def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> Content:
+    """What this rank writes of the optimizer's state.
+
+    Raises:
+        ValueError: for state that is neither shaped as its parameter nor a scalar.
+    """
+    owners = _owners(owned, optimizer)
+    content: Content = {}
+    for parameter, state in optimizer.state.items():
+        piece = owners[id(parameter)]
+        for key, value in state.items():
+            name = f"{piece.name}/{key}"
+            if value is None:
+                continue
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                if piece.primary:
+                    content[TENSORS + name] = Piece(value.detach(), piece.shape, piece.offsets)
+            elif not _is_scalar(value):
+                raise ValueError(
+                    f"the optimizer keeps {_described(value)} as {key!r} of {piece.name!r} (here "
+                    f"{list(parameter.shape)}): only tensors of the parameter's shape and scalars can be stored so "
+                    "that another plan can resume them"
+                )
+            elif _holds_the_first_element(piece):
+                place = TENSORS if isinstance(value, torch.Tensor) else NUMBERS
+                scalar = torch.as_tensor(value).detach().reshape(())
+                content[place + name] = Piece(scalar, (), ())
+    return content
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _holds_the_first_element(piece: Owned) -> bool:
+    """One rank does: it writes what is known of the whole parameter."""
+    return piece.primary and piece.tensor.numel() > 0 and not any(piece.offsets)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """State of the optimizer to be read: ``content`` is what to ask for, ``states`` where it goes."""
+
+    content: Content
+    states: Mapping[torch.Tensor, Mapping[str, str]]
+
+
+def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, metadata: Metadata) -> Wanted:
+    """What this rank asks for."""
+    owners = _owners(owned, optimizer)
+    keys: dict[str, list[str]] = {}
+    for prefix in (TENSORS, NUMBERS):
+        for full in names_under(metadata, prefix):
+            keys.setdefault(full.removeprefix(prefix).rpartition("/")[0], []).append(full)
+    content: Content = {}
+    states: dict[torch.Tensor, dict[str, str]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owners[id(parameter)]
+            for full in keys.get(owner.name, ()):
+                content[full] = _empty(full, metadata, owner, group)
+                states.setdefault(parameter, {})[full.rpartition("/")[2]] = full
+    return Wanted(content, states)
+
+
+def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]) -> Piece:
+    """A piece to read state into: the parameter's rectangle, or a scalar."""
+    parameter = owner.tensor
+    stored = metadata.state_dict_metadata[full]
+    assert isinstance(stored, TensorStorageMetadata)
+    dtype = stored.properties.dtype
+    if tuple(stored.size) == owner.shape:
+        # On meta: it gets memory once everything is found to fit.
+        return Piece(torch.empty_like(parameter, dtype=dtype, device="meta"), owner.shape, owner.offsets)
+    # PyTorch keeps a step count on the CPU unless the update itself reads it on the device.
+    on_device = full.rpartition("/")[2] != "step" or group.get("capturable") or group.get("fused")
+    on_device = on_device and full.startswith(TENSORS)
+    return Piece(torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu"), tuple(stored.size), ())
+
+
+def with_state_memory(wanted: Wanted, device: torch.device | str) -> None:
+    """Give memory to the pieces of ``wanted``."""
+    for full, piece in wanted.content.items():
+        if piece.tensor.is_meta:
+            wanted.content[full] = Piece(torch.empty_like(piece.tensor, device=device), piece.shape, piece.offsets)
+
+
+def put_state(wanted: Wanted, optimizer: torch.optim.Optimizer) -> None:
+    """Make what was read the optimizer's state, in the place of all it had."""
+    optimizer.state.clear()
+    for parameter, keys in wanted.states.items():
+        optimizer.state[parameter] = {
+            key: wanted.content[full].tensor if full.startswith(TENSORS) else wanted.content[full].tensor.item()
+            for key, full in keys.items()
+        }
+
+
+def matched_groups(
+    owned: Sequence[Owned], optimizer: torch.optim.Optimizer, saved: Sequence[Group]
+) -> list[dict[str, Any]]:
+    """New options of every group of ``optimizer``.
+
+    Raises:
+        ValueError: if its groups hold other parameters than the checkpoint's.
+    """
+    mine = groups_of(owned, optimizer)
+    if len(mine) != len(saved):
+        raise ValueError(f"the optimizer has {len(mine)} parameter groups, the checkpoint's had {len(saved)}")
+    for number, (group, stored) in enumerate(zip(mine, saved)):
+        strange = [name for name in group.names if name not in set(stored.names)]
+        if strange:
+            raise ValueError(
+                f"{strange[0]!r} is in parameter group {number} of the optimizer, but was not when the checkpoint was "
+                "saved: make the same groups in the same order"
+            )
+    return [{name: value for name, value in stored.options.items() if name not in IMPLEMENTATION} for stored in saved]
+
+
+def put_groups(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
+    """Give the groups their stored options."""
+    for group, stored in zip(optimizer.param_groups, options):
+        group.update(stored)
