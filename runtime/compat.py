@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,3 +32,27 @@ def use_mesh(mesh: Any) -> Iterator[None]:
         yield
     finally:
         _state._pop_mesh()
+
+
+def has_saved_tensors_hooks(node: torch.autograd.graph.Node) -> bool:
+    """Whether ``node`` holds a tensor behind ``saved_tensors_hooks``; True where torch does not tell."""
+    return any(getattr(saved, "unpack_hook", True) is not None for saved in _saved_tensors(node))
+
+
+_SAVED_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _SAVED_NAMES:
+        _SAVED_NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for name in _SAVED_NAMES[kind]:
+        saved = getattr(node, name)
+        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """How long collectives of the default process group wait for a peer from now on."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout)

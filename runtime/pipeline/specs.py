@@ -1,0 +1,65 @@
+"""What a pipeline executor needs to know of the chunks that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that one chunk sends to the next, as this rank has it.
+
+    Attributes:
+        shape: of this rank's part, for one micro-batch.
+        dtype: any that the process group can send.
+        requires_grad: whether its gradient (same shape and dtype) is sent back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+class StageRunner(Protocol):
+    """One chunk of the model, as one rank runs it.
+
+    Attributes:
+        index: the chunk's place in the model, from 0.
+        received: what the chunk before sends (nothing for the first).
+        sent: what goes to the next chunk (of the last chunk, not read).
+        tokens: leaves that the chunk uses besides what it receives; their ``.grad`` is added to.
+    """
+
+    index: int
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...]
+    tokens: list[torch.nn.Parameter]
+
+    def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:
+        """What the chunk sends for that micro-batch; of the last chunk ``(loss,)``, its part of the loss.
+
+        It changes no received tensor, but may return one. Inputs of the model it looks up itself.
+        """
+        ...
+
+
+def check_tensors(tensors: tuple[torch.Tensor, ...], specs: tuple[TensorSpec, ...], *, chunk: int) -> None:
+    """That ``tensors`` are what the chunk was said to send.
+
+    Raises:
+        RuntimeError: if they are not; the receiver would wait, or read something else.
+    """
+    found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    expected = tuple((spec.shape, spec.dtype) for spec in specs)
+    if found != expected:
+        raise RuntimeError(f"chunk {chunk} returned tensors of shape and dtype {found}, expected {expected}")
