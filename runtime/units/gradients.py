@@ -1,0 +1,124 @@
+"""The gradients of a bundle of parameters: added up over micro-batches, reduced over ranks, handed to the owners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.units.flat import FlatLayout
+from runtime.units.group import DataGroup
+
+#: From these ZeRO stages on: gradients end as pieces; they are reduced after every use.
+_PIECES, _REDUCED_PER_USE = 1, 2
+
+
+class Gradients:
+    """Gradients of parameters that have the same dtypes.
+
+    ``add`` takes whole gradients; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
+    reduced to the owners' ``grad``. A parameter that no gradient was added for keeps the ``grad`` it has: which those
+    are follows from the program, so all ranks agree.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        *,
+        zero: int,
+        group: DataGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        self._owners = tuple(owners)
+        self._layout = layout
+        self._pieces = zero >= _PIECES
+        self._per_use = zero >= _REDUCED_PER_USE
+        self._group = group
+        self._dtype = dtype
+        self._buffer: torch.Tensor | None = None
+        self._added: set[int] = set()
+        self._running: tuple[Any, set[int]] | None = None
+        self._reduced: torch.Tensor | None = None
+        self._reduced_of: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held from one micro-batch to the next."""
+        held = (self._buffer, self._reduced)
+        return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
+
+    @torch.no_grad()
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add whole gradients of one use."""
+        given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+        if not given:
+            return
+        if self._buffer is None:
+            size = self._layout.row * self._layout.num_ranks if self._pieces else self._layout.total
+            self._buffer = torch.empty(size, dtype=self._dtype, device=self._owners[0].device)
+        first = {place: gradient for place, gradient in given.items() if place not in self._added}
+        again = {place: gradient for place, gradient in given.items() if place in self._added}
+        if first:
+            torch._foreach_copy_(*self._pairs(self._buffer, first))
+        if again:
+            torch._foreach_add_(*self._pairs(self._buffer, again))
+        self._added.update(first)
+        if self._per_use:
+            self.launch()
+
+    def launch(self) -> None:
+        """Start reducing what has been added."""
+        if self._buffer is None:
+            return
+        self.settle()
+        for place in range(len(self._owners)):
+            if place not in self._added:
+                self._space(self._buffer, place).zero_()
+        reduce = self._group.reduce_scatter if self._pieces else self._group.all_reduce
+        self._running = reduce(self._buffer), self._added
+        self._buffer, self._added = None, set()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what is being reduced."""
+        if self._running is None:
+            return
+        (running, added), self._running = self._running, None
+        result = self._group.wait(running)
+        self._reduced = result if self._reduced is None else self._reduced.add_(result)
+        self._reduced_of |= added
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce what is left, wait, and add everything to the owners' ``grad``."""
+        self.launch()
+        self.settle()
+        if self._reduced is None:
+            return
+        if self._pieces:
+            totals = self._layout.pieces(self._reduced, self._owners)
+        else:
+            totals = self._layout.wholes(self._reduced)
+        for place in sorted(self._reduced_of):
+            owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)
+            if owner.grad is None:
+                owner.grad = total
+            else:
+                owner.grad.add_(total)
+        self._reduced, self._reduced_of = None, set()
+
+    def _pairs(
+        self, buffer: torch.Tensor, given: dict[int, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if self._pieces:
+            return self._layout.scatter_pairs(buffer, given)
+        return [self._space(buffer, place).view(self._layout.slots[place].shape) for place in given], [*given.values()]
+
+    def _space(self, buffer: torch.Tensor, place: int) -> torch.Tensor:
+        if self._pieces:
+            return self._layout.slot_rows(buffer, place)
+        slot = self._layout.slots[place]
+        return buffer[slot.start : slot.start + slot.size]

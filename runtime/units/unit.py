@@ -1,0 +1,315 @@
+"""One unit's weights: gathered for use, with gradients that are reduced over the data ranks behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.units.gradients import Gradients
+from runtime.units.group import DataGroup
+from runtime.units.pieces import piece_shape
+from runtime.units.weights import Gathered, Weights
+
+_REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+@dataclass(frozen=True)
+class UnitWeight:
+    """One parameter of a unit.
+
+    Attributes:
+        owner: what this rank owns of it: under ZeRO 1 to 3, if it is trained, the piece of ``pieces.piece_of``.
+        shape: of the whole parameter, as it is on the rank without ZeRO.
+        compute: dtype of the working weight; None for the owner's.
+        gradient: dtype in which gradients are reduced and added up; None for float32 where ``compute`` has 16 bits,
+            else the owner's.
+    """
+
+    name: str
+    owner: nn.Parameter
+    shape: tuple[int, ...]
+    compute: torch.dtype | None = None
+    gradient: torch.dtype | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.compute or self.owner.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        if self.gradient is not None:
+            return self.gradient
+        return torch.float32 if self.compute_dtype.itemsize <= 2 else self.owner.dtype
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Trained parameters of equal dtypes: ``places`` in the unit, what they compute with, their gradients."""
+
+    places: tuple[int, ...]
+    weights: Weights
+    gradients: Gradients
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd keeps in the place of a view of gathered weights."""
+
+    bundle: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class Unit:
+    """The weights that one unit (a layer, or a stretch between layers) uses together, under ZeRO 0 to 3.
+
+    A step is ``begin(num_uses)``, the forward and backward passes of its micro-batches, ``finish()``. Without
+    ``begin`` the unit is *automatic*: the end of every backward pass finishes. Gradients that come out of a use are
+    taken as partial on the ranks of ``group`` and are summed over them.
+
+    Frozen parameters are whole, used as they are, and never sent.
+
+    Args:
+        weights: the unit's parameters, each once; owners of frozen ones are whole.
+        zero: 0: all whole. 1: owners are pieces; weights gathered and gradients reduced once a step. 2: gradients
+            reduced after every use, only pieces are kept. 3: weights gathered for every use, too.
+        group: the data ranks.
+
+    Attributes:
+        token: the autograd leaf that stands for all parameters of a use; its gradient is zero.
+
+    Raises:
+        ValueError: for an unknown stage, and for an owner that is not the piece it should be.
+    """
+
+    def __init__(self, weights: Sequence[UnitWeight], *, zero: int, group: DataGroup | None = None) -> None:
+        self.group = group or DataGroup()
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"unknown ZeRO stage {zero!r}: expected 0, 1, 2 or 3")
+        self.zero = zero if self.group.size > 1 else 0
+        self.weights = tuple(weights)
+        self._check_shapes()
+        self._bundles = self._make_bundles()
+        first = self.weights[0].owner if self.weights else torch.empty(0)
+        self.token = nn.Parameter(torch.zeros((), device=first.device))
+        self._plain = self.group.size == 1 and all(
+            bundle.weights.as_owned and weight.gradient_dtype == weight.owner.dtype
+            for bundle in self._bundles
+            for weight in (self.weights[place] for place in bundle.places)
+        )
+        # The neighbours, set by a chain.
+        self.before: Unit | None = None
+        self.after: Unit | None = None
+        self._expected: int | None = None
+        self._open_uses = 0
+        self._callback_queued = False
+        self._backward: list[Gathered] | None = None
+        # While autograd saves for backward: gathered weights by the address of their memory.
+        self._is_saving = False
+        self._watched: dict[int, tuple[int, Gathered]] = {}
+        self._needed_backward = True
+        self._gathered_backward = False
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The autograd leaves of a use: the token, or the parameters themselves where nothing needs doing."""
+        if not self._bundles:
+            return []
+        return [weight.owner for weight in self.weights if weight.owner.requires_grad] if self._plain else [self.token]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that are held between micro-batches (the owners' ``grad`` not counted)."""
+        return sum(bundle.gradients.num_bytes for bundle in self._bundles)
+
+    def begin(self, num_uses: int) -> None:
+        """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
+        self._expected = self._open_uses = num_uses
+        self.refresh_needed()
+
+    def refresh_needed(self) -> None:
+        """The owners have changed: weights are made anew at their next use. All ranks must call it."""
+        for bundle in self._bundles:
+            bundle.weights.stale()
+
+    def prefetch(self) -> None:
+        """Start gathering the weights for the next use; nothing where they are there. All ranks must call it."""
+        if self.zero:
+            for bundle in self._bundles:
+                bundle.weights.prefetch()
+
+    def use(self) -> list[torch.Tensor]:
+        """Whole working weights, in the order of ``weights``; differentiable where gradients are enabled."""
+        working: list[torch.Tensor] = [weight.owner for weight in self.weights]
+        if self._plain:
+            return working
+        if self.zero == _GATHERED_PER_USE:
+            made = [bundle.weights.gather() for bundle in self._bundles]
+            if self._is_saving and all(type(gathered.flat) is torch.Tensor for gathered in made):
+                self._watched = {gathered.flat.data_ptr(): (index, gathered) for index, gathered in enumerate(made)}
+            wholes = [gathered.wholes() for gathered in made]
+        else:
+            wholes = [bundle.weights.kept() for bundle in self._bundles]
+        self._gather_ahead()
+        if torch.is_grad_enabled() and self._bundles:
+            if self._expected is None and not _in_backward():
+                self._open_uses += 1
+            flat = _Use.apply(self.token, self, [whole for some in wholes for whole in some])
+            iterator = iter(flat)
+            wholes = [[next(iterator) for _ in some] for some in wholes]
+        for bundle, some in zip(self._bundles, wholes):
+            for place, whole in zip(bundle.places, some):
+                working[place] = whole
+        return working
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """A context in which autograd keeps no weights that ``use`` gathers: backward gathers them again.
+
+        Call ``use`` and the unit's computation inside it. Not needed where the computation is recomputed in the
+        backward pass: there ``use`` is called again.
+        """
+        if self.zero < _GATHERED_PER_USE or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return self._saving()
+
+    def finish(self) -> None:
+        """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
+        for bundle in self._bundles:
+            bundle.gradients.launch()
+        for bundle in self._bundles:
+            bundle.gradients.finish()
+            bundle.weights.drop_prefetched()
+        self._expected, self._open_uses, self._backward = None, 0, None
+
+    def settle(self) -> None:
+        """Wait for the reductions that have been started."""
+        for bundle in self._bundles:
+            bundle.gradients.settle()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._is_saving = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._is_saving, self._watched = False, {}
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            return tensor
+        watched = self._watched.get(tensor.untyped_storage().data_ptr())
+        if watched is None:
+            return tensor
+        return _View(watched[0], tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, kept: torch.Tensor | _View) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if self._backward is None:
+            self._backward = [bundle.weights.gather() for bundle in self._bundles]
+            self._gather_ahead()
+            if _in_backward():
+                # A backward pass that ends without gradients of the weights must not keep them either.
+                _ENGINE.queue_callback(self._drop_backward)
+        return torch.as_strided(self._backward[kept.bundle].flat, kept.size, kept.stride, kept.offset)
+
+    def _drop_backward(self) -> None:
+        self._backward = None
+
+    def _gather_ahead(self) -> None:
+        """Let the unit that will be used next start gathering."""
+        if not _in_backward():
+            if self.after is not None:
+                self.after.prefetch()
+            return
+        self._gathered_backward = True
+        before = self.before
+        if before is not None and before.zero == _GATHERED_PER_USE and before._needed_backward:
+            before.prefetch()
+
+    def _take(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Whole gradients of one use, in the order of the bundles."""
+        self._backward = None
+        self._needed_backward, self._gathered_backward = self._gathered_backward, False
+        if self.zero >= _REDUCED_PER_USE and self.after is not None:
+            # One whole gradient at a time waits for its reduction.
+            self.after.settle()
+        start = 0
+        for bundle in self._bundles:
+            bundle.gradients.add(gradients[start : start + len(bundle.places)])
+            start += len(bundle.places)
+        self._open_uses -= 1
+        if self._open_uses == 0:
+            for bundle in self._bundles:
+                bundle.gradients.launch()
+        if self._expected is None and not self._callback_queued:
+            self._callback_queued = True
+            _ENGINE.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._callback_queued = False
+        self.finish()
+
+    def _make_bundles(self) -> tuple[_Bundle, ...]:
+        places: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for place, weight in enumerate(self.weights):
+            if weight.owner.requires_grad:
+                places.setdefault((weight.compute_dtype, weight.gradient_dtype), []).append(place)
+        bundles = []
+        for (compute, gradient), some in places.items():
+            owners = [self.weights[place].owner for place in some]
+            shapes = [self.weights[place].shape for place in some]
+            weights = Weights(owners, shapes, zero=self.zero, group=self.group, compute=compute)
+            gradients = Gradients(owners, weights.layout, zero=self.zero, group=self.group, dtype=gradient)
+            bundles.append(_Bundle(tuple(some), weights, gradients))
+        return tuple(bundles)
+
+    def _check_shapes(self) -> None:
+        for weight in self.weights:
+            if type(weight.owner.data) is not torch.Tensor:
+                continue  # One tensor for many ranks has no single shape.
+            expected = weight.shape
+            if self.zero and weight.owner.requires_grad:
+                expected = piece_shape(weight.shape, self.group.size, self.group.rank)
+            if tuple(weight.owner.shape) != tuple(expected):
+                raise ValueError(
+                    f"{weight.name} of shape {tuple(weight.shape)} is owned as {tuple(weight.owner.shape)} by rank "
+                    f"{self.group.rank} of {self.group.size}; ZeRO {self.zero} expects {tuple(expected)}"
+                )
+
+
+class _Use(torch.autograd.Function):
+    """From the token to working weights; backward hands their gradients to the unit."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, unit: Unit, wholes: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tuple(whole.detach() for whole in wholes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.unit._take(gradients)
+        return torch.zeros_like(ctx.unit.token), None, None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def chained(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Tell units the order in which a micro-batch uses them, so that one's use starts gathering the next's weights."""
+    for before, after in itertools.pairwise(units):
+        before.after, after.before = after, before
+    return tuple(units)

@@ -1,0 +1,185 @@
+"""One rank of the tests of units: a stack of layers under ZeRO, compared with the same stack on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from runtime.units.group import DataGroup
+from runtime.units.pieces import piece
+from runtime.units.unit import Unit, UnitWeight, chained
+from tests.ranks import answer, task
+
+HIDDEN, NUM_LAYERS, NUM_SAMPLES = 6, 3, 3
+#: Cut in dim 0, in dim 1, unevenly with empty pieces (of 4 ranks), not at all; and one that no layer uses.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "up": (8, HIDDEN),
+    "bias": (8,),
+    "down": (HIDDEN, 8),
+    "gain": (HIDDEN,),
+    "code": (5, 3),
+    "scale": (),
+    "unused": (4,),
+}
+FROZEN = "offset"
+
+
+def whole_weights(*, dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {**SHAPES, FROZEN: (HIDDEN,)}
+    return [
+        {name: (torch.randn(shape, generator=generator, dtype=torch.float64) / 2).to(dtype) for name, shape in shapes.items()}
+        for _ in range(NUM_LAYERS)
+    ]  # fmt: skip
+
+
+def samples(rank: int, microbatch: int, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + microbatch)
+    return torch.randn(NUM_SAMPLES, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def layer(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    up, bias, down, gain, code, scale, _, offset = weights
+    hidden = torch.tanh(x @ up.t() + bias)
+    return x + (hidden @ down.t()) * gain * scale + offset + (code * code).sum()
+
+
+def reference(num_ranks: int, num_microbatches: int, steps: int, **options: Any) -> list[dict[str, nn.Parameter]]:
+    """Whole parameters and gradients after ``steps`` optimizer steps on one process."""
+    layers = [
+        {name: nn.Parameter(tensor, requires_grad=name != FROZEN) for name, tensor in weights.items()}
+        for weights in whole_weights()
+    ]
+    optimizer, schedule = optimizer_of([some for weights in layers for some in weights.items()], **options)
+    for _ in range(max(steps, 1)):
+        optimizer.zero_grad()
+        for rank in range(num_ranks):
+            for microbatch in range(num_microbatches):
+                x = samples(rank, microbatch)
+                for weights in layers:
+                    x = layer(list(weights.values()), x)
+                x.square().sum().backward()
+        if steps:
+            optimizer.step()
+            schedule.step()
+    return layers
+
+
+def optimizer_of(named: list[tuple[str, nn.Parameter]], **options: Any) -> tuple[Any, Any]:
+    """AdamW without decay of 1-d weights, under a schedule."""
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, **options)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def make_units(zero: int, group: DataGroup) -> tuple[Unit, ...]:
+    units = []
+    for weights in whole_weights():
+        members = []
+        for name, tensor in weights.items():
+            trained = name != FROZEN
+            local = piece(tensor, group.size, group.rank) if zero and trained else tensor
+            members.append(UnitWeight(name, nn.Parameter(local.clone(), requires_grad=trained), tuple(tensor.shape)))
+        units.append(Unit(members, zero=zero, group=group))
+    return chained(units)
+
+
+def run_layer(unit: Unit, x: torch.Tensor, *, recompute: bool) -> torch.Tensor:
+    if recompute:
+        return checkpoint(lambda x: layer(unit.use(), x), x, use_reentrant=False)
+    with unit.saving():
+        return layer(unit.use(), x)
+
+
+def forward(units: tuple[Unit, ...], x: torch.Tensor, *, recompute: bool) -> torch.Tensor:
+    for unit in units:
+        x = run_layer(unit, x, recompute=recompute)
+    return x.square().sum()
+
+
+def trained_by_units(
+    zero: int, recompute: bool, order: str, num_microbatches: int, steps: int, group: DataGroup, **options: Any
+) -> list[dict[str, nn.Parameter]]:
+    units = make_units(zero, group)
+    named = [(weight.name, weight.owner) for unit in units for weight in unit.weights]
+    optimizer, schedule = optimizer_of(named, **options)
+    for _ in range(max(steps, 1)):
+        optimizer.zero_grad()
+        if order == "automatic":
+            for unit in units:
+                unit.refresh_needed()
+        else:
+            for unit in units:
+                unit.begin(num_microbatches)
+        losses = []
+        for microbatch in range(num_microbatches):
+            losses.append(forward(units, samples(group.rank, microbatch), recompute=recompute))
+            if order != "in flight":
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        if order != "automatic":
+            for unit in units:
+                unit.finish()
+        if steps:
+            optimizer.step()
+            schedule.step()
+    return [{weight.name: weight.owner for weight in unit.weights} for unit in units]
+
+
+def difference(
+    given: list[dict[str, nn.Parameter]], wanted: list[dict[str, nn.Parameter]], zero: int, group: DataGroup
+) -> float:
+    """Largest relative difference of owners and their gradients from the same pieces of whole ones."""
+    worst = 0.0
+    for layers in zip(given, wanted):
+        for name in layers[0]:
+            mine, whole = (weights[name] for weights in layers)
+            cut = (lambda tensor: piece(tensor, group.size, group.rank)) if zero and name != FROZEN else (lambda t: t)
+            pairs = [(mine.detach(), cut(whole.detach()))]
+            if (mine.grad is None) != (whole.grad is None):
+                return float("inf")
+            if mine.grad is not None:
+                pairs.append((mine.grad, cut(whole.grad)))
+            for one, other in pairs:
+                if one.shape != other.shape:
+                    return float("inf")
+                if one.numel():
+                    worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp_min(1e-300)))
+    largest = torch.tensor(worst, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def parity(cases: list[dict[str, Any]], group: DataGroup) -> dict[str, float]:
+    answers = {}
+    for case in cases:
+        options = case.get("options", {})
+        given = trained_by_units(
+            case["zero"], case["recompute"], case["order"], case["num_microbatches"], case["steps"], group, **options
+        )
+        wanted = reference(group.size, case["num_microbatches"], case["steps"], **options)
+        answers[str(case)] = difference(given, wanted, case["zero"], group)
+    return answers
+
+
+SCENARIOS: dict[str, Callable[[Any, DataGroup], Any]] = {"parity": parity}
+
+
+def main() -> None:
+    payload = task()
+    group = DataGroup.of(dist.group.WORLD)
+    answer({name: SCENARIOS[name](argument, group) for name, argument in payload.items()})
+
+
+if __name__ == "__main__":
+    main()
