@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from planner.trainer import Trainer
     from planner.verification import verify
     from runtime.data.loader import DataLoader
+    from runtime.launch.process import init
     from runtime.parallel_module import ParallelModule
 
 #: Public name → the module that has it.
@@ -28,11 +29,23 @@ _HOMES = {
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
     "compile": "planner.compilation",
+    "init": "runtime.launch.process",
     "plan": "planner.planning",
     "verify": "planner.verification",
 }
 
-__all__ = ["CaptureError", "Cluster", "DataLoader", "ParallelModule", "Plan", "Trainer", "compile", "plan", "verify"]
+__all__ = [
+    "CaptureError",
+    "Cluster",
+    "DataLoader",
+    "ParallelModule",
+    "Plan",
+    "Trainer",
+    "compile",
+    "init",
+    "plan",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

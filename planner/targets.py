@@ -15,6 +15,8 @@ from cost_models import Cluster
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
+from runtime.launch.place import find_place
+from runtime.launch.process import init
 
 #: What ``planner.compile`` takes to say where a model runs.
 Target = DeviceMesh | MeshShape | Mapping[str, int] | Plan | Cluster | str | Path
@@ -79,31 +81,18 @@ def planned_ranks(plan: Plan) -> torch.Tensor:
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:
-    """The device type of the default process group, which is joined as torchrun's environment says if need be.
+    """The device type of the default process group, which is joined as the environment says if need be.
 
     Raises:
         ValueError: if it does not have ``num_devices`` processes; ``needed_by`` says what needs them.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else find_place(os.environ).world_size
     if world_size != num_devices:
         raise ValueError(
             f"{needed_by} needs {num_devices} processes, but the world size is {world_size}: start that many "
-            f"(torchrun --nproc-per-node={num_devices}) or choose another mesh or cluster"
+            f"(planner run --nproc {num_devices}, or torchrun) or choose another mesh or cluster"
         )
-    if not dist.is_initialized():
-        _init_process_group(device)
-    return device
-
-
-def _init_process_group(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if device == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init().device.type
 
 
 def runnable_fix(fix: Mapping[str, Any] | None, forbid: Mapping[str, Any] | None) -> dict[str, Any]:
