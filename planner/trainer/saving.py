@@ -1,0 +1,58 @@
+"""A trainer's checkpoints: the last ones, and the best."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.checkpoint import CheckpointManager
+
+if TYPE_CHECKING:
+    from planner.trainer.trainer import Trainer
+
+
+class Saver:
+    """Checkpoints of a trainer: ``last/`` to go on from, ``best/`` with the lowest evaluation loss."""
+
+    def __init__(self, directory: str | Path, *, keep_last: int) -> None:
+        self._last = CheckpointManager(Path(directory) / "last", keep_last=keep_last)
+        self._best = CheckpointManager(Path(directory) / "best", keep_last=1)
+        self.best = math.inf
+
+    def save(self, trainer: Trainer, loader: Any) -> None:
+        """Write the state of training."""
+        self._write(self._last, trainer, loader)
+
+    def save_best(self, trainer: Trainer, loader: Any, loss: float) -> None:
+        """Write it as the best, if it is."""
+        if loss < self.best:
+            self.best = loss
+            self._write(self._best, trainer, loader)
+
+    def resume(self, trainer: Trainer, loader: Any) -> bool:
+        """Go back to the last checkpoint; False if there is none, or training has gone on since."""
+        if trainer.step or self._last.latest() is None:
+            return False
+        found = self._last.load(trainer.parallel, trainer.optimizer, scheduler=trainer.schedule, data=loader)
+        trainer.step, self.best = found.step, found.extra["best"]
+        return True
+
+    def load_best(self, trainer: Trainer) -> float:
+        """Go back to the best weights; returns their loss."""
+        return float(self._best.load(trainer.parallel).extra["best"])
+
+    def wait(self) -> None:
+        """Until everything is written."""
+        self._last.wait()
+        self._best.wait()
+
+    def _write(self, manager: CheckpointManager, trainer: Trainer, loader: Any) -> None:
+        manager.save(
+            trainer.parallel,
+            trainer.optimizer,
+            step=trainer.step,
+            scheduler=trainer.schedule,
+            data=loader,
+            extra={"best": self.best},
+        )

@@ -1,0 +1,301 @@
+"""``planner.Trainer``: planning, sharding, training, evaluation, checkpoints and resuming in three functions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.compilation import compile
+from planner.targets import Target
+from planner.trainer import batches
+from planner.trainer.evaluation import evaluate, predict
+from planner.trainer.gradients import clip_grad_norm
+from planner.trainer.optimizers import MakeOptimizer, default_optimizer
+from planner.trainer.reporting import OnLog, Reporter
+from planner.trainer.saving import Saver
+from runtime.data.loader import DataLoader
+from runtime.parallel_module import ParallelModule
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What ``fit`` did.
+
+    Attributes:
+        step: optimizer steps done in all, those of earlier runs included.
+        losses: of the steps that this run did, in order.
+        evaluations: ``evaluate``'s results by step.
+        best: the lowest evaluation loss, of earlier runs too; None without an evaluation.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    evaluations: dict[int, dict[str, float]]
+    best: float | None
+
+
+class Trainer:
+    """Trains, evaluates and runs a model on a mesh; every rank makes one and calls its methods together.
+
+    It is a thin layer: for a loop of your own use ``planner.compile``, ``planner.DataLoader`` and
+    ``parallel.train_step``.
+
+    Args:
+        model, mesh, loss_fn: as in ``planner.compile``; it is planned for the first dataset's batches. A loss must be a
+            mean over samples or valid labels.
+        collate_fn: list of samples → batch (a mapping of the model's arguments, a tuple of them, or a tensor).
+        predict_fn: ``predict_fn(parallel, batch)`` → one output for each sample of a batch, for ``predict``. Default:
+            the model's logits (or its first output beside the loss).
+        metrics: by name, functions ``(outputs, batch)`` → a value for each sample, or their mean.
+        optimizer: parameters → optimizer. Default: AdamW, lr 1e-3, weight decay 0.01 but on norms and biases (see
+            ``planner.trainer.decay_groups``).
+        lr_schedule: optimizer → schedule, stepped after every step (see ``planner.trainer.warmup_cosine``).
+        global_batch: samples in an optimizer step, over all ranks and micro-batches.
+        max_grad_norm: gradients are scaled down to this norm.
+        seed: of the order of samples, dropout, and the initialisation of a model on the meta device.
+        checkpoint_dir: where the last ``keep_last`` checkpoints (``last/``) and the one with the lowest evaluation loss
+            (``best/``) are kept. ``fit`` goes on from the last one there is.
+        eval_every, save_every: steps between evaluations, and between checkpoints; None: at the end of each epoch. The
+            last step of ``fit`` has both in any case.
+        log_every: steps between lines of the log; 0: silence.
+        on_log: called on the first rank with everything that is logged.
+        loader: options of ``planner.DataLoader`` for training (``num_workers``, ``shuffle``, ``last``, …). A last batch
+            that is not full is padded if the batch has integer labels, else left out with a warning.
+        label_fields: names of integer labels in a batch: what a mean loss is weighed by in ``evaluate``.
+        count_fn: batch → how many samples or tokens its mean loss is over, where labels do not tell.
+        **options: of ``planner.compile``: ``constraints``, ``fix``, ``memory_limit``, …
+
+    Raises:
+        ValueError: for a global batch below 1, or a negative interval.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Target,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        predict_fn: Callable[[ParallelModule, Any], Any] | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+        optimizer: MakeOptimizer = default_optimizer,
+        lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        global_batch: int,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        checkpoint_dir: str | Path | None = None,
+        keep_last: int = 2,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        log_every: int = 10,
+        on_log: OnLog | None = None,
+        loader: Mapping[str, Any] | None = None,
+        label_fields: tuple[str, ...] = ("labels",),
+        count_fn: Callable[[Any], float] | None = None,
+        **options: Any,
+    ) -> None:
+        if global_batch < 1:
+            raise ValueError(f"global_batch={global_batch}: an optimizer step needs at least one sample")
+        for name, every in (("eval_every", eval_every), ("save_every", save_every)):
+            if every is not None and every < 1:
+                raise ValueError(f"{name}={every}: give a number of steps, or None for the end of each epoch")
+        self.model = model
+        self.mesh = mesh
+        self.global_batch = global_batch
+        self.collate_fn = collate_fn
+        self.predict_fn = predict_fn
+        self.metrics = dict(metrics or {})
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.eval_every = eval_every
+        self.save_every = save_every
+        self.log_every = log_every
+        self.on_log = on_log
+        self.label_fields = label_fields
+        shifted = batches.shifts_labels(model)
+        self.count_fn = count_fn or (lambda batch: batches.count_valid(batch, label_fields, shifted=shifted))
+        self.step = 0
+        self._make_optimizer = optimizer
+        self._make_schedule = lr_schedule
+        self._loss_fn = loss_fn
+        self.loader_options = dict(loader or {})
+        self._checkpoints = (checkpoint_dir, keep_last)
+        self._options = options
+        self._parallel: ParallelModule | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._schedule: Any = None
+        self._saver: Saver | None = None
+
+    def fit(
+        self,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        *,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+    ) -> FitResult:
+        """Train until ``num_epochs`` or ``num_steps`` are done, counted from the very first run.
+
+        Raises:
+            ValueError: unless exactly one of them is given; and as ``planner.compile`` and ``planner.DataLoader``.
+            FloatingPointError: if a loss is not a finite number.
+        """
+        if (num_epochs is None) == (num_steps is None):
+            raise ValueError("give num_epochs or num_steps: how long to train")
+        self._prepare(train_dataset)
+        loader = self._loader(train_dataset)
+        evaluations: dict[int, dict[str, float]] = {}
+        with Reporter(first=self.is_first, log_every=self.log_every, on_log=self.on_log) as reporter:
+            if self._saver is not None and self._saver.resume(self, loader):
+                reporter.say(f"resumed at step {self.step}, epoch {loader.epoch}")
+            reporter.start(self.step, num_steps if num_steps is not None else _steps(loader, num_epochs))
+            for epoch_ends in self._steps(loader, reporter, num_epochs, num_steps):
+                ends = self.step == num_steps or (epoch_ends and loader.epoch + 1 == num_epochs)
+                if eval_dataset is not None and _due(self.step, self.eval_every, epoch_ends, ends):
+                    reporter.check()
+                    evaluations[self.step] = self.evaluate(eval_dataset)
+                    reporter.log(self.step, **{f"eval_{name}": value for name, value in evaluations[self.step].items()})
+                    if self._saver is not None:
+                        self._saver.save_best(self, loader, evaluations[self.step]["loss"])
+                if self._saver is not None and _due(self.step, self.save_every, epoch_ends, ends):
+                    reporter.check()
+                    self._saver.save(self, loader)
+            reporter.check()
+        if self._saver is not None:
+            self._saver.wait()
+        best = min((found["loss"] for found in evaluations.values()), default=None)
+        if self._saver is not None and self._saver.best < math.inf:
+            best = self._saver.best
+        return FitResult(self.step, tuple(reporter.losses), evaluations, best)
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """The mean ``loss`` over a whole dataset, weighed by valid labels (or samples), and the mean of each metric.
+
+        The same on every rank; nothing of the dataset is left out or counted twice.
+        """
+        self._prepare(dataset)
+        with self._evaluating():
+            return evaluate(self, dataset)
+
+    def predict(self, dataset: Any) -> list[Any]:
+        """One output for each sample of a dataset, in its order, on every rank (tensors on the CPU)."""
+        self._prepare(dataset)
+        with self._evaluating():
+            return predict(self, dataset)
+
+    def load_best(self) -> float:
+        """Go back to the weights of the lowest evaluation loss, and return it.
+
+        Raises:
+            ValueError: if there is no ``checkpoint_dir``, or nothing in it yet.
+        """
+        if self._saver is None:
+            raise ValueError("there is no best checkpoint: give checkpoint_dir=, and call fit with an eval_dataset")
+        return self._saver.load_best(self)
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The sharded model.
+
+        Raises:
+            ValueError: before the first ``fit``, ``evaluate`` or ``predict``.
+        """
+        if self._parallel is None:
+            raise ValueError("the model is planned for the first dataset: call fit, evaluate or predict first")
+        return self._parallel
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What trains this rank's parameters."""
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer(self.parallel.parameters())
+        return self._optimizer
+
+    @property
+    def schedule(self) -> Any:
+        """The learning-rate schedule, or None."""
+        if self._schedule is None and self._make_schedule is not None:
+            self._schedule = self._make_schedule(self.optimizer)
+        return self._schedule
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank: the one that prints."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _prepare(self, dataset: Any) -> None:
+        """Plan and shard, for batches of ``dataset``, if that has not been done."""
+        if self._parallel is not None:
+            return
+        torch.manual_seed(self.seed)
+        example = batches.example_batch(dataset, self.global_batch, self.collate_fn)
+        options = {"constraints": batches.data_pins(example, self.global_batch, self.mesh), **self._options}
+        inputs = dict(example) if isinstance(example, Mapping) else example
+        inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+        inputs = inputs if isinstance(inputs, (dict, tuple)) else (inputs,)
+        self._parallel = compile(self.model, self.mesh, example_inputs=inputs, loss_fn=self._loss_fn, **options)
+        if any(parameter.is_meta for parameter in self._parallel.parameters()):
+            self._parallel.initialise(seed=self.seed)
+        self.loader_options.setdefault("last", "pad" if batches.has_labels(example, self.label_fields) else "drop")
+        directory, keep_last = self._checkpoints
+        self._saver = Saver(directory, keep_last=keep_last) if directory is not None else None
+
+    def _loader(self, dataset: Any) -> DataLoader:
+        return DataLoader(
+            dataset,
+            self.parallel,
+            batch_size=self.global_batch,
+            collate_fn=self.collate_fn,
+            **{"seed": self.seed, "label_fields": self.label_fields, **self.loader_options},
+        )
+
+    def _steps(
+        self, loader: DataLoader, reporter: Reporter, num_epochs: int | None, num_steps: int | None
+    ) -> Iterator[bool]:
+        """Train; after every step, yield whether the epoch is over with it."""
+        while self.step != num_steps and loader.epoch != num_epochs:
+            for batch in loader:
+                reporter.step(self.step + 1, self._train_step(batch), self.optimizer)
+                self.step += 1
+                yield loader.position == loader.num_samples
+                if self.step == num_steps:
+                    return
+
+    def _train_step(self, batch: Any) -> torch.Tensor:
+        self.parallel.train()
+        optimizer, schedule = self.optimizer, self.schedule
+        batch = batches.moved(batch, self.parallel.layout.device)
+        loss = batches.run(self.parallel.train_step, batch, local_inputs=True)
+        if self.max_grad_norm is not None:
+            clip_grad_norm(self.parallel, self.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if schedule is not None:
+            schedule.step()
+        return loss
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.parallel.training
+        self.parallel.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.parallel.train(training)
+
+
+def _due(step: int, every: int | None, epoch_ends: bool, ends: bool) -> bool:
+    return ends or (epoch_ends if every is None else step % every == 0)
+
+
+def _steps(loader: DataLoader, num_epochs: int | None) -> int | None:
+    return None if loader.num_samples is None or num_epochs is None else len(loader) * num_epochs
