@@ -10,11 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from planner.cli.arguments import MESH_HELP, add_model_arguments, subparser
 from planner.cli.plan import add_plan
+from planner.cli.run import add_run
 
 _EXAMPLES = """examples:
   planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_plan, _add_show, _add_verify, _add_run, _add_demo):
+    for add in (add_plan, _add_show, _add_verify, add_run, _add_demo):
         add(commands)
     return parser
 
@@ -81,19 +81,6 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,…", help=MESH_HELP)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default: 3)")
     parser.set_defaults(command=_verify)
-
-
-def _add_run(commands: Any) -> None:
-    parser = subparser(
-        commands,
-        "run",
-        help="start a script on several processes of this machine (through torchrun)",
-        examples=["planner run --nproc 4 train.py --epochs 3"],
-    )
-    parser.add_argument("--nproc", type=int, required=True, help="number of processes")
-    parser.add_argument("script", help="the script to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(command=_run)
 
 
 def _add_demo(commands: Any) -> None:
@@ -128,14 +115,6 @@ def _verify(options: argparse.Namespace) -> int:
     )
     print(report.table())
     return 0 if report.ok else 1
-
-
-def _run(options: argparse.Namespace) -> int:
-    if not Path(options.script).is_file():
-        raise FileNotFoundError(f"no script at {options.script!r}")
-    from planner.cli.launch import launch
-
-    return launch([options.script, *options.arguments], num_processes=options.nproc)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -16,6 +16,10 @@ _SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
+class LaunchError(RuntimeError):
+    """Processes did not find each other in time; the message says who waited for whom, where, and what was seen."""
+
+
 @dataclass(frozen=True)
 class Place:
     """One process among ``world_size``. ``address`` and ``port`` are rank 0's; None (of both) if it is alone.

@@ -9,9 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.compat import set_group_timeout
-from runtime.launch.place import Place, find_place
-from runtime.launch.rendezvous import Deadline, LaunchError, check_in, open_store
+from runtime.launch.place import LaunchError, Place, find_place
+from runtime.launch.rendezvous import Deadline, check_in, open_store
 
 #: How often this process has joined a group: each time its peers meet under other names at the same store.
 _joined = 0
@@ -117,6 +116,8 @@ def _local_rank(place: Place) -> int:
 
 
 def _join(place: Place, device: torch.device, backend: str, timeout: float, collective_timeout: float) -> None:
+    from runtime.compat import set_group_timeout  # imports what takes seconds, while peers are on their way
+
     global _joined
     assert place.address is not None and place.port is not None
     deadline = Deadline.after(timeout)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from runtime.launch.place import Place
+from runtime.launch.place import LaunchError, Place
 
 _FINE = "ok"
 _VERDICT = "verdict"
@@ -30,10 +30,6 @@ _HINTS = {
     "torchrun": "see whether the launcher runs on every host, with the same address and number of hosts",
     "slurm": "start the script with srun, which starts every task",
 }
-
-
-class LaunchError(RuntimeError):
-    """Processes did not find each other in time; the message says who waited for whom, where, and what was seen."""
 
 
 @dataclass(frozen=True)
