@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 from runtime.checkpoint import CheckpointManager
 from runtime.checkpoint import directory as folders
 from tests.checkpoint_cases import Pieces, Training, state_is_right, trained_once, two_dims, whole_pieces
-from tests.ranks import ROOT
 
 
 def test_training_goes_on_with_the_same_losses(tmp_path: Path) -> None:
@@ -235,23 +234,32 @@ def test_a_save_that_ends_at_any_file_operation_leaves_the_last_good_one(
     assert done > 8  # that many moments were tried
 
 
+def save_forever(directory: Path, first: int) -> None:
+    manager = CheckpointManager(directory, keep_last=2)
+    for step in itertools.count(first):
+        model = Pieces(whole_pieces())
+        optimizer = trained_once(model)
+        model.fill(seed=step)
+        manager.save(model, optimizer, step=step, extra=step)
+
+
 def test_killed_while_saving(tmp_path: Path) -> None:
     """A process that does nothing but save is killed at random moments; the last good checkpoint loads each time."""
     generator = random.Random(5)
     latest = 0
-    for _ in range(3):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / "tests" / "checkpoint_saver.py"), str(tmp_path), str(latest)]
-        process = subprocess.Popen(command, env=environment)
+    for _ in range(5):
+        # A forked process has PyTorch loaded already.
+        process = multiprocessing.get_context("fork").Process(target=save_forever, args=(tmp_path, latest + 1))
+        process.start()
         try:
             deadline = time.monotonic() + 60.0
             while folders.latest_name(tmp_path) in (None, f"step-{latest:08d}"):
-                assert process.poll() is None and time.monotonic() < deadline
+                assert process.is_alive() and time.monotonic() < deadline
                 time.sleep(0.01)
             time.sleep(generator.uniform(0.0, 0.3))
         finally:
             process.kill()
-            process.wait()
+            process.join()
         model = Pieces(whole_pieces(), seed=None)
         optimizer = trained_once(model)
         loaded = CheckpointManager(tmp_path).load(model, optimizer)
