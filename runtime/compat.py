@@ -48,7 +48,7 @@ def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
         _SAVED_NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     for name in _SAVED_NAMES[kind]:
         saved = getattr(node, name)
-        yield from saved if isinstance(saved, (tuple, list)) else (saved,)
+        yield from (one for one in (saved if isinstance(saved, (tuple, list)) else (saved,)) if one is not None)
 
 
 def set_group_timeout(timeout: timedelta) -> None:

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from cost_models.schedules import rank_of_chunk
-from runtime.pipeline import PipelineExecutor
+from runtime.pipeline import PipelineExecutor, broadcast_from_last, forward_only
 from runtime.pipeline.torch_schedules import expected_order
 from tests import ranks
 from tests.pipeline_stages import Chunk, cut_specs, on_one_process
 
 STEPS = 2
+CPU = torch.device("cpu")
 
 
 def relative_error(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
@@ -44,16 +45,10 @@ def run(case: list[Any], group: dist.ProcessGroup) -> dict[str, Any]:
     num_ranks, schedule, per_rank, num_microbatches, variant = case
     rank, num_chunks = dist.get_rank(group), num_ranks * per_rank
     shape = {"num_ranks": num_ranks, "num_chunks": num_chunks}
+    pipeline: dict[str, Any] = {"schedule": schedule, "num_chunks": num_chunks, "group": group, "device": CPU}
     mine = [k for k in range(num_chunks) if rank_of_chunk(schedule, k, **shape) == rank]
     chunks = [Chunk(index, num_chunks, variant) for index in mine]
-    executor = PipelineExecutor(
-        chunks,
-        schedule=schedule,
-        num_chunks=num_chunks,
-        num_microbatches=num_microbatches,
-        group=group,
-        device=torch.device("cpu"),
-    )
+    executor = PipelineExecutor(chunks, num_microbatches=num_microbatches, **pipeline)
     losses, gradients = on_one_process(num_chunks, num_microbatches, variant)
     errors, orders, sent = [0.0], [], []
     planned = planned_bytes(case, num_ranks, rank)
@@ -69,11 +64,22 @@ def run(case: list[Any], group: dist.ProcessGroup) -> dict[str, Any]:
             tuple(executor.order) == expected_order(schedule, num_microbatches=num_microbatches, **shape)[rank]
         )
         sent.append({cut: n for cut, n in executor.bytes_sent.items() if n} == {c: n for c, n in planned.items() if n})
+    for owner in [owner for chunk in chunks for owner in chunk.weights]:
+        owner.grad = None
+    outputs = forward_only(chunks, num_microbatches=num_microbatches, **pipeline)
+    errors += [relative_error(a, b) for (a,), b in zip(outputs, losses if holds_last else [], strict=True)]
+    total = torch.stack([a for (a,) in outputs]).sum() if outputs else None
+    errors.append(
+        relative_error(broadcast_from_last(total, dtype=torch.float64, **pipeline), torch.stack(losses).sum())
+    )
+    quiet = not any(owner.grad is not None for chunk in chunks for owner in chunk.weights)
+    no_graph = not any(any(chunk.gradients_enabled[-num_microbatches:]) for chunk in chunks)
     return {
         "error": max(errors),
         "as_planned": all(orders),
         "bytes_as_planned": all(sent),
         "bytes": sum(planned.values()),
+        "without_gradients": quiet and no_graph,
     }
 
 
@@ -84,6 +90,7 @@ def gathered(result: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]
         "error": max(result["error"] for result in everywhere),
         "as_planned": all(result["as_planned"] for result in everywhere),
         "bytes_as_planned": all(result["bytes_as_planned"] for result in everywhere),
+        "without_gradients": all(result["without_gradients"] for result in everywhere),
         "bytes": sum(result["bytes"] for result in everywhere),
     }
 

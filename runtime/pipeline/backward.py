@@ -5,16 +5,18 @@ side*; nodes that lead to other leaves only (weights, and what is made of weight
 the first to the second is a *crossing*, the node that it leaves a *joint*: a matrix product, say, with its two factors.
 
 I runs the activation side, in which autograd leaves out the weight gradients of every joint, and notes what comes into
-each joint. W runs each joint again, alone and for its crossings only, then the weight side once with all of them. So W
-costs the weight gradients and nothing else. (``torch.distributed.pipelining`` in W goes from joint to joint through the
-activation side, wherever one leaf is behind several joints, as one token is behind all weights of a layer; and it can
-detach no output that is a view.)
+each joint. W runs the joints again for their crossings only, all that lead to none of each other at once, and then the
+weight side, once. So W costs the weight gradients and nothing else. (``torch.distributed.pipelining`` in W goes from
+joint to joint through the activation side, wherever one leaf is behind several joints, as one token is behind all
+weights of a layer; and it can detach no output that is a view.)
 
-Two kinds of weight gradients are taken in I already:
+Autograd skips nodes, not edges: what leads to a node asked for runs. So some weight gradients are taken in I already:
 
-* where saved tensors are behind hooks (``torch.utils.checkpoint``): W would run the region again, once for each joint,
-  and selective checkpoints refuse to run twice. These weights' gradients are complete after I.
-* where several joints share the node behind their crossing, as autograd cannot tell them apart.
+* where saved tensors are behind hooks (``torch.utils.checkpoint``): W would run the region again for each joint, and
+  selective checkpoints refuse to run twice. These weights' gradients are complete after I.
+* where one crossing leads to another (weights straight from one node, some by way of others): complete after I too.
+  Where each weight has a node of its own (``weight.view_as(weight)``), none does.
+* where several joints share the node behind their crossing: this gradient waits for the rest in W.
 
 If no received tensor needs a gradient, I does nothing and W is the whole backward.
 """
@@ -86,10 +88,17 @@ def _whole_weight_backward(roots: list[torch.Tensor], gradients: list[torch.Tens
 
 @dataclass
 class _Joint:
-    """A node of the activation side, its edges to the weight side, and the gradients that came into it."""
+    """A node of the activation side with edges to the weight side.
+
+    Attributes:
+        level: how many joints lie on the longest way from here to a received tensor: those of one level lead to none
+            of each other.
+        incoming: the gradients that came in.
+    """
 
     node: Node
     crossings: list[GradientEdge]
+    level: int
     incoming: tuple[Gradient, ...] = ()
 
 
@@ -116,10 +125,15 @@ class _Split:
         self._arrived: list[tuple[GradientEdge, Gradient]] = [
             (edge, gradient) for edge, gradient in starts if not in_first_run(edge.node)
         ]
-        later = [(joint.node, [edge for edge in joint.crossings if not in_first_run(edge.node)]) for joint in joints]
-        self._captured = list(dict.fromkeys(edge for _, edges in later for edge in edges if edge.node in shared))
-        alone = [_Joint(node, [edge for edge in edges if edge.node not in shared]) for node, edges in later]
-        self._joints = [joint for joint in alone if joint.crossings]
+        self._captured: list[GradientEdge] = []
+        self._joints: list[_Joint] = []
+        for joint in joints:
+            later = [edge for edge in joint.crossings if not in_first_run(edge.node)]
+            self._captured += [edge for edge in later if edge.node in shared]
+            joint.crossings = [edge for edge in later if edge.node not in shared]
+            if joint.crossings:
+                self._joints.append(joint)
+        self._captured = list(dict.fromkeys(self._captured))
 
     def run_inputs(self) -> tuple[Gradient, ...]:
         """Gradients of the wanted tensors."""
@@ -139,13 +153,18 @@ class _Split:
 
     def run_weights(self) -> None:
         """Add what ``run_inputs`` left to the leaves' ``.grad``."""
+        levels: dict[int, list[_Joint]] = defaultdict(list)
         for joint in self._joints:
-            incoming = [(GradientEdge(joint.node, i), g) for i, g in enumerate(joint.incoming) if g is not None]
-            if incoming:
-                edges, gradients = zip(*incoming)
-                found = torch.autograd.grad(edges, joint.crossings, gradients, allow_unused=True)
-                self._arrived += zip(joint.crossings, found)
-            joint.incoming = ()
+            levels[joint.level].append(joint)
+        for joints in levels.values():
+            crossings = [edge for joint in joints for edge in joint.crossings]
+            starts = [(GradientEdge(joint.node, i), g) for joint in joints for i, g in enumerate(joint.incoming)]
+            starts = [(edge, gradient) for edge, gradient in starts if gradient is not None]
+            for joint in joints:
+                joint.incoming = ()
+            if starts:
+                edges, gradients = zip(*starts)
+                self._arrived += zip(crossings, torch.autograd.grad(edges, crossings, gradients, allow_unused=True))
         _accumulate(self._arrived)
         self._joints, self._arrived = [], []
 
@@ -207,30 +226,39 @@ def _leaves_behind(graph: Graph, inner: set[Node]) -> dict[Node, frozenset[Node]
 
 def _joints(graph: Graph, inner: set[Node], leaves: dict[Node, frozenset[Node]]) -> list[_Joint]:
     joints = []
+    levels: dict[Node, int] = {}
     for node, children in graph.items():
-        if node in inner and not inner.issuperset(children):
+        if node not in inner:
+            continue
+        levels[node] = max((levels[child] for child in children if child in inner), default=0)
+        if not inner.issuperset(children):
             edges = [(child, nr) for child, nr in node.next_functions if child is not None]
             crossings = [GradientEdge(child, nr) for child, nr in edges if leaves.get(child)]
             if crossings:
-                joints.append(_Joint(node, list(dict.fromkeys(crossings))))
+                levels[node] += 1
+                joints.append(_Joint(node, list(dict.fromkeys(crossings)), levels[node]))
     return joints
 
 
 def _leaves_taken_at_once(
     joints: Sequence[_Joint], loose: Sequence[Node], graph: Graph, leaves: dict[Node, frozenset[Node]]
 ) -> frozenset[Node]:
-    """Leaves some of whose gradient comes through hooked saved tensors, with all that hang together with them."""
+    """Leaves that W cannot reach on their own, and all that hang together with them."""
+    crossed = {edge.node for joint in joints for edge in joint.crossings}
     hooked: dict[Node, bool] = {}
+    passes: dict[Node, bool] = {}  # whether a crossing is behind it
     for node, behind in leaves.items():
-        hooked[node] = bool(behind) and (has_saved_tensors_hooks(node) or any(hooked[c] for c in graph[node]))
-    parts = {leaves[node] for node in loose}
-    taken = {leaf for node in loose if hooked[node] for leaf in leaves[node]}
+        children = graph[node]
+        hooked[node] = bool(behind) and (has_saved_tensors_hooks(node) or any(hooked[child] for child in children))
+        passes[node] = any(child in crossed or passes[child] for child in children)
+    taken: set[Node] = set()
+    for node in crossed.union(loose):
+        if hooked[node] or passes[node]:
+            taken |= leaves[node]
     for joint in joints:
-        at_joint = has_saved_tensors_hooks(joint.node)
-        for edge in joint.crossings:
-            parts.add(leaves[edge.node])
-            if at_joint or hooked[edge.node]:
-                taken |= leaves[edge.node]
+        if has_saved_tensors_hooks(joint.node):
+            taken = taken.union(*(leaves[edge.node] for edge in joint.crossings))
+    parts = {leaves[node] for node in crossed.union(loose)}
     while touched := [part for part in parts if part & taken and not part <= taken]:
         taken.update(*touched)
     return frozenset(taken)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from cost_models.schedules import Action, rank_of_chunk
-from runtime.pipeline.specs import StageRunner
+from cost_models.schedules import Action
+from runtime.pipeline.specs import StageRunner, check_chunks
 from runtime.pipeline.stage import Stage
 from runtime.pipeline.torch_schedules import build_schedule, is_run_by_actions
 
@@ -103,23 +103,4 @@ class PipelineExecutor:
         return (
             f"pipeline rank {self._rank} (chunks {chunks}) stopped {last}: {type(error).__name__}: {error}. "
             "If this is a lost connection or a time-out, another rank failed first: see its output."
-        )
-
-
-def check_chunks(stages: Sequence[StageRunner], *, schedule: str, num_chunks: int, rank: int, num_ranks: int) -> None:
-    """That ``stages`` are the chunks of ``rank``.
-
-    Raises:
-        ValueError: if they are not.
-    """
-    expected = [
-        chunk
-        for chunk in range(num_chunks)
-        if rank_of_chunk(schedule, chunk, num_ranks=num_ranks, num_chunks=num_chunks) == rank
-    ]
-    found = sorted(stage.index for stage in stages)
-    if found != expected:
-        raise ValueError(
-            f"pipeline rank {rank} of {num_ranks} was given chunks {found}, "
-            f"but under {schedule} with {num_chunks} chunks it holds {expected}"
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from cost_models.schedules import rank_of_chunk
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,22 @@ def check_tensors(tensors: tuple[torch.Tensor, ...], specs: tuple[TensorSpec, ..
     expected = tuple((spec.shape, spec.dtype) for spec in specs)
     if found != expected:
         raise RuntimeError(f"chunk {chunk} returned tensors of shape and dtype {found}, expected {expected}")
+
+
+def check_chunks(stages: Sequence[StageRunner], *, schedule: str, num_chunks: int, rank: int, num_ranks: int) -> None:
+    """That ``stages`` are the chunks of ``rank``.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    expected = [
+        chunk
+        for chunk in range(num_chunks)
+        if rank_of_chunk(schedule, chunk, num_ranks=num_ranks, num_chunks=num_chunks) == rank
+    ]
+    found = sorted(stage.index for stage in stages)
+    if found != expected:
+        raise ValueError(
+            f"pipeline rank {rank} of {num_ranks} was given chunks {found}, "
+            f"but under {schedule} with {num_chunks} chunks it holds {expected}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +52,8 @@ class Stage(_PipelineStageBase):
         self.record = record
         #: Bytes handed to the process group in this step, by the chunk that they go to.
         self.sent_bytes: Counter[int] = Counter()
-        self._works: deque[dist.Work] = deque()
+        #: Sends under way, by (chunk they go to, micro-batch).
+        self._works: dict[tuple[int, int], list[dist.Work]] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -82,6 +83,9 @@ class Stage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        if any(spec.requires_grad for spec in self.runner.sent):
+            # the gradient is here, so what was sent has arrived
+            self._wait_for_send(self.stage_index + 1, bwd_chunk_id)
         received, outputs = self._ran.pop(bwd_chunk_id)
         gradients = self._output_gradients(bwd_chunk_id, outputs)
         if full_backward:
@@ -113,7 +117,8 @@ class Stage(_PipelineStageBase):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        return self._send([output.detach() for output in self._ran[fwd_chunk_id][1]], self.stage_index + 1)
+        outputs = [output.detach() for output in self._ran[fwd_chunk_id][1]]
+        return self._send(outputs, self.stage_index + 1, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
@@ -131,7 +136,7 @@ class Stage(_PipelineStageBase):
             for gradient, spec in pairs
             if spec.requires_grad
         ]
-        return self._send(gradients, self.stage_index - 1)
+        return self._send(gradients, self.stage_index - 1, bwd_chunk_id)
 
     def _empty(self, spec: TensorSpec) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
@@ -140,24 +145,26 @@ class Stage(_PipelineStageBase):
         peer = dist.get_global_rank(self.process_group, self.stage_index_to_group_rank[chunk])
         return dist.P2POp(operation, tensor, peer, self.process_group)
 
-    def _send(self, tensors: list[torch.Tensor], chunk: int) -> list[dist.P2POp]:
+    def _send(self, tensors: list[torch.Tensor], chunk: int, microbatch: int) -> list[dist.P2POp]:
         tensors = [tensor.contiguous() for tensor in tensors]
         self.sent_bytes[chunk] += sum(tensor.nbytes for tensor in tensors)
         if not self.sends_itself:
             return [self._operation(dist.isend, tensor, chunk) for tensor in tensors]
-        while self._works and self._works[0].is_completed():
-            self._works.popleft().wait()
+        for key in [key for key, works in self._works.items() if all(work.is_completed() for work in works)]:
+            self._wait_for_send(*key)
         peer = self.stage_index_to_group_rank[chunk]
-        for tensor in tensors:
-            work = dist.isend(tensor, group=self.process_group, group_dst=peer)
-            assert work is not None, "this rank is in the group"
-            self._works.append(work)
+        works = [dist.isend(tensor, group=self.process_group, group_dst=peer) for tensor in tensors]
+        self._works[chunk, microbatch] = [work for work in works if work is not None]
         return []
+
+    def _wait_for_send(self, chunk: int, microbatch: int) -> None:
+        for work in self._works.pop((chunk, microbatch), ()):
+            work.wait()
 
     def wait_for_sends(self) -> None:
         """Until all that this stage sent itself has gone."""
-        while self._works:
-            self._works.popleft().wait()
+        for key in list(self._works):
+            self._wait_for_send(*key)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
