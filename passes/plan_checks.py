@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from passes.ir.types import parse_type
 from passes.plan_data import PlanData
-from passes.step_plan import StepPlan
-
-#: What the emitted program does of a step, by name as in ``planner.plan(fix=…)``; plans with anything else are for
-#: reading, and not run yet.
-RUNNABLE = {"pp": 1, "num_microbatches": 1, "recompute": "none", "zero": 0}
 
 
 def check_placements(plan: PlanData) -> None:
@@ -46,32 +41,4 @@ def check_step(plan: PlanData) -> None:
         raise ValueError(
             f"step: {step.num_microbatches} micro-batches of {step.local_batch} on dp={step.axes.get('dp', 1)} are "
             f"{samples} samples, not {step.global_batch}"
-        )
-
-
-def not_run_yet(step: StepPlan) -> tuple[str, ...]:
-    """What ``step`` asks for that the emitted program does not do yet; empty if it can be run as it is planned."""
-    ranks = step.axes.get("pp", 1)
-    recompute = [policy for policy in step.recompute if policy != RUNNABLE["recompute"]]
-    stages = [stage for stage in step.zero if stage != RUNNABLE["zero"]]
-    found = []
-    if ranks != RUNNABLE["pp"]:
-        found.append(f"a pipeline (pp={ranks}, {step.schedule})")
-    if step.num_microbatches != RUNNABLE["num_microbatches"]:
-        found.append(f"gradient accumulation (num_microbatches={step.num_microbatches})")
-    if recompute:
-        found.append(f"recomputation ({', '.join(recompute)})")
-    if stages:
-        found.append(f"ZeRO stage {', '.join(map(str, stages))}")
-    return tuple(found)
-
-
-def check_runnable(plan: PlanData) -> None:
-    """Raise ValueError if the emitted program cannot do what ``plan`` asks for, naming what that is."""
-    missing = not_run_yet(plan.step) if plan.step is not None else ()
-    if missing:
-        fix = ", ".join(f"{name!r}: {value!r}" for name, value in RUNNABLE.items())
-        raise ValueError(
-            f"this plan cannot be run yet: it needs {'; '.join(missing)}. Plan with fix={{{fix}}}, or give compile() "
-            "the cluster: it then plans what it can run"
         )

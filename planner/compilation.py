@@ -12,19 +12,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_models import Cluster
-from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from passes.plan_checks import RUNNABLE, check_runnable
 from planner.planning import as_cluster, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
-from planner.targets import Target, as_device_mesh, join_process_group, read_target, runnable_fix
+from planner.targets import (
+    Target,
+    as_device_mesh,
+    asks_for_step,
+    fixed_axes,
+    join_process_group,
+    read_target,
+    step_device_mesh,
+)
 from runtime import ops
 from runtime.engine import Engine
 from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
 from runtime.shards import Shards
+from runtime.step.engine import StepEngine
+from runtime.step.places import Places, RankPlaces
 
 
 def compile(
@@ -51,8 +59,10 @@ def compile(
             * a ``DeviceMesh``, or axis sizes (``{"dp": 2, "tp": 2}``, ``"dp=2,tp=2"``) to be laid over the default
               process group: how tensors are split over these axes is planned;
             * a cluster (a ``Cluster``, ``"dgx-h100:1"``, ``"cluster.toml"``) with as many devices as there are
-              processes: the mesh is planned too, as by ``planner.plan`` without a mesh, as far as it can be run today:
-              no pipeline, one micro-batch, nothing recomputed, ZeRO 0;
+              processes: the whole step is planned, as by ``planner.plan`` without a mesh: mesh, pipeline,
+              micro-batches, recomputation, ZeRO;
+            * axis sizes with a pipeline (``"pp=2,dp=2"``; axes ``pp``, ``dp``, ``cp``, ``tp``), or any such mesh
+              together with ``fix`` or ``forbid``: the rest of the step is planned on that mesh;
             * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
 
             ``planner.targets.read_target`` says how text is told apart.
@@ -75,20 +85,23 @@ def compile(
     if isinstance(target, Cluster):
         _refuse_with_cluster(cluster=cluster, plan=plan)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    hardware = cluster
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
-    if isinstance(target, Cluster):
-        hardware = target
-        target = plan_on_cluster(model, target, example_inputs=example_inputs, loss_fn=loss_fn, **demands)
-        demands = {"constraints": constraints}
     if isinstance(target, Plan):
         given = target if given is None else given
-        check_runnable(target)
+    elif given is None and asks_for_step(target, options):
+        given = plan_on_devices(
+            model, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, **demands
+        )
+    if given is not None and given.step is not None:
+        places = RankPlaces(step_device_mesh(given, target), given.mesh)
+        ops.seed(agreed_seed(places.device_mesh))
+        return parallelise_step(model, places, plan=given, loss_fn=loss_fn, example_inputs=example_inputs)
+    assert not isinstance(target, Cluster)
     device_mesh, shape = as_device_mesh(target)
     layout = RankLayout(device_mesh, shape)
-    priced = _cluster(hardware, device_mesh, shape)
+    priced = _cluster(cluster, device_mesh, shape)
     ops.seed(agreed_seed(device_mesh))
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
@@ -99,38 +112,40 @@ def compile(
     return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
 
 
-def plan_on_cluster(
+def plan_on_devices(
     model: nn.Module,
-    cluster: Cluster,
+    target: Cluster | DeviceMesh | MeshShape,
     *,
+    hardware: Cluster | str | None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
     fix: Mapping[str, Any] | None = None,
-    forbid: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """The best step that can be run today on ``cluster``, whose devices are those of the default process group.
+    """The best step on a cluster, or on a mesh whose axes are given, over the default process group.
 
     Raises:
         ValueError: if there is another number of processes, no input, or no plan.
     """
     if example_inputs is None:
         raise ValueError(
-            "example_inputs is missing: on a cluster the mesh is planned before the first call; give example_inputs "
+            "example_inputs is missing: a whole step is planned before the first call; give example_inputs "
             "(or batch_size, and seq_len, for a Hugging Face model)"
         )
-    needed = options.get("num_devices") or cluster.num_devices
-    device = join_process_group(needed, needed_by=f"cluster {cluster.name!r}")
+    if isinstance(target, Cluster):
+        cluster: Cluster | None = target
+        needed = options.get("num_devices") or target.num_devices
+        wanted = dict(fix or {})
+    else:
+        wanted = {**fixed_axes(target), **(fix or {})}
+        needed = target.mesh.numel() if isinstance(target, DeviceMesh) else target.num_devices
+        cluster = as_cluster(hardware, num_devices=needed) if hardware is not None else None
+    device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
     everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
-    narrowed = runnable_fix(fix, forbid)
+    priced = Cluster.from_device_mesh(everyone) if cluster is None else cluster
+    given = {name: value for name, value in options.items() if value is not None}
 
     def find() -> Plan:
-        try:
-            return make_plan(model, cluster, example_inputs=example_inputs, fix=narrowed, forbid=forbid, **options)
-        except CaptureError:
-            raise
-        except ValueError as error:
-            tried = ", ".join(f"{name}={value}" for name, value in RUNNABLE.items())
-            raise ValueError(f"{error} (compile plans only what can be run today: {tried})") from error
+        return make_plan(model, priced, example_inputs=example_inputs, fix=wanted, **given)
 
     return agreed_plan(find, device_mesh=everyone)
 
@@ -163,6 +178,39 @@ def parallelise(
         args, kwargs = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         engine.prepare(engine.read(args, kwargs))
     return parallel
+
+
+def parallelise_step(
+    model: nn.Module,
+    places: Places,
+    *,
+    plan: Plan,
+    loss_fn: Callable[..., Any] | None = None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+) -> ParallelModule:
+    """A parallel module that runs a plan of a whole step; without ``example_inputs`` on inputs as in the plan."""
+    check_same_model(model, plan)
+    if example_inputs is None:
+        example_inputs = planned_inputs(plan)
+    by_name = isinstance(example_inputs, Mapping)
+    example: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn)
+    return ParallelModule(engine.state, engine)
+
+
+def planned_inputs(plan: Plan) -> dict[str, torch.Tensor]:
+    """Inputs without data of the shapes that ``plan`` was made for.
+
+    Raises:
+        ValueError: if they are not all given by name.
+    """
+    nested = [name for name in plan.inputs if "." in name or not name.isidentifier()]
+    if nested:
+        raise ValueError(f"example_inputs is missing: the plan's input {nested[0]!r} cannot be made up from its name")
+    return {
+        name: torch.empty(planned.shape, dtype=getattr(torch, planned.dtype), device="meta")
+        for name, planned in plan.inputs.items()
+    }
 
 
 def check_same_model(model: nn.Module, plan: Plan) -> None:

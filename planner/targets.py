@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,6 +16,10 @@ from passes.plan import Plan
 from planner.planning import as_mesh_shape
 from runtime.launch.place import find_place
 from runtime.launch.process import init
+
+#: The axes of a step's mesh.
+PIPELINE = "pp"
+STEP_AXES = (PIPELINE, "dp", "cp", "tp")
 
 #: What ``planner.compile`` takes to say where a model runs.
 Target = DeviceMesh | MeshShape | Mapping[str, int] | Plan | Cluster | str | Path
@@ -52,8 +55,7 @@ def read_target(target: Target) -> DeviceMesh | MeshShape | Plan | Cluster:
 def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, MeshShape]:
     """A device mesh and its shape; sizes are laid over the default process group, which is made if need be.
 
-    Consecutive ranks are neighbours on the last axis. A plan of a whole step says itself which axis is the innermost
-    one, so that each axis runs on the links that it was planned for.
+    Consecutive ranks are neighbours on the last axis.
 
     Raises:
         ValueError: if the world size is not the product of the sizes, or a ``DeviceMesh`` has no axis names.
@@ -66,18 +68,55 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
     device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}")
-    if isinstance(mesh, Plan) and mesh.step is not None:
-        return DeviceMesh(device, planned_ranks(mesh), mesh_dim_names=shape.names), shape
     return init_device_mesh(device, shape.sizes, mesh_dim_names=shape.names), shape
 
 
-def planned_ranks(plan: Plan) -> torch.Tensor:
-    """Ranks by their place on the axes of ``plan.mesh``, numbered in the order of the step's axes; int tensor."""
+#: Options of ``compile`` that are decisions about a whole step.
+_STEP_OPTIONS = ("fix", "forbid", "headroom", "objective", "optimizer", "gradient_dtype")
+
+
+def asks_for_step(target: DeviceMesh | MeshShape | Cluster, options: Mapping[str, Any]) -> bool:
+    """Whether a whole step is to be planned: on a cluster, with a pipeline axis, or where options are about steps."""
+    if isinstance(target, Cluster):
+        return True
+    names = target.mesh_dim_names if isinstance(target, DeviceMesh) else target.names
+    return PIPELINE in (names or ()) or any(options.get(name) is not None for name in _STEP_OPTIONS)
+
+
+def fixed_axes(target: DeviceMesh | MeshShape) -> dict[str, int]:
+    """Axis sizes of a mesh as ``planner.plan`` takes them in ``fix``; an axis that it does not have has size 1.
+
+    Raises:
+        ValueError: for an axis that is none of a step's.
+    """
+    if isinstance(target, DeviceMesh):
+        sizes = dict(zip(target.mesh_dim_names or (), target.mesh.shape))
+    else:
+        sizes = target.as_dict()
+    unknown = [name for name in sizes if name not in STEP_AXES]
+    if unknown:
+        raise ValueError(f"a step has no mesh axis {unknown[0]!r}: its axes are {', '.join(STEP_AXES)}")
+    return {axis: sizes.get(axis, 1) for axis in STEP_AXES}
+
+
+def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
+    """The mesh of a step over all its axes, in the plan's order, so that each runs on the links it was planned for.
+
+    A ``DeviceMesh`` that was given says which rank stands where.
+
+    Raises:
+        ValueError: if there is another number of processes, or the given mesh has other sizes.
+    """
     assert plan.step is not None
-    axes = {name: size for name, size in plan.step.axes.items() if name in plan.mesh.names}
-    outer_to_inner = list(axes)
-    ranks = torch.arange(plan.mesh.num_devices).reshape(tuple(axes.values()))
-    return ranks.permute([outer_to_inner.index(name) for name in plan.mesh.names]).contiguous()
+    axes = plan.step.axes
+    device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
+    if not isinstance(target, DeviceMesh):
+        return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if fixed_axes(target) != {axis: axes.get(axis, 1) for axis in STEP_AXES}:
+        raise ValueError(f"the plan is for axes {axes}, the mesh has {fixed_axes(target)}: plan again for it")
+    names = list(target.mesh_dim_names or ())
+    ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names]).reshape(tuple(axes.values()))
+    return DeviceMesh(device, ranks.contiguous(), mesh_dim_names=tuple(axes))
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:
@@ -93,31 +132,3 @@ def join_process_group(num_devices: int, *, needed_by: str) -> str:
             f"(planner run --nproc {num_devices}, or torchrun) or choose another mesh or cluster"
         )
     return init().device.type
-
-
-def runnable_fix(fix: Mapping[str, Any] | None, forbid: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``fix`` narrowed to what the emitted program does today.
-
-    Raises:
-        ValueError: if ``fix`` or ``forbid`` rules that out; the message names what clashes.
-    """
-    from passes.plan_checks import RUNNABLE
-
-    narrowed = dict(fix or {})
-    for name, value in RUNNABLE.items():
-        if value not in _values(narrowed.get(name, value)):
-            raise ValueError(
-                f"fix: {name!r} must allow {value!r} in compile(), got {narrowed[name]!r}: nothing else is run yet "
-                "(planner.plan plans it)"
-            )
-        if value in _values((forbid or {}).get(name, ())):
-            raise ValueError(
-                f"forbid: {name!r} must not rule out {value!r} in compile(): nothing else is run yet (planner.plan "
-                "plans it)"
-            )
-        narrowed[name] = value
-    return narrowed
-
-
-def _values(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (given,)

@@ -30,7 +30,7 @@ from planner.comparison import (
     largest_of,
     single_loss,
 )
-from planner.compilation import parallelise
+from planner.compilation import parallelise, parallelise_step
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks

@@ -19,12 +19,11 @@ from passes.emit.program import ENTRY_POINT
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
-from passes.plan_checks import check_runnable
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.layout import DATA, Layout
-from runtime.outputs import wrap_outputs
+from runtime.outputs import loss_of, wrap_outputs
 from runtime.program import Block
 from runtime.shards import Shards
 from runtime.typecheck import typecheck
@@ -77,7 +76,6 @@ class Engine:
             self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        check_runnable(plan)
         self.plan = plan
         self.shards.place(plan)
         self._frozen = [parameter for parameter in self.shards.weights.parameters() if not parameter.requires_grad]
@@ -94,6 +92,12 @@ class Engine:
                     runnable.constants = tuple(runnable.entry.constants())
             outputs = runnable.entry(*tensors, *runnable.constants)
         return wrap_outputs(program, outputs, self.layout)
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> torch.Tensor:
+        """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
+        loss = loss_of(self(args, kwargs, local_inputs=local_inputs))
+        loss.backward()
+        return loss.detach()
 
     def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:
         """The program for a call; planned, sharded, emitted, checked and loaded if it is the first of its kind."""
@@ -116,13 +120,7 @@ class Engine:
             runnable.constants = None
 
     def _positional(self) -> int | None:
-        """How many arguments the plan knows by position; None to leave them as they come."""
-        if self.loss_fn is not None:
-            return None
-        if self.plan is None:
-            return 0
-        places = [int(head) for head in (name.split(".")[0] for name in self.plan.inputs) if head.isdigit()]
-        return max(places) + 1 if places else 0
+        return positional_of(self.plan, self.loss_fn)
 
     def _make(self, call: Call) -> _Runnable:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.
@@ -217,6 +215,16 @@ def _as_seen_by(graph: Graph, plan: Plan) -> Plan:
 
 def _whole_as(whole: SpmdType, placement: Placement) -> Placement:
     return tuple(whole if spmd_type in (R, I) else spmd_type for spmd_type in placement)
+
+
+def positional_of(plan: Plan | None, loss_fn: Callable[..., Any] | None) -> int | None:
+    """How many arguments the plan knows by position; None to leave them as they come."""
+    if loss_fn is not None:
+        return None
+    if plan is None:
+        return 0
+    places = [int(head) for head in (name.split(".")[0] for name in plan.inputs) if head.isdigit()]
+    return max(places) + 1 if places else 0
 
 
 def skeleton(model: nn.Module) -> nn.Module:

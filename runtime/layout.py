@@ -95,7 +95,7 @@ class VirtualLayout:
         self.device = torch.device("cpu")
         self.coordinate = (0,) * len(mesh.names)
 
-    def _coordinate(self, rank: int) -> tuple[int, ...]:
+    def coordinate_of(self, rank: int) -> tuple[int, ...]:
         coordinate = []
         for size in reversed(self.mesh.sizes):
             rank, index = divmod(rank, size)
@@ -110,7 +110,7 @@ class VirtualLayout:
             # A tensor made among the virtual ranks is one per rank already.
             wholes = whole._local_tensors if isinstance(whole, LocalTensor) else dict.fromkeys(ranks, whole)
             parts = {
-                rank: part_of(wholes[rank], placement, self.mesh, self._coordinate(rank)).clone().contiguous()
+                rank: part_of(wholes[rank], placement, self.mesh, self.coordinate_of(rank)).clone().contiguous()
                 for rank in ranks
             }
         return LocalTensor(parts)
@@ -147,7 +147,7 @@ class VirtualLayout:
         parts: dict[int, torch.Tensor] = local._local_tensors  # type: ignore[attr-defined]
         worst = 0.0
         for rank, part in parts.items():
-            coordinate = self._coordinate(rank)
+            coordinate = self.coordinate_of(rank)
             first = tuple(
                 index if shard_dim(spmd_type) is not None or spmd_type == P else 0
                 for index, spmd_type in zip(coordinate, placement)

@@ -14,9 +14,10 @@ from passes.emit import Program
 from passes.plan import Plan
 from runtime.engine import Engine
 from runtime.layout import DATA, Layout
-from runtime.outputs import loss_of
 from runtime.owned import Owned
 from runtime.shards import Shards
+from runtime.step.engine import StepEngine
+from runtime.step.state import StepState
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 
 
@@ -31,7 +32,7 @@ class ParallelModule(nn.Module):
         engine: makes and runs the programs.
     """
 
-    def __init__(self, shards: Shards, engine: Engine) -> None:
+    def __init__(self, shards: Shards | StepState, engine: Engine | StepEngine) -> None:
         super().__init__()
         self._shards = shards
         self._engine = engine
@@ -62,9 +63,7 @@ class ParallelModule(nn.Module):
         Raises:
             ValueError: as ``forward``, and if the model returns no loss.
         """
-        loss = loss_of(self._engine(args, kwargs, local_inputs=local_inputs))
-        loss.backward()
-        return loss.detach()
+        return self._engine.train(args, kwargs, local_inputs=local_inputs)
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

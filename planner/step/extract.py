@@ -15,7 +15,6 @@ from cost_models.step_time import step_memory, step_seconds
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
-from passes.plan_checks import not_run_yet
 from passes.rules import forward_flops
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from planner.search.extract import make_plan
@@ -75,9 +74,7 @@ def extract(
     layout = candidate.layout
     mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
     step = _step_plan(search, outcome, best, others)
-    missing = not_run_yet(step)
-    note = f"the emitted program does not do this yet, the plan is for reading: {'; '.join(missing)}"
-    return dataclasses.replace(plan, mesh=mesh, step=step, notes=(*plan.notes, *((note,) if missing else ())))
+    return dataclasses.replace(plan, mesh=mesh, step=step)
 
 
 def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged]) -> StepPlan:

@@ -1,0 +1,93 @@
+"""Who runs the chunks of a step, and in which order: one rank after the other's messages, or all in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from passes.emit import Program
+from passes.step_plan import StepPlan
+from runtime.pipeline import PipelineExecutor
+from runtime.step.places import Places
+from runtime.step.stage import Stage
+
+
+class Execution(Protocol):
+    """Runs a batch, micro-batch after micro-batch."""
+
+    def train(self) -> list[torch.Tensor]:
+        """Forward and backward; the micro-batches' losses where the last chunk is, nothing elsewhere."""
+        ...
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """The outputs of one pass over the whole batch, this rank's parts, on every rank."""
+        ...
+
+
+class InOrder:
+    """All chunks are here: one micro-batch after the other goes through them, forward and then backward."""
+
+    def __init__(self, stages: Sequence[Stage], *, num_microbatches: int) -> None:
+        self.stages = tuple(stages)
+        self.num_microbatches = num_microbatches
+
+    def train(self) -> list[torch.Tensor]:
+        losses = []
+        for microbatch in range(self.num_microbatches):
+            (loss,) = self._through(microbatch).values()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return self._through(0)
+
+    def _through(self, microbatch: int) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = {}
+        for stage in self.stages:
+            outputs = stage.outputs(tuple(outputs.values()), microbatch)
+        return outputs
+
+
+class Pipelined:
+    """Chunks on several ranks, which send each other what crosses the cuts."""
+
+    def __init__(
+        self, stages: Sequence[Stage], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
+    ) -> None:
+        self.places = places
+        self.last = last
+        self.last_rank = step.chunks[-1].rank
+        assert places.pipeline_group is not None
+        self.executor = PipelineExecutor(
+            stages,
+            schedule=step.schedule,
+            num_chunks=len(step.chunks),
+            num_microbatches=num_microbatches,
+            group=places.pipeline_group,
+            device=places.layout.device,
+        )
+
+    def train(self) -> list[torch.Tensor]:
+        return self.executor.train()
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        found = self.executor.forward_only()
+        given = found[0] if found else None
+        outputs = {}
+        for place, spec in enumerate(self.last.outputs):
+            shape, dtype = spec.local_shape, getattr(torch, spec.dtype)
+            local = torch.empty(shape, dtype=dtype, device=self.places.layout.device) if given is None else given[place]
+            outputs[spec.path] = self.places.from_stage(local, self.last_rank)
+        return outputs
+
+
+def execution_of(
+    stages: Sequence[Stage], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
+) -> Execution:
+    """What runs these chunks here."""
+    if places.stage is None or places.num_stages == 1:
+        return InOrder(stages, num_microbatches=num_microbatches)
+    return Pipelined(stages, step, places, last, num_microbatches=num_microbatches)

@@ -1,0 +1,271 @@
+"""Where the ranks of a step stand, and how parts of tensors become whole: on this rank, or on all ranks at once.
+
+A step's mesh has a pipeline axis; programs run on the mesh without it. ``Places`` knows both: real ranks are one
+process each, virtual ones are all ranks of one stage in this process, and every stage is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.ir.types import MeshShape, Placement
+from passes.stages.build import BATCH_AXIS, DATA_AXES
+from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
+
+PIPELINE = "pp"
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: where it begins and how long it is in every dim; ``primary``: its first holder."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    primary: bool = True
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of this part of ``whole``."""
+        part = whole
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes)):
+            part = part.narrow(dim, offset, size)
+        return part
+
+
+#: The part that the rank at a coordinate of the program's mesh holds.
+RectangleOf = Callable[[tuple[int, ...]], Rectangle]
+
+
+class Places(Protocol):
+    """Attributes:
+    layout: of the programs' mesh (no pipeline axis).
+    stage: this rank's pipeline rank; None if every stage is here.
+    num_stages: pipeline ranks.
+    data_group: the ranks that hold the same parameters; None if there is one.
+    pipeline_group: the ranks of one pipeline; None if there is one stage, or every stage is here.
+    """
+
+    layout: Layout
+    device_mesh: DeviceMesh
+    stage: int | None
+    num_stages: int
+    data_group: dist.ProcessGroup | None
+    pipeline_group: dist.ProcessGroup | None
+    data_size: int
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor: ...
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor: ...
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None: ...
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor: ...
+
+    def assemble(self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: Any) -> Any: ...
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle: ...
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor: ...
+
+
+class RankPlaces:
+    """One real rank.
+
+    Args:
+        device_mesh: over all axes of the step, by name.
+        mesh: of the programs.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
+        self.device_mesh = device_mesh
+        names = device_mesh.mesh_dim_names or ()
+        inner = device_mesh if tuple(names) == mesh.names else device_mesh[mesh.names]
+        self.layout: Layout = RankLayout(inner, mesh)
+        self.num_stages = _size(device_mesh, PIPELINE)
+        self.stage: int | None = device_mesh.get_local_rank(PIPELINE) if PIPELINE in names else 0
+        self.pipeline_group = device_mesh.get_group(PIPELINE) if PIPELINE in names else None
+        self.data_size = _product(mesh, DATA_AXES)
+        self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
+        self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the step; None if there is one."""
+        return dist.group.WORLD if self.device_mesh.mesh.numel() > 1 else None
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that have other samples."""
+        return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """``tensor`` as pipeline rank ``stage`` has it, on all ranks of its pipeline."""
+        if self.pipeline_group is not None and self.num_stages > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self.pipeline_group, group_src=stage)
+        return tensor
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The ranks of this rank's pipeline at ``stages`` (all ranks of the step must call this)."""
+        if len(stages) == self.num_stages:
+            return self.pipeline_group
+        if stages not in self._stage_groups:
+            ranks = self.device_mesh.mesh.movedim((self.device_mesh.mesh_dim_names or ()).index(PIPELINE), 0)
+            chosen = ranks.flatten(1)[list(stages)].T.tolist()
+            self._stage_groups[stages], _ = dist.new_subgroups_by_enumeration(chosen)
+        return self._stage_groups[stages]
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle:
+        """This rank's."""
+        return rectangle(self.layout.coordinate)
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
+        """This rank's part of ``whole``, a copy on its device."""
+        part = self.rectangle(rectangle).of(whole)
+        if part.is_meta:
+            return torch.empty(part.shape, dtype=part.dtype, device="meta")
+        return part.to(self.layout.device, copy=True, memory_format=torch.contiguous_format)
+
+    def assemble(
+        self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The whole tensor on every rank, from the parts of those that have one (all ranks must call this)."""
+        narrow = dtype == torch.bool
+        whole = torch.zeros(tuple(shape), dtype=torch.uint8 if narrow else dtype, device=self.layout.device)
+        mine = self.rectangle(rectangle)
+        if part is not None and mine.primary:
+            mine.of(whole).copy_(part.detach())
+        if self.everyone is not None:
+            whole = _waited(funcol.all_reduce(whole, "sum", self.everyone))
+        return whole.bool() if narrow else whole
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor:
+        """This rank's part of an input on a ``mesh`` that counts micro-batches; ``at`` is its coordinate there."""
+        part = part_of(tensor, placement, mesh, at(self.layout.coordinate))
+        return part.to(self.layout.device).contiguous()
+
+
+class VirtualPlaces:
+    """Every rank of one stage as a ``LocalTensor``; all stages are here, one after the other."""
+
+    def __init__(self, layout: VirtualLayout, *, num_stages: int) -> None:
+        self.layout: Layout = layout
+        self._virtual = layout
+        self.device_mesh = layout.device_mesh
+        self.num_stages = num_stages
+        self.stage: int | None = None
+        self.pipeline_group: dist.ProcessGroup | None = None
+        self.data_size = _product(layout.mesh, DATA_AXES)
+        self.data_group = data_group(layout.device_mesh, layout.mesh) if self.data_size > 1 else None
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle:
+        """The first rank's."""
+        return rectangle(self.layout.coordinate)
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
+        return self._each(whole, lambda coordinate, tensor: rectangle(coordinate).of(tensor))
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor:
+        return self._each(tensor, lambda coordinate, whole: part_of(whole, placement, mesh, at(coordinate)))
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        return tensor
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return None
+
+    def _each(self, whole: torch.Tensor, part: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        from torch.distributed._local_tensor import LocalTensor
+
+        with self.plain():
+            ranks = range(self.layout.mesh.num_devices)
+            wholes: Mapping[int, torch.Tensor] = (
+                whole._local_tensors if isinstance(whole, LocalTensor) else dict.fromkeys(ranks, whole)
+            )
+            parts = {rank: part(self._virtual.coordinate_of(rank), wholes[rank]).clone().contiguous() for rank in ranks}
+        return LocalTensor(parts)
+
+    def assemble(
+        self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert part is not None, "every stage is here"
+        with self.plain():
+            whole = torch.zeros(tuple(shape), dtype=dtype)
+            for rank, local in part._local_tensors.items():  # type: ignore[attr-defined]
+                place = rectangle(self._virtual.coordinate_of(rank))
+                if place.primary:
+                    place.of(whole).copy_(local.detach())
+        return whole
+
+    def disagreement(self, local: torch.Tensor, rectangle: RectangleOf) -> float:
+        """Largest difference between ranks that hold the same rectangle."""
+        first: dict[tuple[int, ...], torch.Tensor] = {}
+        worst = 0.0
+        with self.plain():
+            for rank, part in local._local_tensors.items():  # type: ignore[attr-defined]
+                place = rectangle(self._virtual.coordinate_of(rank))
+                known = first.setdefault((*place.offsets, *place.sizes), part.detach())
+                difference = (part.detach() - known).abs()
+                worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+        return worst
+
+    def plain(self) -> AbstractContextManager[Any]:
+        return self.layout.plain()
+
+
+def sum_over_axis(part: torch.Tensor, device_mesh: DeviceMesh, axis: str) -> torch.Tensor:
+    """The sum of ``part`` over the ranks of a mesh axis."""
+    if _size(device_mesh, axis) == 1:
+        return part
+    return _waited(funcol.all_reduce(part.contiguous(), "sum", device_mesh.get_group(axis)))
+
+
+def data_group(device_mesh: DeviceMesh, mesh: MeshShape) -> dist.ProcessGroup:
+    """The group of this rank's data ranks: all axes of ``DATA_AXES`` together, made once for a mesh."""
+    axes = tuple(axis for axis in DATA_AXES if axis in mesh.names and mesh.size(axis) > 1)
+    if len(axes) == 1:
+        return device_mesh.get_group(axes[0])
+    return device_mesh[axes]._flatten("_".join(axes)).get_group()
+
+
+def _product(mesh: MeshShape, axes: Sequence[str]) -> int:
+    product = 1
+    for axis in axes:
+        product *= mesh.size(axis) if axis in mesh.names else 1
+    return product
+
+
+def _size(device_mesh: DeviceMesh, axis: str) -> int:
+    names = device_mesh.mesh_dim_names or ()
+    return device_mesh.size(names.index(axis)) if axis in names else 1
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
