@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from cost_models.step_time import step_memory, step_seconds
 from planner.search.linear import LinearProgram
 from planner.search.solver import solve
 from planner.step.stage_bounds import lower_bound, memory_shortfall
-from planner.step.stage_ilp import CUTOFF, solve_stages
+from planner.step.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
 from planner.step.stage_problem import Assignment, StageProblem, UnitChoice, UnitRun, as_step, fits, undominated
 from planner.step.stage_ranks import main_run
 
@@ -131,8 +132,31 @@ def test_equals_exhaustive_enumeration(schedule: str, kinds: bool) -> None:
         assert found.objective == pytest.approx(step_seconds(step).total, rel=1e-12)
         assert found.objective == pytest.approx(best, rel=1e-6)
         assert best * (1 - 1e-5) <= found.bound <= best * (1 + 1e-9)
-        assert lower_bound(problem) <= best * (1 + 1e-9)
+        for bound in (lower_bound, quick_bound, bound_within_memory):
+            assert bound(problem) <= best * (1 + 1e-9)
     assert feasible >= 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bounds_within_memory_hold_for_long_runs(schedule: str) -> None:
+    """And they see what memory costs: where it does, they are above the bound that leaves it out."""
+    higher = tried = 0
+    for seed in range(24):
+        draw = Draw(seed, kinds=False)
+        problem = draw.problem(schedule)
+        ends = (problem.runs[0],) * (len(problem.runs) > 1), (problem.runs[-1],) * (len(problem.runs) > 2)
+        run = replace(problem.runs[len(ends[0])], count=draw.random.randint(8, 16))
+        runs = tuple(replace(end, count=1) for end in ends[0]), tuple(replace(end, count=1) for end in ends[1])
+        tight = draw.random.uniform(4, 14) * run.count / problem.num_ranks
+        problem = replace(problem, runs=(*runs[0], run, *runs[1]), memory=(tight,) * problem.num_ranks)
+        found = solve_stages(problem, gap=1e-7)
+        if found is None:
+            continue
+        tried += 1
+        quick, within = quick_bound(problem), bound_within_memory(problem)
+        assert max(quick, within) <= found.objective * (1 + 1e-9)
+        higher += quick > lower_bound(problem) * (1 + 1e-3)
+    assert tried >= 6 and higher >= 2
 
 
 @pytest.mark.parametrize("num_layers", [5, 6, 7])

@@ -25,8 +25,8 @@ from planner.step.demands import Demands
 from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
-from planner.step.stage_bounds import lower_bound, memory_shortfall
-from planner.step.stage_ilp import CUTOFF, StageSolution, bound_within_memory, solve_stages
+from planner.step.stage_bounds import memory_shortfall
+from planner.step.stage_ilp import CUTOFF, StageSolution, bound_within_memory, quick_bound, solve_stages
 from planner.step.stage_problem import Assignment, StageProblem
 from planner.step.training import POLICIES, ZERO_STAGES
 
@@ -340,11 +340,12 @@ class Search:
     def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.sharded is not None
         problem = self.problem(entry.candidate, entry.sharded)
-        missing = memory_shortfall(problem)
+        bound = quick_bound(problem, cutoff=self._cutoff())
+        missing = memory_shortfall(problem) if bound < self._cutoff() else 0.0
         if missing > 0:
             self._lacks(entry.candidate, missing)
             return
-        yield self._next(entry, lower_bound(problem), problem=problem)
+        yield self._next(entry, bound, problem=problem)
 
     def _bound_within_memory(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.problem is not None

@@ -69,6 +69,7 @@ from planner.search.solver import solve
 from planner.step.stage_balance import balance, by_rounds
 from planner.step.stage_bounds import memory_shortfall, time_bounds
 from planner.step.stage_fronts import LOAD, Weights
+from planner.step.stage_loads import load_within_memory
 from planner.step.stage_problem import (
     Assignment,
     StageProblem,
@@ -135,6 +136,13 @@ def solve_stages(
     if found is None or found.assignment is None:
         return found
     return replace(found, assignment=relabelled(found.assignment, kept))
+
+
+def quick_bound(problem: StageProblem, *, cutoff: float = math.inf) -> float:
+    """A weaker bound than ``bound_within_memory``, found ten times as fast."""
+    settled = folded(problem)
+    bounds = time_bounds(settled)
+    return bounds.step_with(load_within_memory(settled, lower=bounds.load, upper=bounds.load_within(cutoff)))
 
 
 def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf) -> float:

@@ -1,0 +1,189 @@
+"""A quick bound of the largest load within memory: every rank as a fractional knapsack of seconds and bytes.
+
+A rank that holds n units of the long run beside what it must hold has, for every worth λ ≥ 0 of a byte in seconds,
+
+    Σ seconds + λ · Σ bytes ≤ L + λ · room
+
+with each unit at its cheapest choice v(λ) = min_c (seconds(c) + λ · bytes(c)), whatever is chosen: so
+
+    n ≤ (L + λ · room − Σ v(λ) of what it must hold) / v(λ)
+
+and n is whole. Of all λ only the slopes between two choices are tried: between those the right side is the ratio of two
+linear functions, hence monotone. What counts beyond what is kept is the largest peak: it is one of the choices' peaks,
+and for each of them (for a few near each other at once, room taken by the least of them) only choices of no larger peak
+take part. Ranks that cannot hold all units together within L show that the largest load exceeds L.
+``planner.step.stage_ranks`` finds the same in whole choices, ten times as slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.step.stage_fronts import LOAD, received
+from planner.step.stage_problem import ROUNDING, StageProblem, UnitChoice, UnitRun
+from planner.step.stage_program import chunks_of
+from planner.step.stage_ranks import main_run
+
+Array = NDArray[np.float64]
+
+#: Relative precision of the load that is found by bisection.
+_PRECISION = 1e-4
+#: The bytes of a choice are worth so many times its seconds where seconds no longer count.
+_MOST = 1e4
+#: Peaks count as one where they differ by no more than this share of a rank's memory.
+_SAME = 0.01
+#: What a number of units may be off by before it is rounded down.
+_WHOLE = 1e-6
+
+
+class LoadBound:
+    """Bounds of the largest load of a problem whose units are one long run, with at most one unit at either end."""
+
+    def __init__(self, problem: StageProblem, run: int) -> None:
+        self.problem, self.run = problem, run
+        self.chunks = chunks_of(problem)
+        held = np.array(problem.in_flight, dtype=float)
+        self.held = np.array([held[chunks] for chunks in self.chunks])
+        self.received = np.array([received(problem, rank, LOAD.receive) for rank in range(problem.num_ranks)])
+        self.ends = [(0, problem.runs[0])] * (run > 0)
+        self.ends += [(problem.num_chunks - 1, problem.runs[-1])] * (run < len(problem.runs) - 1)
+        runs = [problem.runs[run], *(entry for _, entry in self.ends)]
+        levels = _peaks(runs, _SAME * min(problem.memory))
+        lowest = self._lowest_peaks()
+        self.levels = [
+            self._level(np.full(problem.num_ranks, least) if index else lowest, largest)
+            for index, (least, largest) in enumerate(levels)
+        ]
+
+    def _lowest_peaks(self) -> Array:
+        """The largest peak of each rank at least: of what it must hold."""
+        held = np.zeros(self.problem.num_ranks)
+        for chunk, entry in self.ends:
+            rank = self.problem.ranks[chunk]
+            held[rank] = max(held[rank], _lowest_peak(entry))
+        ends = {chunk for chunk, _ in self.ends}
+        bare = np.array([not ends.issuperset(chunks) for chunks in self.chunks])
+        return np.where(bare, np.maximum(held, _lowest_peak(self.problem.runs[self.run])), held)
+
+    def most(self, load: float) -> float:
+        """Units of the long run that all ranks hold at most, if none is busy for more than ``load`` seconds."""
+        best = np.full(self.problem.num_ranks, -math.inf)
+        for offset, slope, fixed in self.levels:
+            units = (offset + slope * load).min(axis=1)
+            units = np.where(units < -_WHOLE, -math.inf, np.floor(units + _WHOLE) + fixed)
+            best = np.maximum(best, units)
+        return float(best.sum())
+
+    def least_load(self, lower: float, upper: float) -> float:
+        """The largest load is at least this; ``lower`` is a bound already, ``upper`` as good as infinite."""
+        count = self.problem.runs[self.run].count
+        if self.most(upper) < count:
+            return upper
+        if self.most(lower) >= count:
+            return lower
+        while upper - lower > _PRECISION * upper:
+            middle = (lower + upper) / 2
+            if self.most(middle) >= count:
+                upper = middle
+            else:
+                lower = middle
+        return lower
+
+    def _level(self, least: Array, peak: float) -> tuple[Array, Array, Array]:
+        """(a, b, c) by rank and worth of a byte: a rank holds at most c + min(a + b · load) units, if the largest of
+        their peaks lies between its ``least`` and ``peak``."""
+        problem = self.problem
+        seconds, state, saved = _choices(problem.runs[self.run], peak)
+        spare = self.held.min(axis=1)
+        worth = _slopes(seconds, state + spare[:, None] * saved)
+        each = _cheapest(seconds, state, saved, self.held, worth)
+        room = np.array(problem.memory)[:, None] * (1 + ROUNDING) - least[:, None]
+        rest = worth * room - self.received[:, None] - each.sum(axis=1)
+        fixed = np.full(problem.num_ranks, float(self.held.shape[1]))
+        for chunk, entry in self.ends:
+            rank = problem.ranks[chunk]
+            place = self.chunks[rank].index(chunk)
+            own = _cheapest(
+                *_choices(entry, peak), self.held[rank : rank + 1, place : place + 1], worth[rank : rank + 1]
+            )
+            rest[rank] += each[rank, place] - own[0, 0]
+            fixed[rank] -= 1
+        unit = _cheapest(seconds, state, saved, spare[:, None], worth)[:, 0]
+        return rest / unit, 1.0 / unit, fixed
+
+
+def _peaks(runs: Sequence[UnitRun], width: float) -> list[tuple[float, float]]:
+    """Levels of peaks, lowest first: (least, largest) of those that are taken for one, at most ``width`` apart.
+
+    Every run has a choice at or below each level.
+    """
+    floor = max(map(_lowest_peak, runs))
+    found: list[tuple[float, float]] = []
+    for peak in sorted({max(floor, choice.costs.peak_bytes) for run in runs for choice in run.choices}):
+        if found and peak - found[-1][0] <= width:
+            found[-1] = (found[-1][0], peak)
+        else:
+            found.append((peak, peak))
+    return found
+
+
+def _lowest_peak(run: UnitRun) -> float:
+    return min(choice.costs.peak_bytes for choice in run.choices)
+
+
+def _choices(run: UnitRun, peak: float) -> tuple[Array, Array, Array]:
+    """Seconds, bytes of state and bytes saved of the choices whose peak is at most ``peak``."""
+    rows = [
+        (costs.forward + costs.backward, costs.state_bytes, costs.saved_bytes)
+        for costs in (choice.costs for choice in run.choices)
+        if costs.peak_bytes <= peak
+    ]
+    seconds, state, saved = np.array(rows, dtype=float).T
+    return seconds, state, saved
+
+
+def _slopes(seconds: Array, sizes: Array) -> Array:
+    """By rank: no worth of a byte, those at which the cheapest choice changes, and one beside which seconds are
+    nothing; ``sizes``: by rank and choice."""
+    first, second = np.triu_indices(len(seconds), 1)
+    slower = seconds[second] - seconds[first]
+    freed = sizes[:, first] - sizes[:, second]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worth = np.where(slower * freed > 0, slower / freed, 0.0)
+    costs = seconds + worth[:, :, None] * sizes[:, None, :]
+    tied = np.take_along_axis(costs, first[None, :, None], axis=2)[:, :, 0] <= costs.min(axis=2) * (1 + ROUNDING)
+    worth = -np.sort(-np.where(tied, worth, 0.0), axis=1)
+    worth = worth[:, : int((worth > 0).sum(axis=1).max(initial=0))]
+    most = _MOST * seconds.max() / np.maximum(1.0, sizes.min(axis=1))
+    return np.concatenate((np.zeros((len(sizes), 1)), worth, most[:, None]), axis=1)
+
+
+def _cheapest(seconds: Array, state: Array, saved: Array, held: Array, worth: Array) -> Array:
+    """min_c (seconds + worth · bytes) by rank, chunk and worth."""
+    sizes = state + held[:, :, None] * saved
+    return np.asarray((seconds + worth[:, None, :, None] * sizes[:, :, None, :]).min(axis=-1))
+
+
+def _seconds(choice: UnitChoice) -> float:
+    return choice.costs.forward + choice.costs.backward
+
+
+def load_within_memory(problem: StageProblem, *, lower: float, upper: float) -> float:
+    """The largest load of a rank is at least this (``folded``, of one kind); ``lower`` where nothing more is known.
+
+    Args:
+        lower: a bound of the load, in seconds.
+        upper: a load that is as good as infinite.
+    """
+    run = main_run(problem)
+    if run is None or not all(map(math.isfinite, problem.memory)):
+        return lower
+    slowest = sum(entry.count * max(map(_seconds, entry.choices)) for entry in problem.runs)
+    upper = min(upper, 2.0 * slowest)
+    if not lower < upper or min(map(_seconds, problem.runs[run].choices)) <= 0:
+        return lower
+    return LoadBound(problem, run).least_load(lower, upper)
