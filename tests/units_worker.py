@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from runtime.units.group import DataGroup
-from runtime.units.pieces import piece
+from runtime.units.group import DataGroup, sum_over
+from runtime.units.norm import clip_gradients
+from runtime.units.pieces import piece, piece_shape
 from runtime.units.unit import Unit, UnitWeight, chained
 from tests.ranks import answer, task
 
-HIDDEN, NUM_LAYERS, NUM_SAMPLES = 6, 3, 3
+HIDDEN, NUM_LAYERS, NUM_SAMPLES = 6, 2, 3
 #: Cut in dim 0, in dim 1, unevenly with empty pieces (of 4 ranks), not at all; and one that no layer uses.
 SHAPES: dict[str, tuple[int, ...]] = {
     "up": (8, HIDDEN),
@@ -29,18 +34,18 @@ SHAPES: dict[str, tuple[int, ...]] = {
 FROZEN = "offset"
 
 
-def whole_weights(*, dtype: torch.dtype = torch.float64) -> list[dict[str, torch.Tensor]]:
+def whole_weights() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = {**SHAPES, FROZEN: (HIDDEN,)}
     return [
-        {name: (torch.randn(shape, generator=generator, dtype=torch.float64) / 2).to(dtype) for name, shape in shapes.items()}
+        {name: torch.randn(shape, generator=generator, dtype=torch.float64) / 2 for name, shape in shapes.items()}
         for _ in range(NUM_LAYERS)
-    ]  # fmt: skip
+    ]
 
 
-def samples(rank: int, microbatch: int, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def samples(rank: int, microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + microbatch)
-    return torch.randn(NUM_SAMPLES, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(NUM_SAMPLES, HIDDEN, generator=generator, dtype=torch.float64)
 
 
 def layer(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +177,126 @@ def parity(cases: list[dict[str, Any]], group: DataGroup) -> dict[str, float]:
     return answers
 
 
-SCENARIOS: dict[str, Callable[[Any, DataGroup], Any]] = {"parity": parity}
+class CollectiveLog(TorchDispatchMode):
+    """Names of the collectives and matrix products, in the order of their issue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name = func._schema.name.split("::")
+        if (namespace == "_c10d_functional" and name != "wait_tensor") or name == "mm":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def issued(argument: dict[str, int], group: DataGroup) -> list[list[str]]:
+    """What two equal steps issue, at one ZeRO stage."""
+    units = make_units(argument["zero"], group)
+    logs = []
+    for _ in range(2):
+        with CollectiveLog() as log:
+            for unit in units:
+                unit.begin(argument["num_microbatches"])
+            for microbatch in range(argument["num_microbatches"]):
+                forward(units, samples(group.rank, microbatch), recompute=False).backward()
+            for unit in units:
+                unit.finish()
+        logs.append(log.names)
+    return logs
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors made inside that still live, those that only autograd holds included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def sizes(self) -> list[int]:
+        """Of every living storage above a few bytes (an optimizer's count of steps is no state of a weight)."""
+        gc.collect()
+        return [size for storage, size in self._storages.values() if not storage.expired() and size > 8]
+
+
+def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
+    """Bytes that live between two micro-batches of a second step, and after a forward pass."""
+    zero, compute = argument["zero"], getattr(torch, argument["compute"])
+    shapes = [tuple(shape) for shape in argument["shapes"]]
+    with LiveBytes() as live:
+        owners = []
+        for shape in shapes:
+            local = torch.empty(piece_shape(shape, group.size, group.rank) if zero else shape).normal_()
+            owners.append(nn.Parameter(local))
+        members = [UnitWeight(str(shape), owner, shape, compute) for shape, owner in zip(shapes, owners)]
+        unit = Unit(members, zero=zero, group=group)
+        optimizer = torch.optim.AdamW(owners)
+
+        def loss() -> torch.Tensor:
+            with unit.saving():
+                return sum((weight.float() * weight).sum() for weight in unit.use())  # type: ignore[return-value]
+
+        del local
+        for num_uses in (1, 2):
+            unit.begin(num_uses)
+            value = loss()
+            after_forward = sum(live.sizes())
+            value.backward()
+            del value
+            if num_uses == 1:
+                unit.finish()
+                optimizer.step()
+                optimizer.zero_grad()
+        unit.settle()
+        between = sum(live.sizes())
+        loss().backward()
+        unit.finish()
+        for owner in owners:
+            owner.grad = None
+    return {"between": between, "after forward": after_forward, "at rest": sum(live.sizes())}
+
+
+def clipping(norm_types: list[float | str], group: DataGroup) -> list[float]:
+    """Largest difference of norm and clipped gradients from torch's on one process, for each p."""
+    found = []
+    for norm_type in map(float, norm_types):
+        given = trained_by_units(3, False, "one by one", 1, 0, group)
+        wanted = reference(group.size, 1, 0)
+        trained = [some for weights in wanted for some in weights.values() if some.grad is not None]
+        expected = torch.nn.utils.clip_grad_norm_(trained, 0.5, norm_type=norm_type)
+        own = [(owner, owner.dim() > 0 or group.rank == 0) for weights in given for owner in weights.values()]
+        norm = clip_gradients(own, group, max_norm=0.5, norm_type=norm_type)
+        found.append(max(float((norm - expected).abs() / expected), difference(given, wanted, 3, group)))
+    return found
+
+
+def tied(_: None, group: DataGroup) -> list[bool]:
+    """Copies of a parameter on several ranks end with the sum, those without a gradient too."""
+    owners = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2).t())]
+    owners[1].grad = torch.full((3, 2), 1.0 + group.rank).t()
+    if group.rank == 0:
+        owners[0].grad = torch.ones(2, 3)
+    sum_over(owners, group)
+    ranks = range(group.size)
+    return [bool((owners[0].grad == 1).all()), bool((owners[1].grad == sum(1 + rank for rank in ranks)).all())]
+
+
+SCENARIOS: dict[str, Callable[[Any, DataGroup], Any]] = {
+    "parity": parity,
+    "issued": lambda arguments, group: [issued(argument, group) for argument in arguments],
+    "memory": lambda arguments, group: [memory(argument, group) for argument in arguments],
+    "clipping": clipping,
+    "tied": tied,
+}
 
 
 def main() -> None:
