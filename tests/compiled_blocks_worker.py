@@ -1,0 +1,82 @@
+"""One rank of the tests of compiled blocks: a small Llama whose layer is compiled, beside the same layer uncompiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+
+import planner
+from passes.capture import keep_float64
+from planner.library import build_model, load_config, random_batch
+from runtime.compiling import as_compiled, can_be_one_graph
+from runtime.program import Block
+from runtime.recompute import POLICIES, recomputed
+from tests.ranks import answer, task
+
+#: Beginnings of the operators' names: compiled graphs call variants that write in place.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Runner = Callable[[Block], Callable[..., Any]]
+
+
+def main() -> None:
+    answer({dtype: compare(getattr(torch, dtype)) for dtype in task()})
+
+
+def compare(dtype: torch.dtype) -> dict[str, Any]:
+    """By policy: the largest relative difference from the plain layers, graphs compiled, collectives sent again."""
+    torch.manual_seed(0)
+    config = load_config("tiny-llama")
+    config.num_hidden_layers = 3
+    model = build_model(config, device="cpu").to(dtype)
+    batch = random_batch(model, batch_size=4, seq_len=8)
+    with keep_float64():
+        parallel = planner.compile(model, "tp=2", example_inputs=batch, forbid_replicated_matmul=True)
+    mesh = parallel.layout.device_mesh
+    plain, sent = run(parallel, batch, lambda block: block.forward)
+    found: dict[str, Any] = {}
+    for policy in POLICIES:
+        eager, eager_sent = run(parallel, batch, lambda block: recomputed(block.forward, policy))
+        found[f"eager {policy}"] = {"error": difference(eager, plain), "again": dict(eager_sent - sent)}
+        counters.clear()
+        torch._dynamo.reset()
+        run(parallel, batch, lambda block: as_compiled(block, mesh, recompute=policy))
+        given, given_sent = run(parallel, batch, lambda block: as_compiled(block, mesh, recompute=policy))
+        found[f"compiled {policy}"] = {
+            "error": difference(given, plain),
+            "again": dict(given_sent - sent),
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": sum(counters["graph_break"].values()),
+        }
+    return found
+
+
+def run(parallel: Any, batch: Any, runner: Runner) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Loss and gradients with every layer run by ``runner``, and the collectives sent."""
+
+    def call(block: Block, *tensors: Any) -> Any:
+        if type(block).__name__ == "Program":
+            return block.forward(*tensors)
+        assert can_be_one_graph(block)
+        return runner(block)(*tensors)
+
+    parallel.zero_grad()
+    with mock.patch.object(Block, "__call__", call), torch.profiler.profile() as profile:
+        loss = parallel(**batch).loss
+        loss.backward()
+    operators = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
+    sent = Counter(name for name in COLLECTIVES for operator in operators if operator.startswith(name))
+    return [loss.detach(), *(weight.grad.clone() for weight in parallel.parameters() if weight.grad is not None)], sent
+
+
+def difference(given: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    assert len(given) == len(wanted)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(given, wanted))
+
+
+if __name__ == "__main__":
+    main()
