@@ -1,150 +1,145 @@
-"""The search finds what trying everything finds: every candidate, sharding, cut, and choice of every unit."""
+"""The search finds what trying everything finds: every candidate, sharding, cut, and choice of every unit.
+
+``python -m benchmarks.exhaustive`` does the same for as many random cases as one likes.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from cost_models import Cluster
+from cost_models.schedules import SCHEDULES
+from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
-from passes.capture import capture
-from passes.ir.graph import Graph
 from planner.step.candidates import candidates
-from planner.step.demands import Demands, read_demands
-from planner.step.figures import KeptSpace
-from planner.step.layout import Links
-from planner.step.level_one import LevelOne
-from planner.step.search import BYTE_WEIGHTS, Search
-from planner.step.sharding import ShardingSpace
-from planner.step.stage_problem import Assignment, StageProblem, as_step
-from planner.verification import slow_devices
-from tests.small_models import Mlp, mlp_batch, squared_error
+from planner.step.demands import read_demands
+from planner.step.search import Outcome, Search
+from planner.step.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
+from tests.exhaustive import every_candidate, fastest, fastest_of_all
+from tests.exhaustive_models import CONFIGS, level_one
 
-#: Share of a device's memory that a limit may be passed by: what sums of bytes may be off by.
-ROUNDING = 1e-9
-#: What is left to choose, small enough to try it all.
-FEW: Mapping[str, Any] = {"recompute": ("none", "full"), "zero": (0, 3)}
-CASES: Mapping[str, Mapping[str, Any]] = {
-    "everything": FEW,
-    "sharded optimizer": {"recompute": ("none", "selective"), "zero": (1, 2)},
-    "regather": {"recompute": ("regather", "selective", "none"), "zero": 3},
-}
+PIPELINES = (2, 4, 8)
 
 
-def stretches(problem: StageProblem) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Ways to cut the units into chunks: for each chunk the run of each of its units."""
-    units = [run for run, each in enumerate(problem.runs) for _ in range(each.count)]
-    for cuts in itertools.combinations(range(1, len(units)), problem.num_chunks - 1):
-        ends = (0, *cuts, len(units))
-        yield tuple(tuple(units[begin:end]) for begin, end in itertools.pairwise(ends))
+@dataclass(frozen=True)
+class Case:
+    """A model on eight devices, what is left to choose (enough to differ, little enough to try it all), and the share
+    of memory that there is of what the fastest step takes."""
+
+    model: str
+    cluster: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    share: float | None = None
 
 
-def groups_of(
-    problem: StageProblem, stretch: tuple[int, ...], *, first: bool
-) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """Ways to run the units of one chunk; equal units in any order are one way, but for the model's very first unit."""
-    counts = Counter(stretch)
-    by_run = []
-    for run, count in counts.items():
-        every = range(len(problem.runs[run].choices))
-        ways = []
-        for chosen in itertools.combinations_with_replacement(every, count):
-            way = tuple((run, choice, times) for choice, times in Counter(chosen).items())
-            if first and run == 0:
-                ways += [(way[at], *way[:at], *way[at + 1 :]) for at in range(len(way))]
-            else:
-                ways.append(way)
-        by_run.append(ways)
-    for parts in itertools.product(*by_run):
-        yield tuple(itertools.chain.from_iterable(parts))
+CASES: Mapping[str, Case] = {
+    "every choice": Case("2-block mlp", "eight"),
+    "every choice, half the memory": Case("2-block mlp", "boxes", share=0.5),
+    "six blocks": Case("6-block mlp", "eight", {"recompute": "none", "zero": (0, 3), "pp": PIPELINES}),
+    "six blocks, recomputed": Case("6-block mlp", "boxes", {"recompute": ("none", "full"), "zero": 2}, 0.7),
+    "uneven": Case("uneven", "eight", {"recompute": "selective", "zero": (0, 3), "pp": PIPELINES}),
+    "uneven, recomputed": Case("uneven", "boxes", {"recompute": ("none", "full"), "zero": 2}, 0.6),
+    "encoder and decoder": Case("t5", "boxes", {"recompute": ("none", "full"), "zero": (0, 3), "pp": PIPELINES}),
+    "tied ends": Case("gpt2", "eight", {"recompute": ("regather", "selective"), "zero": (1, 3)}, 0.6),
+    "transformer": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": (0, 3), "tp": (1, 2)}, 0.6),
+    "rounds": Case("llama", "boxes", {"recompute": ("none", "selective"), "zero": 1, "pp": PIPELINES,
+                                      "schedule": "interleaved_1f1b"}),
+    "split backward": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 0, "pp": PIPELINES,
+                                              "schedule": ("zb_h1", "zbv", "dualpipev")}, 0.8),
+}  # fmt: skip
 
 
-def assignments(problem: StageProblem) -> Iterator[Assignment]:
-    for cut in stretches(problem):
-        chunks = (list(groups_of(problem, stretch, first=index == 0)) for index, stretch in enumerate(cut))
-        yield from itertools.product(*chunks)
+def searched(case: Case, **options: Any) -> tuple[Search, Outcome]:
+    if case.model in CONFIGS:
+        pytest.importorskip("transformers")
+    model = level_one(case.model, case.cluster)
+    search = Search(model, model.cluster, read_demands(case.fixed, gap=0.0, time_limit=600.0, **options))
+    return search, search.run()
 
 
-def fastest(problem: StageProblem) -> float:
-    """Seconds of the best assignment that fits, infinite if none does."""
-    best = math.inf
-    for assignment in assignments(problem):
-        step = as_step(problem, assignment)
-        seconds = step_seconds(step).total
-        if seconds < best and all(
-            used <= limit * (1 + ROUNDING) for used, limit in zip(step_memory(step), problem.memory)
-        ):
-            best = seconds
-    return best
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_search_finds_the_fastest_of_all(case: Case) -> None:
+    search, outcome = searched(case)
+    if case.share is not None:
+        free = outcome.solutions[0]
+        limit = case.share * max(step_memory(as_step(free.problem, free.assignment)))
+        search, outcome = searched(case, memory_limit=limit)
+        assert outcome.solutions[0].seconds > free.seconds
+    found = outcome.solutions[0]
+    assert found.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
+    assert found.seconds == pytest.approx(step_seconds(as_step(found.problem, found.assignment)).total, rel=1e-9)
+    assert outcome.bound == pytest.approx(found.seconds, rel=1e-9)
 
 
-@functools.cache
-def space(model: str) -> tuple[ShardingSpace, KeptSpace]:
-    found = ShardingSpace.of(graph(model))
-    return found, KeptSpace.of(found)
+def test_search_finds_nothing_where_nothing_fits() -> None:
+    search, outcome = searched(CASES["every choice"], memory_limit=5e3)
+    assert not outcome.solutions
+    assert fastest_of_all(search).seconds == math.inf
 
 
-def graph(model: str) -> Graph:
-    if model.startswith("mlp"):
-        return capture(Mlp(layers=int(model[3:]), size=32), args=mlp_batch(batch=8, size=32), loss_fn=squared_error)
-    pytest.importorskip("transformers")
-    from planner.library import load_config
-    from planner.planning import capture_for_planning
-
-    config = load_config(model)
-    config.num_hidden_layers = 3
-    return capture_for_planning(config, batch_size=4, seq_len=32)
+@pytest.mark.parametrize("cluster", ["eight", "boxes"])
+def test_the_walk_passes_all_candidates(cluster: str) -> None:
+    search, _ = searched(Case("2-block mlp", cluster), num_alternatives=1)
+    found = candidates(search.cluster, global_batch=8, num_units=4, demands=search.demands)
+    assert set(found) <= set(every_candidate(search))
 
 
-def enumerated(search: Search, demands: Demands) -> float:
-    """The fastest of everything."""
-    best = math.inf
-    level_one = search.level_one
-    found = candidates(
-        search.cluster,
-        global_batch=level_one.global_batch,
-        num_units=sum(unit.count for unit in level_one.kept.units),
-        demands=demands,
-        micro_batches=level_one.micro_batches,
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_arrays_find_what_units_one_by_one_find(schedule: str) -> None:
+    for seed in range(5):
+        chooser = random.Random(seed)
+        problem = random_problem(schedule, chooser)
+        best = fastest(problem, chooser).seconds
+        assert best == pytest.approx(one_by_one(problem), rel=1e-12)
+
+
+def random_problem(schedule: str, chooser: random.Random) -> StageProblem:
+    """Two ranks, five units in three runs, three choices each, and memory that not everything fits in."""
+
+    def choice() -> UnitChoice:
+        seconds = {
+            name: chooser.choice((0.0, 1.0, 2.5))
+            for name in ("gather_forward", "gather_backward", "reduce_backward", "reduce_step", "update_step")
+        }
+        num_bytes = {name: float(chooser.randint(1, 9)) for name in ("state_bytes", "saved_bytes", "peak_bytes")}
+        backward = chooser.uniform(1.0, 4.0)
+        costs = LayerCosts(
+            forward=chooser.uniform(1.0, 2.0), backward=backward, backward_weight=backward / 2, **seconds, **num_bytes
+        )
+        return UnitChoice(label=(), costs=costs)
+
+    runs = tuple(
+        UnitRun(
+            name=f"run {index}",
+            count=count,
+            choices=(choice(), choice(), choice()),
+            receive_forward=chooser.uniform(0.0, 0.2),
+            receive_backward=chooser.uniform(0.0, 0.2),
+        )
+        for index, count in enumerate((2, 2, 1))
     )
-    for candidate in found:
-        links = Links.of(search.cluster, candidate.layout)
-        for weight in BYTE_WEIGHTS:
-            sharded = level_one.sharded(candidate.cut, candidate.layout, links, weight=weight)
-            if sharded is not None:
-                best = min(best, fastest(search.problem(candidate, sharded)))
+    num_chunks = 2 * (SCHEDULES[schedule].chunks_per_rank or 2)
+    limit = chooser.uniform(60.0, 90.0)
+    return StageProblem(
+        runs=runs, schedule=schedule, num_ranks=2, num_chunks=num_chunks, num_microbatches=4, memory=(limit, limit)
+    )
+
+
+def one_by_one(problem: StageProblem) -> float:
+    """The fastest step that fits: every choice of every unit in its place, nothing taken for equal."""
+    units = [run for run, each in enumerate(problem.runs) for _ in range(each.count)]
+    best = math.inf
+    for cuts in itertools.combinations(range(1, len(units)), problem.num_chunks - 1):
+        for chosen in itertools.product(*(range(len(problem.runs[run].choices)) for run in units)):
+            groups = [(run, choice, 1) for run, choice in zip(units, chosen)]
+            ends = (0, *cuts, len(units))
+            step = as_step(problem, tuple(tuple(groups[begin:end]) for begin, end in itertools.pairwise(ends)))
+            if all(used <= limit for used, limit in zip(step_memory(step), problem.memory)):
+                best = min(best, step_seconds(step).total)
     return best
-
-
-def searches(model: str, cluster: Cluster, fixed: Mapping[str, Any], **options: Any) -> tuple[float, float]:
-    """Seconds by the search with no gap, and by enumeration."""
-    demands = read_demands(fixed, gap=0.0, time_limit=600.0, **options)
-    search = Search(LevelOne(cluster, *space(model)), cluster, demands)
-    outcome = search.run()
-    seconds = outcome.solutions[0].seconds if outcome.solutions else math.inf
-    assert outcome.bound <= seconds
-    return seconds, enumerated(search, demands)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["mlp2", "tiny-llama"])
-def test_search_finds_the_fastest(model: str, case: str) -> None:
-    found, best = searches(model, slow_devices(4), CASES[case])
-    assert found == pytest.approx(best, rel=1e-9)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.25])
-def test_search_finds_the_fastest_that_fits(share: float) -> None:
-    cluster = slow_devices(4)
-    demands = read_demands(FEW, gap=0.0)
-    free = Search(LevelOne(cluster, *space("tiny-llama")), cluster, demands).run().solutions[0]
-    limit = share * max(step_memory(as_step(free.problem, free.assignment)))
-    found, best = searches("tiny-llama", cluster, FEW, memory_limit=limit)
-    assert found == pytest.approx(best, rel=1e-9)
-    assert found > free.seconds
