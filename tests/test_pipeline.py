@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from cost_models.schedules import SCHEDULES, reason_not
-from tests.pipeline_stages import VARIANTS
+from runtime.pipeline.specs import check_chunks
+from runtime.pipeline.torch_schedules import expected_order
+from tests.pipeline_stages import VARIANTS, Chunk
 from tests.ranks import run_on_ranks
 
 RELATIVE_TOLERANCE = 1e-9
@@ -39,6 +41,13 @@ def results() -> dict[str, Any]:
     return run_on_ranks("pipeline_worker", 4, CASES)
 
 
+@functools.cache
+def failures(schedules: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What each of two ranks says if rank 0 fails and the time-out is 3 seconds, by schedule."""
+    found: list[dict[str, Any]] = run_on_ranks("pipeline_failure_worker", 2, (schedules, 0, 3.0))
+    return found
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("num_ranks", "variant"), [(ranks, variant) for ranks, variants in VARIANTS_RUN.items() for variant in variants]
@@ -53,3 +62,35 @@ def test_pipelines_compute_what_one_process_does(num_ranks: int, schedule: str, 
         assert found["bytes_as_planned"], (case, found)
         assert found["without_gradients"], (case, found)
         assert (found["bytes"] > 0) == (num_ranks > 1), (case, found)
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
+    schedules = ("1f1b", "zb_h1")
+    for schedule in schedules:
+        failing, waiting = (found[schedule] for found in failures(schedules))
+        assert "pipeline rank 0 (chunks 0) stopped after" in failing["messages"][0]
+        assert "ArithmeticError: this chunk fails" in failing["messages"][0]
+        assert "pipeline rank 1 (chunks 1) stopped after" in waiting["messages"][0]
+        assert "another rank failed first: see its output" in waiting["messages"][0]
+        for found in (failing, waiting):
+            assert "start the processes again" in found["messages"][1]
+            assert found["seconds"] < 20
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches", "reason"),
+    [("gpipe", 4, "needs 1 chunk"), ("dualpipev", 3, "at least as many micro-batches as chunks")],
+)
+def test_what_has_no_order_is_refused(schedule: str, num_microbatches: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        expected_order(schedule, num_ranks=2, num_microbatches=num_microbatches, num_chunks=4)
+
+
+def test_1f1b_runs_fewer_micro_batches_than_ranks_in_the_planners_order() -> None:
+    order = expected_order("1f1b", num_ranks=4, num_microbatches=2, num_chunks=4)
+    assert ["".join(action.kind for action in rank) for rank in order] == ["FFBB", "FFBB", "FFBB", "FBFB"]
+
+
+def test_chunks_of_another_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"given chunks \[0, 2\].*it holds \[0, 3\]"):
+        check_chunks([Chunk(0, 4), Chunk(2, 4)], schedule="zbv", num_chunks=4, rank=0, num_ranks=2)
