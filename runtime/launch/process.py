@@ -140,7 +140,7 @@ def _join(place: Place, device: torch.device, backend: str, timeout: float, coll
             store=dist.PrefixStore(f"{meeting}/group", store),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=_span(max(1.0, deadline.left)),
+            timeout=_span(timeout),  # anew: a last rank that came late must not leave the others no time
         )
         # Connections are made by the first collective, if not before: better now than in the middle of training.
         dist.all_reduce(torch.zeros(1, device=device))
