@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from cost_models.schedules import Action
+from runtime.pipeline.forward import forward_only
 from runtime.pipeline.specs import StageRunner, check_chunks
 from runtime.pipeline.stage import Stage
 from runtime.pipeline.torch_schedules import build_schedule, is_run_by_actions
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What all ranks agree on."""
+
+    schedule: str
+    num_chunks: int
+    num_microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 class PipelineExecutor:
@@ -42,6 +55,8 @@ class PipelineExecutor:
     ) -> None:
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         check_chunks(stages, schedule=schedule, num_chunks=num_chunks, rank=self._rank, num_ranks=num_ranks)
+        self._runners = tuple(stages)
+        self._pipeline = _Pipeline(schedule, num_chunks, num_microbatches, group, device)
         self.order: list[Action] = []
         by_actions = is_run_by_actions(
             schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
@@ -58,7 +73,6 @@ class PipelineExecutor:
             for runner in sorted(stages, key=lambda runner: runner.index)
         ]
         self._schedule = build_schedule(schedule, self._stages, num_microbatches=num_microbatches)
-        self._num_microbatches = num_microbatches
         self._broken = False
 
     def _record(self, action: Action) -> None:
@@ -84,7 +98,7 @@ class PipelineExecutor:
             raise RuntimeError("this pipeline stopped in the middle of a step: start the processes again")
         self.order.clear()
         losses: list[torch.Tensor] = []
-        target = torch.empty(self._num_microbatches)
+        target = torch.empty(self._pipeline.num_microbatches)
         try:
             self._schedule.step(target=target, losses=losses, return_outputs=False)
             for stage in self._stages:
@@ -93,6 +107,10 @@ class PipelineExecutor:
             self._broken = True
             raise RuntimeError(self._where(error)) from error
         return losses
+
+    def forward_only(self) -> list[tuple[torch.Tensor, ...]]:
+        """All micro-batches through all chunks without gradients: see ``runtime.pipeline.forward.forward_only``."""
+        return forward_only(self._runners, **vars(self._pipeline))
 
     def _where(self, error: Exception) -> str:
         chunks = ", ".join(str(stage.stage_index) for stage in self._stages)
