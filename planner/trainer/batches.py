@@ -15,7 +15,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, default_collate
 
-from planner.targets import read_target
+from cost_models import Cluster
+from passes.plan import Plan
+from planner.targets import Target, asks_for_step, read_target
 from runtime.layout import DATA
 
 
@@ -59,17 +61,19 @@ def example_batch(dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]
     return collate([samples[index % len(samples)] for index in range(batch_size)])
 
 
-def data_pins(example: Any, batch_size: int, mesh: Any) -> dict[str, dict[str, str]] | None:
-    """Constraints that give every data-parallel group its own samples; None where the mesh does not say its axes."""
+def data_pins(example: Any, batch_size: int, mesh: Target, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Constraints that give every data-parallel group its own samples, as a planned step does of itself."""
     target = read_target(mesh)
-    names = target.mesh_dim_names or () if isinstance(target, DeviceMesh) else getattr(target, "names", ())
-    if DATA not in names:
-        return None
-    return {
-        f"input:{name}": {DATA: "S(0)"}
-        for name, value in tensors_of(example).items()
-        if value.dim() and len(value) == batch_size
-    }
+    if isinstance(target, (Plan, Cluster)) or asks_for_step(target, options):
+        return {}
+    names = target.mesh_dim_names if isinstance(target, DeviceMesh) else target.names
+    if DATA not in (names or ()):
+        return {}
+    tensors = tensors_of(example)
+    cut = [name for name, value in tensors.items() if value.dim() and len(value) == batch_size]
+    # One pattern where it will do: predictions may be made from other inputs.
+    patterns = ["*"] if len(cut) == len(tensors) else cut
+    return {f"input:{pattern}": {DATA: "S(0)"} for pattern in patterns}
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,8 @@ class Trainer:
             return
         torch.manual_seed(self.seed)
         example = batches.example_batch(dataset, self.global_batch, self.collate_fn)
-        options = {"constraints": batches.data_pins(example, self.global_batch, self.mesh), **self._options}
+        pins = batches.data_pins(example, self.global_batch, self.mesh, self._options)
+        options = {"constraints": pins or None, **self._options}
         inputs = dict(example) if isinstance(example, Mapping) else example
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         inputs = inputs if isinstance(inputs, (dict, tuple)) else (inputs,)

@@ -1,0 +1,78 @@
+"""The trainer on two processes: every scenario answers how far it is from a loop by hand on one device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import planner
+from planner.trainer import decay_groups, warmup_cosine
+from planner.trainer.batches import Chunk, Rows, chunks, count_valid
+from tests.ranks import run_on_ranks
+from tests.small_models import Mlp
+from tests.trainer_worker import SCENARIOS
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, float]:
+    return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS])
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_scenario(scenario: str, found: dict[str, float]) -> None:
+    assert found[scenario] <= 1e-9
+
+
+def test_what_does_not_fill_a_batch_is_taken_apart_into_its_divisors() -> None:
+    assert chunks(21, 8, exact=True) == [Chunk(0, 8), Chunk(8, 8), Chunk(16, 4), Chunk(20, 1)]
+    assert chunks(21, 8, exact=False) == [Chunk(0, 8), Chunk(8, 8), Chunk(16, 5)]
+    assert list(Rows(range(5), chunks(5, 4, exact=True), 4)) == [0, 1, 2, 3, 4, 4, 4, 4]
+
+
+def test_labels_that_a_mean_is_over() -> None:
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
+    assert count_valid({"labels": labels}, ["labels"], shifted=False) == 3
+    assert count_valid({"labels": labels}, ["labels"], shifted=True) == 1
+    assert count_valid((torch.zeros(5, 2), torch.zeros(5)), ["labels"], shifted=False) == 5
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    decayed, kept = decay_groups(Mlp().parameters(), weight_decay=0.1)
+    assert {parameter.dim() for parameter in decayed["params"]} == {2} and decayed["weight_decay"] == 0.1
+    assert {parameter.dim() for parameter in kept["params"]} == {1} and kept["weight_decay"] == 0.0
+
+
+def test_warm_up_then_half_a_cosine() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = warmup_cosine(2, 10, final=0.1)(optimizer)
+    rates = []
+    for _ in range(12):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:3] == [0.5, 1.0, 1.0] and math.isclose(rates[6], 0.55) and rates[10:] == [0.1, 0.1]
+    with pytest.raises(ValueError, match="shorter"):
+        warmup_cosine(10, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"global_batch": 0}, "at least one sample"), ({"global_batch": 8, "save_every": 0}, "save_every=0")],
+)
+def test_wrong_arguments(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planner.Trainer(Mlp(), "dp=1", **options)  # type: ignore[arg-type]
+
+
+def test_what_needs_more_than_is_there() -> None:
+    trainer = planner.Trainer(Mlp(), "dp=1", global_batch=8)
+    with pytest.raises(ValueError, match="num_epochs or num_steps"):
+        trainer.fit([])
+    with pytest.raises(ValueError, match="call fit"):
+        _ = trainer.parallel
+    with pytest.raises(ValueError, match="checkpoint_dir"):
+        trainer.load_best()
+    with pytest.raises(ValueError, match="dataset is empty"):
+        trainer.evaluate([])

@@ -1,0 +1,211 @@
+"""One rank of the tests of ``planner.Trainer``; rank 0 says what every scenario found."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+import planner
+from planner.trainer import decay_groups, warmup_cosine
+from tests.ranks import answer, task
+from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
+
+BATCH = 8
+NUM_SAMPLES = 21  # two full batches and one that is not
+
+
+def samples(count: int = NUM_SAMPLES) -> list[dict[str, torch.Tensor]]:
+    batch = token_batch(batch=count)
+    return [{name: tensor[row] for name, tensor in batch.items()} for row in range(count)]
+
+
+def pairs(count: int = NUM_SAMPLES) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(*mlp_batch(batch=count)))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(decay_groups(parameters, weight_decay=0.1), lr=0.3, momentum=0.9)
+
+
+def trainer(mesh: str = "dp=2", **options: Any) -> planner.Trainer:
+    given = {"optimizer": sgd, "lr_schedule": warmup_cosine(2, 12), "max_grad_norm": 0.5, "log_every": 0}
+    return planner.Trainer(seeded(TiedClassifier), mesh, global_batch=BATCH, **{**given, **options})
+
+
+def reference_losses(num_epochs: int) -> list[float]:
+    """A loop by hand, on one device."""
+    model = seeded(TiedClassifier)
+    optimizer = sgd(model.parameters())
+    schedule = warmup_cosine(2, 12)(optimizer)
+    loader = planner.DataLoader(samples(), batch_size=BATCH, last="short")
+    losses = []
+    for _ in range(num_epochs):
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def difference(given: Any, wanted: Any) -> float:
+    given, wanted = torch.as_tensor(given).double(), torch.as_tensor(wanted).double()
+    return float((given - wanted).abs().max() / wanted.abs().max()) if given.shape == wanted.shape else float("inf")
+
+
+def shared_folder() -> str:
+    message = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(message)
+    return message[0]
+
+
+class Killed(Exception):
+    """Stands for what ends a process."""
+
+
+class EndsAfter(list[Any]):
+    """Samples of which only so many can be read."""
+
+    reads = 0
+
+    def __init__(self, content: list[Any], allowed: int) -> None:
+        super().__init__(content)
+        self.allowed = allowed
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        if self.reads > self.allowed:
+            raise Killed
+        return super().__getitem__(index)
+
+
+def fit_is_the_loop_by_hand() -> float:
+    result = trainer().fit(samples(), num_epochs=3)
+    assert result.step == 9 and result.best is None
+    return difference(result.losses, reference_losses(3))
+
+
+def a_plan_with_a_pipeline() -> float:
+    return difference(trainer("pp=2").fit(samples(), num_epochs=2).losses, reference_losses(2))
+
+
+def a_killed_run_goes_on() -> float:
+    """Killed in the second epoch, after a checkpoint in its middle."""
+    folder = shared_folder()
+    options: dict[str, Any] = {"checkpoint_dir": folder, "save_every": 2}
+    read = BATCH + 5 * BATCH // 2  # an example to plan for, then each rank's share of five batches
+    try:
+        trainer(**options).fit(EndsAfter(samples(), read), num_epochs=3)
+        raise AssertionError("it was not killed")
+    except Killed:
+        pass
+    again = trainer(**options)
+    losses = again.fit(samples(), num_epochs=3).losses
+    assert again.step == 9 and len(losses) == 5
+    return difference(losses, reference_losses(3)[4:])
+
+
+def another_mesh_goes_on() -> float:
+    folder = shared_folder()
+    trainer("dp=2", checkpoint_dir=folder).fit(samples(), num_steps=4)
+    result = trainer("tp=2", checkpoint_dir=folder).fit(samples(), num_steps=9)
+    return difference(result.losses, reference_losses(3)[4:])
+
+
+def nothing_is_left_to_do() -> float:
+    folder = shared_folder()
+    first = trainer(checkpoint_dir=folder).fit(samples(), num_steps=3)
+    again = trainer(checkpoint_dir=folder).fit(samples(), num_steps=3)
+    return float(first.step != again.step or again.losses != ())
+
+
+def evaluation_is_exact() -> float:
+    """Samples with different numbers of labels; the last batch is not full."""
+    found = trainer().evaluate(samples())
+    wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
+    return difference(found["loss"], wanted.detach())
+
+
+def evaluation_without_labels_is_exact() -> float:
+    def first_error(outputs: Any, batch: Any) -> torch.Tensor:
+        return (outputs.outputs - batch[1]).abs()[:, 0]
+
+    made = planner.Trainer(
+        seeded(Mlp), "dp=2", loss_fn=squared_error, metrics={"error": first_error}, global_batch=BATCH, log_every=0
+    )
+    found = made.evaluate(pairs())
+    inputs, targets = default_collate(pairs())
+    outputs = seeded(Mlp)(inputs).detach()
+    wanted = [squared_error(outputs, (inputs, targets)), (outputs - targets).abs()[:, 0].mean()]
+    return difference([found["loss"], found["error"]], torch.stack(wanted))
+
+
+def predictions_are_in_order() -> float:
+    wanted = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
+    return difference(torch.stack(trainer().predict(samples())), wanted)
+
+
+def predict_fn_may_return_anything() -> float:
+    def best(parallel: Any, batch: Any) -> list[str]:
+        return [str(int(row[0].argmax())) for row in parallel(**batch)["logits"]]
+
+    wanted = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
+    return float(trainer(predict_fn=best).predict(samples()) != [str(int(row[0].argmax())) for row in wanted])
+
+
+def the_best_weights_come_back() -> float:
+    """Losses rise from the second evaluation on: the schedule's peak is far too high."""
+    made = trainer(checkpoint_dir=shared_folder(), eval_every=1, max_grad_norm=None, lr_schedule=None)
+    result = made.fit(samples(), samples(), num_steps=8)
+    losses = {step: found["loss"] for step, found in result.evaluations.items()}
+    assert list(losses) == list(range(1, 9)) and result.best == min(losses.values()) < losses[8]
+    return difference([made.load_best(), made.evaluate(samples())["loss"]], [result.best] * 2)
+
+
+def a_loss_that_is_not_finite_is_told() -> float:
+    try:
+        trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e200), max_grad_norm=None).fit(
+            samples(), num_steps=6
+        )
+    except FloatingPointError as error:
+        return float("the loss of step" not in str(error))
+    return 1.0
+
+
+def everything_is_logged() -> float:
+    records: list[dict[str, float]] = []
+    made = trainer(log_every=2, on_log=lambda values: records.append(dict(values)))
+    result = made.fit(samples(), samples(), num_steps=4)
+    if dist.get_rank() != 0:
+        return float(records != [])
+    assert [record["step"] for record in records] == [2, 3, 4, 4]
+    assert "eval_loss" in records[1] and "eval_loss" in records[3]
+    return difference(records[0]["loss"], sum(result.losses[:2]) / 2)
+
+
+SCENARIOS: tuple[Callable[[], float], ...] = (
+    fit_is_the_loop_by_hand,
+    a_plan_with_a_pipeline,
+    a_killed_run_goes_on,
+    another_mesh_goes_on,
+    nothing_is_left_to_do,
+    evaluation_is_exact,
+    evaluation_without_labels_is_exact,
+    predictions_are_in_order,
+    predict_fn_may_return_anything,
+    the_best_weights_come_back,
+    a_loss_that_is_not_finite_is_told,
+    everything_is_logged,
+)
+
+if __name__ == "__main__":
+    names = task()
+    answer({scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names})
