@@ -211,7 +211,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: on all ranks, if there is none, or it is cut short, of another kind, of another model or
-                optimizer, saying what is wrong.
+                optimizer, saying what is wrong; with an optimizer also if the model has no plan yet.
         """
         self.wait()
         owned = parallel.owned()
@@ -268,6 +268,8 @@ class CheckpointManager:
                 f"the checkpoint's optimizer is {training['optimizer'] or 'not in it'}, not "
                 f"{type(optimizer).__name__}: give the same, or none"
             )
+        # Without a plan tensors are whole, and the state read for them would not be cut with them.
+        getattr(parallel, "plan", None)
         owned = parallel.owned()
         options = matched_groups(owned, optimizer, training["groups"])
         wanted = optimizer_to_load(owned, optimizer, metadata)

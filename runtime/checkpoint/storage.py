@@ -33,6 +33,12 @@ class _CommittingWriter(FileSystemWriter):
         self._keep_last = keep_last
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for file in {result.storage_data.relative_path for part in results for result in part}:
+            if not (Path(self.path) / file).exists():
+                raise ValueError(
+                    f"the first rank does not see {file}, which another wrote: {self._commit[0]} must be on a file "
+                    "system that all ranks share"
+                )
         super().finish(metadata, results)
         folders.commit(*self._commit, keep_last=self._keep_last)
 
