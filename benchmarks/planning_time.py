@@ -1,11 +1,13 @@
-"""How long planning a whole training step takes, against layers and against devices.
+r"""How long planning a whole training step takes, against layers and against devices.
 
     python -m benchmarks.planning_time                                # both sweeps, and the three that must be fast
-    python -m benchmarks.planning_time --sweep layers --plot benchmarks/results/planning_time.png
+    python -m benchmarks.planning_time --sweep layers --sweep devices \
+        --plot benchmarks/results/planning_time.png --markdown benchmarks/results/planning_time.md
 
-Every point is a process of its own, from config to saved plan: seconds of the whole process, of that the search alone,
-peak memory, gap, candidates, and mesh shapes (layouts over which candidates range). ``--plot`` needs matplotlib
-(``pip install 'meshwright[bench]'``).
+Every point is a process of its own, from config to saved plan: seconds of the whole process and of its processor (one
+thread; what a shared machine takes without others' work), of that the search alone, peak memory, gap, candidates, and
+mesh shapes (layouts over which candidates range). Sweeps count processor seconds; on a busy machine give them a longer
+``--time-limit``, which is by the clock. ``--plot`` needs matplotlib (``pip install 'meshwright[bench]'``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from typing import Any
 #: Sweeps over depth and over devices, and the plans that must be fast: (at most so many seconds).
 LAYERS = (8, 16, 32, 64, 126)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+#: A larger gap than this is worth a word.
+GAP = 0.01
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and bytes of one point."""
+    """Seconds by the clock, processor seconds in all and of the search, and bytes of one point."""
 
     seconds: float
+    processor_seconds: float
     search_seconds: float
     peak_bytes: float
     step_seconds: float
@@ -98,7 +103,7 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
     began: dict[str, float] = {}
 
     def note(report: Report) -> None:
-        began.setdefault(report.phase, time.perf_counter())
+        began.setdefault(report.phase, time.process_time())
 
     made = plan(
         config,
@@ -108,12 +113,13 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
         time_limit=time_limit,
         progress=note,
     )
-    done = time.perf_counter()
+    done = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         made.save(Path(folder) / "plan.json")
     assert made.step is not None
     return Measured(
         seconds=0.0,
+        processor_seconds=time.process_time(),
         search_seconds=done - began[ANALYSING],
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
         step_seconds=made.step.costs.seconds,
@@ -125,18 +131,60 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
     )
 
 
+def name_of(point: Point) -> str:
+    """Model and depth."""
+    return f"{point.model} × {point.layers} layers" if point.layers else point.model
+
+
 def line(point: Point, found: Measured) -> str:
-    """One row of the table."""
-    layers = f" × {point.layers} layers" if point.layers else ""
+    """One row for the terminal."""
     verdict = "" if point.limit is None else f"  (≤ {point.limit:g} s: {found.seconds <= point.limit})"
-    name = f"{point.model + layers:28} {8 * point.nodes:6} devices"
-    time_taken = f"{found.seconds:6.1f} s  search {found.search_seconds:6.1f} s  {found.peak_bytes / 2**30:5.2f} GiB"
+    name = f"{name_of(point):28} {8 * point.nodes:6} devices"
+    processor = f"processor {found.processor_seconds:6.1f} s  search {found.search_seconds:6.1f} s"
+    time_taken = f"{found.seconds:6.1f} s  {processor}  {found.peak_bytes / 2**30:5.2f} GiB"
     quality = f"step {found.step_seconds:8.3f} s  gap {found.gap:6.2%} {found.status:10}"
     size = f"{found.shapes:5} mesh shapes  {found.enumerated:6} candidates  {found.shardings:4} shardings"
     return f"{name}  {time_taken}  {quality}  {size}{verdict}"
 
 
-def draw(results: dict[str, list[tuple[Point, Measured]]], path: Path) -> None:
+Results = dict[str, list[tuple[Point, Measured]]]
+
+
+def markdown(results: Results) -> str:
+    """A table for each sweep, and how the search grows over it."""
+    head = ("model", "devices", "mesh shapes", "candidates", "shardings", "clock, s", "processor, s", "search, s",
+            "search a mesh shape, ms", "peak, GiB", "step, s", "gap")  # fmt: skip
+    lines = ["# Seconds to plan", "", "Processor seconds, one thread, but for the column by the clock."]
+    for name, rows in results.items():
+        lines += ["", f"## {name.capitalize()}", "", f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+        for point, found in rows:
+            cells = (
+                name_of(point), f"{8 * point.nodes}", f"{found.shapes}", f"{found.enumerated}", f"{found.shardings}",
+                f"{found.seconds:.1f}", f"{found.processor_seconds:.1f}", f"{found.search_seconds:.1f}",
+                f"{1e3 * found.search_seconds / found.shapes:.0f}", f"{found.peak_bytes / 2**30:.2f}",
+                f"{found.step_seconds:.3f}", f"{found.gap:.2%}" + (f" ({found.status})" if found.gap > GAP else ""),
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", growth(name, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def growth(name: str, rows: Sequence[tuple[Point, Measured]]) -> str:
+    """How the search's seconds grow from the least point of a sweep to its largest, beside what they may grow with."""
+    if name == "fast":
+        within = sum(found.seconds <= point.limit for point, found in rows if point.limit is not None)
+        return f"{within} of {len(rows)} within their limits by the clock."
+    (first, least), (last, most) = rows[0], rows[-1]
+    took = most.search_seconds / least.search_seconds
+    if name == "layers":
+        return f"{last.layers} layers take {took:.2f} times the search of {first.layers}."
+    return (
+        f"{8 * last.nodes} devices have {most.shapes / least.shapes:.1f} times the mesh shapes of {8 * first.nodes} "
+        f"and take {took:.1f} times the search."
+    )
+
+
+def draw(results: Results, path: Path) -> None:
     """A picture of both sweeps."""
     try:
         from matplotlib import pyplot
@@ -146,14 +194,14 @@ def draw(results: dict[str, list[tuple[Point, Measured]]], path: Path) -> None:
     for axis, (name, label) in zip(axes, (("layers", "layers"), ("devices", "devices"))):
         rows = results.get(name, [])
         across = [point.layers if name == "layers" else 8 * point.nodes for point, _ in rows]
-        axis.plot(across, [found.seconds for _, found in rows], marker="o", label="config to saved plan")
+        axis.plot(across, [found.processor_seconds for _, found in rows], marker="o", label="config to saved plan")
         axis.plot(across, [found.search_seconds for _, found in rows], marker="s", label="search")
         if name == "devices" and rows:
             scale = rows[0][1].search_seconds / rows[0][1].shapes
             axis.plot(across, [scale * found.shapes for _, found in rows], "--", label="as mesh shapes grow")
             axis.set_xscale("log", base=2)
         axis.set_xlabel(label)
-        axis.set_ylabel("seconds")
+        axis.set_ylabel("processor seconds")
         axis.set_ylim(bottom=0)
         axis.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,14 +209,16 @@ def draw(results: dict[str, list[tuple[Point, Measured]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def run(names: Iterable[str], *, time_limit: float) -> dict[str, list[tuple[Point, Measured]]]:
-    """Measure the sweeps, printing as it goes."""
-    results: dict[str, list[tuple[Point, Measured]]] = {}
+def run(names: Iterable[str], *, time_limit: float, table: Path | None = None) -> Results:
+    """Measure the sweeps, printing and writing ``table`` as it goes."""
+    results: Results = {}
     for name in names:
         for point in sweep(name):
             found = measure(point, time_limit=time_limit)
             results.setdefault(name, []).append((point, found))
             print(line(point, found), flush=True)
+            if table is not None:
+                table.write_text(markdown(results))
     return results
 
 
@@ -176,13 +226,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=("layers", "devices", "fast"), action="append")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both sweeps")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables")
     parser.add_argument("--time-limit", type=float, default=45.0, help="seconds for each search")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(json.dumps(asdict(plan_one(Point(**json.loads(given.one)), time_limit=given.time_limit))))
         return
-    results = run(given.sweep or ("fast", "layers", "devices"), time_limit=given.time_limit)
+    results = run(given.sweep or ("fast", "layers", "devices"), time_limit=given.time_limit, table=given.markdown)
     if given.plot:
         draw(results, given.plot)
 
