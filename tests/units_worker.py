@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -224,7 +223,6 @@ class LiveBytes(TorchDispatchMode):
 
     def sizes(self) -> list[int]:
         """Of every living storage above a few bytes (an optimizer's count of steps is no state of a weight)."""
-        gc.collect()
         return [size for storage, size in self._storages.values() if not storage.expired() and size > 8]
 
 
@@ -243,7 +241,7 @@ def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
 
         def loss() -> torch.Tensor:
             with unit.saving():
-                return sum((weight.float() * weight).sum() for weight in unit.use())  # type: ignore[return-value]
+                return sum((weight * weight).float().sum() for weight in unit.use())  # type: ignore[return-value]
 
         del local
         for num_uses in (1, 2):

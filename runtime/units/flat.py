@@ -125,5 +125,11 @@ class FlatLayout:
         return pairs
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy every source into its target, with a change of dtype where they differ."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.units.flat import FlatLayout
+from runtime.units.flat import FlatLayout, copy_all
 from runtime.units.group import DataGroup
 
 #: From these ZeRO stages on: gradients end as pieces; they are reduced after every use.
@@ -62,9 +62,11 @@ class Gradients:
         first = {place: gradient for place, gradient in given.items() if place not in self._added}
         again = {place: gradient for place, gradient in given.items() if place in self._added}
         if first:
-            torch._foreach_copy_(*self._pairs(self._buffer, first))
+            copy_all(*self._pairs(self._buffer, first))
         if again:
-            torch._foreach_add_(*self._pairs(self._buffer, again))
+            targets, sources = self._pairs(self._buffer, again)
+            if targets:
+                torch._foreach_add_(targets, sources)
         self._added.update(first)
         if self._per_use:
             self.launch()

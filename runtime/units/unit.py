@@ -164,6 +164,9 @@ class Unit:
             if self._expected is None and not _in_backward():
                 self._open_uses += 1
             flat = _Use.apply(self.token, self, [whole for some in wholes for whole in some])
+            if self.zero != _GATHERED_PER_USE:
+                # a node of its own for each weight, so that a split backward pass can tell them apart
+                flat = [whole.view_as(whole) for whole in flat]
             iterator = iter(flat)
             wholes = [[next(iterator) for _ in some] for some in wholes]
         for bundle, some in zip(self._bundles, wholes):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.units.flat import FlatLayout
+from runtime.units.flat import FlatLayout, copy_all
 from runtime.units.group import DataGroup
 from runtime.units.pieces import piece
 
@@ -77,7 +77,7 @@ class Weights:
         if self._pieces and self._running is None and (self._per_use or not self._fresh):
             owners = [owner.detach() for owner in self.owners]
             row = torch.empty(self.layout.row, dtype=self._compute, device=owners[0].device)
-            torch._foreach_copy_(self.layout.pieces(row, owners), owners)
+            copy_all(self.layout.pieces(row, owners), owners)
             self._running = self._group.all_gather(row)
 
     def gather(self) -> Gathered:
@@ -103,13 +103,13 @@ class Weights:
     def _fill(self, gathered: Gathered) -> Gathered:
         with torch.no_grad():
             if not self._pieces:
-                torch._foreach_copy_(gathered.wholes(), [owner.detach() for owner in self.owners])
+                copy_all(gathered.wholes(), [owner.detach() for owner in self.owners])
                 return gathered
             self.prefetch()
             rows = self._group.wait(self._running)
             self._running = None
             targets, sources = self.layout.gather_pairs(rows, gathered.flat)
-            torch._foreach_copy_(targets, sources)
+            copy_all(targets, sources)
         return gathered
 
     def _share_storage(self, gathered: Gathered) -> None:
