@@ -12,6 +12,8 @@ compiled around those calls, under ``none`` and ``full``; else it runs uncompile
 
 from __future__ import annotations
 
+import itertools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -29,17 +31,21 @@ from runtime.compiled_collectives import Collectives
 from runtime.program import Block
 from runtime.recompute import POLICIES, recomputed
 
-_Key = tuple[DeviceMesh, str]
+_numbers = itertools.count()
+_Key = tuple[DeviceMesh, str, str]
 _compiled: weakref.WeakKeyDictionary[type[Block], dict[_Key, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def as_compiled(block: Block, device_mesh: DeviceMesh, *, recompute: str = "none") -> Callable[..., Any]:
+def as_compiled(
+    block: Block, device_mesh: DeviceMesh, *, recompute: str = "none", backend: str = "inductor"
+) -> Callable[..., Any]:
     """``block(*tensors)``, compiled; all blocks of one class share what is compiled for their shapes and dtypes.
 
     Args:
         block: an emitted block with its weights.
         device_mesh: the mesh whose axes its collectives name; each rank compiles for its own place.
         recompute: one of ``runtime.recompute.POLICIES``; do not wrap the result in ``recomputed``.
+        backend: of ``torch.compile``.
 
     Raises:
         ValueError: for an unknown policy.
@@ -47,18 +53,21 @@ def as_compiled(block: Block, device_mesh: DeviceMesh, *, recompute: str = "none
     if recompute not in POLICIES:
         raise ValueError(f"unknown recompute policy {recompute!r}: expected one of {', '.join(POLICIES)}")
     if can_be_one_graph(block):
-        return types.MethodType(_compiled_forward(type(block), device_mesh, recompute), block)
+        return types.MethodType(_compiled_forward(type(block), device_mesh, recompute, backend), block)
     if recompute in ("none", "full"):
-        return recomputed(types.MethodType(_compiled_forward(type(block), device_mesh, "none"), block), recompute)
+        compiled = types.MethodType(_compiled_forward(type(block), device_mesh, "none", backend), block)
+        return recomputed(compiled, recompute)
     return recomputed(block, recompute)
 
 
-def _compiled_forward(block: type[Block], device_mesh: DeviceMesh, recompute: str) -> Callable[..., Any]:
+def _compiled_forward(block: type[Block], device_mesh: DeviceMesh, recompute: str, backend: str) -> Callable[..., Any]:
     found = _compiled.setdefault(block, {})
-    key = (device_mesh, recompute)
+    key = (device_mesh, recompute, backend)
     if key not in found:
         forward = _traceable(block.forward, device_mesh)
-        found[key] = torch.compile(_REMAKING[recompute](forward), fullgraph=_calls_no_operators(block), dynamic=False)
+        found[key] = torch.compile(
+            _REMAKING[recompute](forward), fullgraph=_calls_no_operators(block), dynamic=False, backend=backend
+        )
     return found[key]
 
 
@@ -105,9 +114,10 @@ def _calls_no_operators(block: type[Block]) -> bool:
 def _traceable(function: Callable[..., Any], device_mesh: DeviceMesh) -> Callable[..., Any]:
     """An emitted function with names that mean what dynamo can trace."""
     names = {"spmd": Collectives(device_mesh), "ops": _UntracedOps(), "S": int, "R": R, "I": I, "P": P, "V": "V"}
-    traceable = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
-    )
+    module = types.ModuleType(f"{function.__globals__['__name__']}_traced_{next(_numbers)}")
+    sys.modules[module.__name__] = module  # dynamo imports what it finds a function's names in
+    vars(module).update({**function.__globals__, **names, "__name__": module.__name__})
+    traceable = types.FunctionType(function.__code__, vars(module), function.__name__, function.__defaults__)
     traceable.__kwdefaults__ = function.__kwdefaults__
     return traceable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from passes.capture import keep_float64
 from planner.library import build_model, load_config, random_batch
 from runtime.compiling import as_compiled, can_be_one_graph
 from runtime.program import Block
-from runtime.recompute import POLICIES, recomputed
+from runtime.recompute import recomputed
 from tests.ranks import answer, task
 
 #: Beginnings of the operators' names: compiled graphs call variants that write in place.
@@ -24,10 +25,11 @@ Runner = Callable[[Block], Callable[..., Any]]
 
 
 def main() -> None:
-    answer({dtype: compare(getattr(torch, dtype)) for dtype in task()})
+    dtype, backend, policies = task()
+    answer(compare(getattr(torch, dtype), backend, policies))
 
 
-def compare(dtype: torch.dtype) -> dict[str, Any]:
+def compare(dtype: torch.dtype, backend: str, policies: list[str]) -> dict[str, Any]:
     """By policy: the largest relative difference from the plain layers, graphs compiled, collectives sent again."""
     torch.manual_seed(0)
     config = load_config("tiny-llama")
@@ -39,13 +41,15 @@ def compare(dtype: torch.dtype) -> dict[str, Any]:
     mesh = parallel.layout.device_mesh
     plain, sent = run(parallel, batch, lambda block: block.forward)
     found: dict[str, Any] = {}
-    for policy in POLICIES:
-        eager, eager_sent = run(parallel, batch, lambda block: recomputed(block.forward, policy))
+    for policy in policies:
+        eager, eager_sent = run(parallel, batch, partial(_recomputed, policy=policy))
         found[f"eager {policy}"] = {"error": difference(eager, plain), "again": dict(eager_sent - sent)}
         counters.clear()
         torch._dynamo.reset()
-        run(parallel, batch, lambda block: as_compiled(block, mesh, recompute=policy))
-        given, given_sent = run(parallel, batch, lambda block: as_compiled(block, mesh, recompute=policy))
+        for _ in range(2):  # compiled at the first
+            given, given_sent = run(
+                parallel, batch, partial(as_compiled, device_mesh=mesh, recompute=policy, backend=backend)
+            )
         found[f"compiled {policy}"] = {
             "error": difference(given, plain),
             "again": dict(given_sent - sent),
@@ -53,6 +57,10 @@ def compare(dtype: torch.dtype) -> dict[str, Any]:
             "breaks": sum(counters["graph_break"].values()),
         }
     return found
+
+
+def _recomputed(block: Block, policy: str) -> Callable[..., Any]:
+    return recomputed(block.forward, policy)
 
 
 def run(parallel: Any, batch: Any, runner: Runner) -> tuple[list[torch.Tensor], Counter[str]]:
