@@ -169,14 +169,9 @@ class Search:
 
     def _dive_by(self, heap: list[_Entry], deadline: float, order: Callable[[_Entry], tuple[float, float]]) -> None:
         """Bound the first candidate in ``order`` for every three sizes by its stages; solve those of least bound."""
-        node = self.cluster.levels[0].group_size
         best: dict[tuple[int, ...], _Entry] = {}
-        for entry in heap:
-            candidate, layout = entry.candidate, entry.candidate.layout
-            if layout.context > MOST_CONTEXT or layout.order != ORDERS[0] or layout.tensor > node:
-                continue
-            if candidate.schedule not in PLAIN:
-                continue
+        for entry in [each for each in heap if self._is_plain(each.candidate)] or heap:
+            layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor)
             known = best.setdefault(key, entry)
             if order(entry) < order(known):
@@ -191,6 +186,12 @@ class Search:
             self._finish(heap, entry)
             self._tell(heap)
         self.diving = False
+
+    def _is_plain(self, candidate: Candidate) -> bool:
+        """Whether a candidate may be solved before the search begins, where the demands leave any such."""
+        layout = candidate.layout
+        near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
+        return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
 
     def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
         """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
