@@ -38,13 +38,14 @@ CASES = [
 @functools.cache
 def results() -> dict[str, Any]:
     """All cases, run by one set of processes (as many pipelines at once as fit)."""
-    return run_on_ranks("pipeline_worker", 4, CASES)
+    found: dict[str, Any] = run_on_ranks("pipeline_worker", 4, CASES, timeout=900)
+    return found
 
 
 @functools.cache
 def failures(schedules: tuple[str, ...]) -> list[dict[str, Any]]:
     """What each of two ranks says if rank 0 fails and the time-out is 3 seconds, by schedule."""
-    found: list[dict[str, Any]] = run_on_ranks("pipeline_failure_worker", 2, (schedules, 0, 3.0))
+    found: list[dict[str, Any]] = run_on_ranks("pipeline_failure_worker", 2, (schedules, 0, 3.0), timeout=600)
     return found
 
 
