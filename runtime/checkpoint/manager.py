@@ -72,7 +72,7 @@ class CheckpointManager:
         directory: of the checkpoints, on a file system that all ranks share.
         keep_last: how many to keep; None for all.
         asynchronous: ``save`` copies the state and writes it in the background. The next ``save``, ``load`` or
-            ``wait`` waits for it, and raises what went wrong.
+            ``wait`` waits for it, and raises what went wrong; call ``wait`` before the process group is destroyed.
         device: where tensors still on meta get memory; None for the mesh's, or the CPU.
 
     Raises:
