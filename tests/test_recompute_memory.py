@@ -66,7 +66,7 @@ def test_regathering_keeps_the_shard_in_place_of_what_was_gathered(policy: str, 
     with virtual_mesh(MeshShape(("tp",), (4,))) as mesh, set_current_mesh(mesh):
         region = recomputed(function, policy)
         region(x).sum().backward()
-        assert _kept_bytes(region, x) == parts * x.nbytes
+        assert _kept_bytes(region, x) == pytest.approx(parts * x.nbytes, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("policy", ["none", "regather", "selective", "full"])
