@@ -32,10 +32,12 @@ from planner.comparison import (
 )
 from planner.compilation import parallelise, parallelise_step
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
+from planner.planning import plan as make_plan
+from planner.targets import asks_for_step, fixed_axes
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks
-from runtime.outputs import loss_of
 from runtime.parallel_module import ParallelModule
+from runtime.step.places import VirtualPlaces
 
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -70,6 +72,9 @@ class VerifyReport:
 
     @property
     def collectives_as_planned(self) -> bool:
+        """Whether what was issued is what the plan lists (a step's plan lists one micro-batch's: not judged)."""
+        if self.plan.step is not None:
+            return True
         return set(self.counted) == {entry for entry in self.planned if entry.count}
 
     @property
@@ -126,7 +131,8 @@ def verify(
 
     Args:
         model: an ``nn.Module`` with real weights, a Hugging Face config, or a name from the config library.
-        mesh: the mesh to plan for, or a plan (or the path of one). At most 64 ranks.
+        mesh: the mesh to plan for, or a plan (or the path of one). At most 64 ranks. With a pipeline axis, or
+            ``fix`` or ``forbid`` among the options, a whole step is planned.
         batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
             (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
         steps: AdamW steps after which the weights are compared.
@@ -140,24 +146,37 @@ def verify(
     Raises:
         ValueError: for more than 64 ranks, and whatever planning refuses.
     """
-    plan = _given_plan(mesh)
-    shape = plan.mesh if plan is not None else as_mesh_shape(mesh)  # type: ignore[arg-type]
-    if shape.num_devices > MAX_RANKS:
-        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {shape} has {shape.num_devices}")
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    given = _given_plan(mesh)
+    if given is None:
+        shape = as_mesh_shape(mesh)  # type: ignore[arg-type]
+        _check_size(shape.num_devices, shape)
     single = real_module(model, dtype=wanted, seed=seed)
     if batch is None:
         batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
     batch = _cast(batch, wanted)
-    hardware = (
-        slow_devices(shape.num_devices) if cluster is None else as_cluster(cluster, num_devices=shape.num_devices)
-    )
+    if given is None:
+        hardware = slow_devices(shape.num_devices)
+        if cluster is not None:
+            hardware = as_cluster(cluster, num_devices=shape.num_devices)
+        if asks_for_step(shape, options):
+            fix = {**fixed_axes(shape), **options.pop("fix", {})}
+            with keep_float64():
+                given = make_plan(single, hardware, example_inputs=batch, loss_fn=loss_fn, fix=fix, **options)
+    if given is not None:
+        _check_size(given.step.num_devices if given.step is not None else given.mesh.num_devices, given.mesh)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)
 
-    with keep_float64(), virtual_ranks(shape) as layout:
-        parallel = parallelise(copy.deepcopy(single), layout, plan=plan, planner=find_plan, loss_fn=loss_fn)
+    with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
+        whole = copy.deepcopy(single)
+        if given is not None and given.step is not None:
+            places = VirtualPlaces(layout, num_stages=given.step.axes["pp"])
+            parallel = parallelise_step(whole, places, plan=given, loss_fn=loss_fn, example_inputs=batch)
+        else:
+            parallel = parallelise(whole, layout, plan=given, planner=find_plan, loss_fn=loss_fn)
+            parallel._engine.prepare(parallel._engine.read(*_arguments(batch)))
         comparisons, disagreement, counted = _compare(
             single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
         )
@@ -170,6 +189,15 @@ def verify(
             counted,
             parallel.source,
         )
+
+
+def _check_size(num_ranks: int, mesh: MeshShape) -> None:
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {mesh} has {num_ranks}")
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
 
 
 def slow_devices(num_devices: int) -> Cluster:
@@ -189,11 +217,9 @@ def _compare(
     """Both models trained side by side."""
     layout = parallel.layout
     assert isinstance(layout, VirtualLayout)
-    args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+    args, kwargs = _arguments(batch)
     found: list[Comparison] = []
     counted: tuple[CollectivePlan, ...] = ()
-    disagreement = 0.0
-    parallel._engine.prepare(parallel._engine.read(args, kwargs))
     exact = all(tensor.dtype == torch.float64 for tensor in single.parameters())
     negligible = NEGLIGIBLE if exact else NEGLIGIBLE_LOW_PRECISION
     epsilon = ADAM_EPSILON if exact else ADAM_EPSILON_LOW_PRECISION
@@ -207,17 +233,13 @@ def _compare(
             loss.backward()
         counter = CommunicationCounter(layout.device_mesh) if step == 0 else None
         with counter or contextlib.nullcontext():
-            sharded = loss_of(parallel(*args, **kwargs))
-            sharded.backward()
+            sharded = parallel.train_step(*args, **kwargs)
+        found.append(difference("loss", f"loss {step}", _whole(sharded, layout), loss.detach()))
         if counter is not None:
             counted = counter.collectives
             gradients = parallel.full_gradients()
-            found.append(difference("loss", "loss", layout.join(sharded, _invariant(layout)), loss.detach()))
-            disagreement = layout.disagreement(sharded, _invariant(layout))
             wanted = gradients_of(single)
             found += differences("gradients", gradients, wanted, floor=negligible * largest_of(wanted))
-        else:
-            found.append(difference("loss", f"loss {step}", layout.join(sharded, _invariant(layout)), loss.detach()))
         with layout.plain():
             single_optimizer.step()
             single_optimizer.zero_grad()
@@ -226,10 +248,12 @@ def _compare(
     # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
     state = parallel.full_state_dict()
     found += differences(f"weights after {steps} steps", state, single.state_dict(), floor=learning_rate)
-    shards = parallel._shards
-    for name, parameter in shards.items():
-        disagreement = max(disagreement, layout.disagreement(parameter, shards.placements[name]))
-    return found, disagreement, counted
+    return found, parallel._shards.disagreement(), counted
+
+
+def _whole(loss: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:
+    """A loss that virtual ranks hold, or that has left them already."""
+    return loss if type(loss) is torch.Tensor else layout.join(loss, _invariant(layout))
 
 
 def _invariant(layout: VirtualLayout) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from passes.capture import capture
 from passes.emit import Program, emit
@@ -27,6 +28,7 @@ from runtime.outputs import loss_of, wrap_outputs
 from runtime.program import Block
 from runtime.shards import Shards
 from runtime.typecheck import typecheck
+from runtime.units.group import DataGroup
 from runtime.weights import overlaid
 
 #: Finds a plan for a graph; the second argument is the plan whose decisions are pinned, or None.
@@ -113,6 +115,16 @@ class Engine:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call as ``prepare`` takes it."""
         return read_call(self.model.forward, args, kwargs, positional=self._positional())
+
+    @property
+    def all_ranks(self) -> DataGroup:
+        """Every rank of the mesh."""
+        return everyone_of(self.layout.device_mesh)
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that programs read: every rank takes its part of all."""
+        return None
 
     def forget_constants(self) -> None:
         """Compute constants again at the next call: they may depend on buffers."""
@@ -225,6 +237,15 @@ def positional_of(plan: Plan | None, loss_fn: Callable[..., Any] | None) -> int 
         return 0
     places = [int(head) for head in (name.split(".")[0] for name in plan.inputs) if head.isdigit()]
     return max(places) + 1 if places else 0
+
+
+def everyone_of(device_mesh: DeviceMesh) -> DataGroup:
+    """All ranks of a mesh as one group, made at the first call (which all of them must make)."""
+    if device_mesh.mesh.numel() == 1:
+        return DataGroup()
+    if device_mesh.mesh.ndim == 1:
+        return DataGroup.of(device_mesh.get_group())
+    return DataGroup.of(device_mesh._flatten("ranks").get_group())
 
 
 def skeleton(model: nn.Module) -> nn.Module:

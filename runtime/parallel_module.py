@@ -18,6 +18,7 @@ from runtime.owned import Owned
 from runtime.shards import Shards
 from runtime.step.engine import StepEngine
 from runtime.step.state import StepState
+from runtime.units.norm import clip_gradients
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 
 
@@ -64,6 +65,27 @@ class ParallelModule(nn.Module):
             ValueError: as ``forward``, and if the model returns no loss.
         """
         return self._engine.train(args, kwargs, local_inputs=local_inputs)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that the whole model's norm is at most ``max_norm``; all ranks must call it.
+
+        Returns:
+            the norm before, a float64 scalar, the same on every rank.
+
+        Raises:
+            ValueError: if ``norm_type`` is not above zero.
+        """
+        parameters = [
+            (owned.tensor, owned.primary)
+            for owned in self.owned()
+            if owned.trainable and isinstance(owned.tensor, nn.Parameter)
+        ]
+        return clip_gradients(parameters, self._engine.all_ranks, max_norm=max_norm, norm_type=norm_type)
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None if that is not known before the first call."""
+        return self._engine.needed_inputs
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

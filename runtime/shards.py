@@ -9,7 +9,7 @@ from torch import nn
 
 from passes.ir.types import I, Placement, R, shard_dim
 from passes.plan import Plan
-from runtime.layout import Layout
+from runtime.layout import Layout, VirtualLayout
 from runtime.owned import Owned, is_first_holder, rectangle
 from runtime.weights import Weights
 
@@ -199,6 +199,11 @@ class Shards:
             raise ValueError(
                 f"{_few(meta)} still on the meta device: call load_full_state_dict(...) or initialise(seed=...) first"
             )
+
+    def disagreement(self) -> float:
+        """Of virtual ranks: the largest difference between those that should hold the same."""
+        assert isinstance(self.layout, VirtualLayout)
+        return max((self.layout.disagreement(t, self.placements[name]) for name, t in self.items()), default=0.0)
 
     def check(self) -> None:
         """Raise ValueError if a tensor has no data yet."""

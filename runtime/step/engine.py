@@ -21,7 +21,7 @@ from passes.stages import StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
-from runtime.engine import positional_of, skeleton
+from runtime.engine import everyone_of, positional_of, skeleton
 from runtime.outputs import wrap_outputs
 from runtime.step.binding import make_units
 from runtime.step.execution import Execution, execution_of
@@ -29,6 +29,7 @@ from runtime.step.places import Places
 from runtime.step.stage import ProgramRunner, Stage, in_order_of_use
 from runtime.step.state import StepState
 from runtime.typecheck import typecheck
+from runtime.units.group import DataGroup
 from runtime.units.precision import Precision
 from runtime.units.unit import Unit, chained
 
@@ -94,6 +95,7 @@ class StepEngine:
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._stale = True
+        self._graphs: dict[Any, Graph] = {}
         with self.layout.plain():
             graph = self._capture(self.read(*example))
             first = self._cut(graph, training=graph.loss is not None, num_microbatches=self._microbatches_of(graph))
@@ -107,6 +109,21 @@ class StepEngine:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call as the programs are made for."""
         return read_call(self.model.forward, args, kwargs, positional=positional_of(self.plan, self.loss_fn))
+
+    @property
+    def all_ranks(self) -> DataGroup:
+        """Every rank of the step."""
+        return everyone_of(self.places.device_mesh)
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None before the first was made."""
+        found: set[str] = set()
+        for prepared in self._prepared.values():
+            programs = [stage.program for stage in prepared.stages]
+            programs += [prepared.totals.program] if prepared.totals is not None else []
+            found.update(str(spec.path[0]) for program in programs for spec in program.inputs)
+        return frozenset(found - {"received", "total"}) if self._prepared else None
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +234,10 @@ class StepEngine:
         return self._prepare(call, training=training, local_inputs=False)
 
     def _capture(self, call: Call) -> Graph:
-        return capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+        key = (call.signature, self.model.training)
+        if key not in self._graphs:
+            self._graphs[key] = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+        return self._graphs[key]
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
         outputs = None if training else tuple(graph.outputs)

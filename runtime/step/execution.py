@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
+import torch.distributed as dist
 
 from passes.emit import Program
 from passes.step_plan import StepPlan
 from runtime.pipeline import PipelineExecutor
+from runtime.pipeline.forward import forward_only
 from runtime.step.places import Places
 from runtime.step.stage import Stage
 
@@ -24,6 +26,16 @@ class Execution(Protocol):
     def forward(self) -> dict[str, torch.Tensor]:
         """The outputs of one pass over the whole batch, this rank's parts, on every rank."""
         ...
+
+
+class Setting(TypedDict):
+    """What all ranks of a pipeline agree on."""
+
+    schedule: str
+    num_chunks: int
+    num_microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 class InOrder:
@@ -57,29 +69,36 @@ class Pipelined:
     def __init__(
         self, stages: Sequence[Stage], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
     ) -> None:
+        assert places.pipeline_group is not None
         self.places = places
         self.last = last
         self.last_rank = step.chunks[-1].rank
-        assert places.pipeline_group is not None
-        self.executor = PipelineExecutor(
-            stages,
+        self.stages = tuple(stages)
+        self.setting = Setting(
             schedule=step.schedule,
             num_chunks=len(step.chunks),
             num_microbatches=num_microbatches,
             group=places.pipeline_group,
             device=places.layout.device,
         )
+        self._executor: PipelineExecutor | None = None
+
+    @property
+    def executor(self) -> PipelineExecutor:
+        """What runs training steps."""
+        if self._executor is None:
+            self._executor = PipelineExecutor(self.stages, **self.setting)
+        return self._executor
 
     def train(self) -> list[torch.Tensor]:
         return self.executor.train()
 
     def forward(self) -> dict[str, torch.Tensor]:
-        found = self.executor.forward_only()
-        given = found[0] if found else None
+        found = forward_only(self.stages, **self.setting)
         outputs = {}
         for place, spec in enumerate(self.last.outputs):
             shape, dtype = spec.local_shape, getattr(torch, spec.dtype)
-            local = torch.empty(shape, dtype=dtype, device=self.places.layout.device) if given is None else given[place]
+            local = found[0][place] if found else torch.empty(shape, dtype=dtype, device=self.places.layout.device)
             outputs[spec.path] = self.places.from_stage(local, self.last_rank)
         return outputs
 

@@ -100,11 +100,7 @@ class RankPlaces:
         self.data_size = _product(mesh, DATA_AXES)
         self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-
-    @property
-    def everyone(self) -> dist.ProcessGroup | None:
-        """All ranks of the step; None if there is one."""
-        return dist.group.WORLD if self.device_mesh.mesh.numel() > 1 else None
+        self._everyone = None if device_mesh.mesh.numel() == 1 else device_mesh._flatten("ranks").get_group()
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that have other samples."""
@@ -147,8 +143,8 @@ class RankPlaces:
         mine = self.rectangle(rectangle)
         if part is not None and mine.primary:
             mine.of(whole).copy_(part.detach())
-        if self.everyone is not None:
-            whole = _waited(funcol.all_reduce(whole, "sum", self.everyone))
+        if self._everyone is not None:
+            whole = _waited(funcol.all_reduce(whole, "sum", self._everyone))
         return whole.bool() if narrow else whole
 
     def input_part(

@@ -13,7 +13,7 @@ from passes.plan import Plan
 from passes.stages import StepPrograms
 from passes.stages.build import DATA_AXES
 from runtime.owned import Owned, is_first_holder, rectangle
-from runtime.step.places import Places, Rectangle, RectangleOf
+from runtime.step.places import Places, Rectangle, RectangleOf, VirtualPlaces
 from runtime.units.group import DataGroup, sum_over
 from runtime.units.pieces import piece_of
 from runtime.units.precision import Precision
@@ -261,6 +261,12 @@ class StepState:
         for name, whole in initialised_tensors(model, seed=seed):
             if name in here and self.find(name).is_meta:
                 self.load(name, whole)
+
+    def disagreement(self) -> float:
+        """Of virtual ranks: the largest difference between those that should hold the same."""
+        assert isinstance(self.places, VirtualPlaces)
+        found = (self.places.disagreement(self.find(i.names[0]), self.rectangle(i)) for i in self.everything())
+        return max(found, default=0.0)
 
     def check(self) -> None:
         """Raise ValueError if a tensor has no data yet."""

@@ -1,0 +1,87 @@
+"""One rank of the parity tests of whole steps: trains models under plans, on real processes; rank 0 also alone."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import planner
+from passes.capture import keep_float64
+from planner.comparison import NEGLIGIBLE, difference, differences, gradients_of, largest_of, single_loss
+from planner.verification import slow_devices
+from tests.parity_worker import build
+from tests.ranks import answer, task
+
+STEPS = 3
+LEARNING_RATE = 1e-3
+
+
+def main() -> None:
+    found = {}
+    for case in task():
+        started = time.perf_counter()
+        found[case["name"]] = {**compare(case), "seconds": time.perf_counter() - started}
+    answer(found)
+
+
+def compare(case: dict[str, Any]) -> dict[str, Any]:
+    """Largest relative error of loss, gradients and weights after three AdamW steps; what the step counted."""
+    single, args, kwargs, loss_fn = build(case["model"])
+    with keep_float64():
+        parallel = planner.compile(
+            copy.deepcopy(single),
+            slow_devices(dist.get_world_size()),
+            loss_fn=loss_fn,
+            example_inputs=args or kwargs,
+            fix=case["fix"],
+            time_limit=20.0,
+        )
+        alone = dist.get_rank() == 0
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
+        single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE)
+        found = []
+        for step in range(STEPS):
+            loss = parallel.train_step(*args, **kwargs)
+            gradients = parallel.full_gradients() if step == 0 else {}
+            if alone:
+                wanted_loss = single_loss(single, args, kwargs, loss_fn)
+                wanted_loss.backward()
+                found.append(difference("loss", f"loss {step}", loss, wanted_loss))
+                if step == 0:
+                    wanted = gradients_of(single)
+                    found += differences("gradients", gradients, wanted, floor=NEGLIGIBLE * largest_of(wanted))
+                single_optimizer.step()
+                single_optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        with torch.no_grad():
+            evaluated = parallel(*args, **kwargs).loss
+        if alone:
+            with torch.no_grad():
+                wanted_loss = single_loss(single, args, kwargs, loss_fn)
+            found.append(difference("loss", "evaluated", evaluated, wanted_loss))
+    if not alone:
+        return {}
+    found += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
+    worst = max(found, key=lambda comparison: comparison.error)
+    step_plan = parallel.plan.step
+    assert step_plan is not None
+    return {
+        "error": worst.error,
+        "worst": f"{worst.what}: {worst.name}",
+        "axes": step_plan.axes,
+        "schedule": step_plan.schedule,
+        "num_microbatches": step_plan.num_microbatches,
+        "recompute": step_plan.recompute,
+        "zero": step_plan.zero,
+        "tensors": len(found),
+    }
+
+
+if __name__ == "__main__":
+    main()
