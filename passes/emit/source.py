@@ -12,7 +12,7 @@ from passes.emit.render import Expression, Renderer, describe_local, roots_comme
 from passes.shard import Block, Local, Repeat, Section, ShardedGraph
 
 _HEADER = '''\
-"""{model} on mesh {mesh}, written by Meshwright.
+"""{model} on mesh {mesh}{part}, written by Meshwright.
 
 Each rank runs this on its own part of every tensor; "global shape → local shape {{axis: type}}" stands where they
 change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gradient partial; I: the same on all
@@ -45,7 +45,7 @@ def render(sharded: ShardedGraph, expression: Expression) -> str:
         batch_axis=sharded.batch_axis,
     )
     program = _program_class(sharded, renderer, expression)
-    parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh)]
+    parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh, part=sharded.part)]
     for loop in loops:
         key = id(loop.block.section)
         name, arguments = block_names[key], renderer.entry_names[key]

@@ -116,6 +116,7 @@ class ShardedGraph:
         runs: the repeated blocks that are folded, in the order of their ``Repeat``.
         batch_axis: the mesh axis that stands for micro-batches too, None if the whole batch is run at once. Its size
             is then that of the mesh axis times their number.
+        part: which part of a step this is, for people.
     """
 
     graph: Graph
@@ -127,6 +128,7 @@ class ShardedGraph:
     output_placements: Mapping[str, Placement]
     runs: tuple[BlockRun, ...] = ()
     batch_axis: str | None = None
+    part: str = ""
 
     @property
     def mesh(self) -> MeshShape:

@@ -94,6 +94,7 @@ def step_programs(
     deferred = [name for name in DATA_AXES if name in mesh.names]
     whole = shard(wanted, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
     axis = mesh.names.index(BATCH_AXIS)
+    cut_as = f" ({BATCH_AXIS}: {plan.mesh.size(BATCH_AXIS)} ranks × {count} micro-batches)" if count > 1 else ""
     if count > 1:
         sums = additive(whole.main, axis=axis, paths=kept)
         whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
@@ -101,8 +102,11 @@ def step_programs(
         sums = Additive(whole.main.body, whole.main.results, (), ())
     parts = parts_of(wanted, whole.runs, sums.body, step)
     bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
-    stages = tuple(_stage(index, body, whole, sums, len(bodies)) for index, body in enumerate(bodies))
-    return StepPrograms(stages, _totals_graph(whole, sums), count)
+    stages = tuple(
+        _stage(index, body, dataclasses.replace(whole, part=f"{cut_as}, chunk {index + 1} of {len(bodies)}"), sums)
+        for index, body in enumerate(bodies)
+    )
+    return StepPrograms(stages, _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums), count)
 
 
 def _step_of(plan: Plan) -> StepPlan:
@@ -121,7 +125,7 @@ def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, .
     return (graph.loss,)
 
 
-def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive, num_chunks: int) -> StageGraph:
+def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive) -> StageGraph:
     graph = whole.graph
     paths = dict(zip(whole.main.arguments, graph.input_paths))
     inputs: list[tuple[Local, tuple[str | int, ...]]] = [
@@ -129,8 +133,8 @@ def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive, num
     ]
     inputs += [(local, paths[local]) for local in body.inputs]
     inputs += [(total.target, ("total", total.target.value.name)) for total in body.totals]
-    is_last = index == num_chunks - 1
-    results = sums.results if is_last else body.sent
+    is_last = body.is_last
+    results = body.sent
     names = list(graph.outputs) if is_last else [str(place) for place in range(len(results))]
     units = tuple(_unit(part, copy) for part in body.parts for copy in range(len(part.repeat.block.roots)))
     shared = _shared_states(body, graph)

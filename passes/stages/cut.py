@@ -21,7 +21,8 @@ from passes.units import made_anywhere
 class ChunkBody:
     """One chunk: what it takes from the chunk before and of the model's inputs and totals, its operations and parts.
 
-    ``constants`` are those that it uses; ``constant_states`` paths of the states that they are made from.
+    What the last chunk sends are the step's results. ``constants`` are those that it uses; ``constant_states`` paths
+    of the states that they are made from.
     """
 
     received: tuple[Local, ...]
@@ -30,6 +31,7 @@ class ChunkBody:
     operations: tuple[Operation, ...]
     parts: tuple[Part, ...]
     sent: tuple[Local, ...]
+    is_last: bool
     constants: Section
     constant_states: frozenset[str]
 
@@ -62,7 +64,8 @@ class _Cutter:
         found = []
         for index, mine in enumerate(operations):
             results = crossing[index + 1] if index + 1 < len(operations) else self.sums.results
-            found.append(self._body(mine, self.parts[index], crossing[index], tuple(results)))
+            is_last = index + 1 == len(operations)
+            found.append(self._body(mine, self.parts[index], crossing[index], tuple(results), is_last=is_last))
         return tuple(found)
 
     def _operations(self, index: int) -> list[Operation]:
@@ -114,6 +117,8 @@ class _Cutter:
         parts: Sequence[Part],
         received: tuple[Local, ...],
         results: tuple[Local, ...],
+        *,
+        is_last: bool,
     ) -> ChunkBody:
         live = _live(operations, results)
         replaced = {id(before): after for before, after in live if isinstance(after, Repeat)}
@@ -129,6 +134,7 @@ class _Cutter:
             operations=tuple(operation for _, operation in live),
             parts=tuple(kept),
             sent=results,
+            is_last=is_last,
             constants=constants,
             constant_states=states,
         )
