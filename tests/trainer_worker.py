@@ -57,7 +57,7 @@ def reference_losses(num_epochs: int) -> list[float]:
 
 
 def difference(given: Any, wanted: Any) -> float:
-    given, wanted = torch.as_tensor(given).double(), torch.as_tensor(wanted).double()
+    given, wanted = (torch.as_tensor(value, dtype=torch.float64) for value in (given, wanted))
     return float((given - wanted).abs().max() / wanted.abs().max()) if given.shape == wanted.shape else float("inf")
 
 
@@ -95,6 +95,20 @@ def fit_is_the_loop_by_hand() -> float:
 
 def a_plan_with_a_pipeline() -> float:
     return difference(trainer("pp=2").fit(samples(), num_epochs=2).losses, reference_losses(2))
+
+
+def evaluation_with_a_pipeline() -> float:
+    made = trainer("pp=2")
+    wanted = seeded(TiedClassifier)(**default_collate(samples()))
+    predicted = difference(torch.stack(made.predict(samples())), wanted["logits"].detach())
+    return max(predicted, difference(made.evaluate(samples())["loss"], wanted["loss"].detach()))
+
+
+def a_cluster_in_the_place_of_a_mesh() -> float:
+    made = trainer("cpu-local:2")
+    losses = made.fit(samples(), num_epochs=1).losses
+    assert made.parallel.plan.step is not None
+    return difference(losses, reference_losses(1))
 
 
 def a_killed_run_goes_on() -> float:
@@ -194,6 +208,8 @@ def everything_is_logged() -> float:
 SCENARIOS: tuple[Callable[[], float], ...] = (
     fit_is_the_loop_by_hand,
     a_plan_with_a_pipeline,
+    evaluation_with_a_pipeline,
+    a_cluster_in_the_place_of_a_mesh,
     a_killed_run_goes_on,
     another_mesh_goes_on,
     nothing_is_left_to_do,

@@ -29,7 +29,7 @@ def evaluate(trainer: Trainer, dataset: Any) -> dict[str, float]:
             sums["loss"] += float(loss_of(outputs)) * count
             weights["loss"] += count
         for name, metric in trainer.metrics.items():
-            value = torch.as_tensor(metric(outputs, batch)).float().mean()
+            value = torch.as_tensor(metric(outputs, batch)).double().mean()
             sums[name] += float(value) * num_samples
             weights[name] += num_samples
     if not weights["loss"]:

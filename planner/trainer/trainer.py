@@ -17,7 +17,6 @@ from planner.compilation import compile
 from planner.targets import Target
 from planner.trainer import batches
 from planner.trainer.evaluation import evaluate, predict
-from planner.trainer.gradients import clip_grad_norm
 from planner.trainer.optimizers import MakeOptimizer, default_optimizer
 from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
@@ -276,7 +275,7 @@ class Trainer:
         batch = batches.moved(batch, self.parallel.layout.device)
         loss = batches.run(self.parallel.train_step, batch, local_inputs=True)
         if self.max_grad_norm is not None:
-            clip_grad_norm(self.parallel, self.max_grad_norm)
+            self.parallel.clip_grad_norm_(self.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if schedule is not None:
