@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 import planner
 from planner.trainer import decay_groups, warmup_cosine
@@ -127,6 +128,18 @@ def a_killed_run_goes_on() -> float:
     return difference(losses, reference_losses(3)[4:])
 
 
+def a_run_killed_after_its_best_goes_on() -> float:
+    """The best checkpoint is later than the last one: it is found, and written, a second time."""
+    folder = shared_folder()
+    options: dict[str, Any] = {"checkpoint_dir": folder, "save_every": 2, "eval_every": 1}
+    wanted = trainer(eval_every=1).fit(samples(), samples(), num_steps=6)
+    with contextlib.suppress(Killed):
+        trainer(**options).fit(EndsAfter(samples(), BATCH + 3 * BATCH // 2), samples(), num_steps=6)
+    result = trainer(**options).fit(samples(), samples(), num_steps=6)
+    assert list(result.evaluations) == [3, 4, 5, 6]
+    return difference([*result.losses, result.best], [*wanted.losses[2:], wanted.best])
+
+
 def another_mesh_goes_on() -> float:
     folder = shared_folder()
     trainer("dp=2", checkpoint_dir=folder).fit(samples(), num_steps=4)
@@ -146,6 +159,15 @@ def evaluation_is_exact() -> float:
     found = trainer().evaluate(samples())
     wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
     return difference(found["loss"], wanted.detach())
+
+
+def streams_are_evaluated() -> float:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(samples())
+
+    wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
+    return difference(trainer("tp=2").evaluate(Stream())["loss"], wanted.detach())
 
 
 def evaluation_without_labels_is_exact() -> float:
@@ -211,9 +233,11 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     evaluation_with_a_pipeline,
     a_cluster_in_the_place_of_a_mesh,
     a_killed_run_goes_on,
+    a_run_killed_after_its_best_goes_on,
     another_mesh_goes_on,
     nothing_is_left_to_do,
     evaluation_is_exact,
+    streams_are_evaluated,
     evaluation_without_labels_is_exact,
     predictions_are_in_order,
     predict_fn_may_return_anything,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from planner.trainer import batches
@@ -19,28 +20,34 @@ if TYPE_CHECKING:
 
 def evaluate(trainer: Trainer, dataset: Any) -> dict[str, float]:
     """The weighted mean loss of a dataset, and means of the trainer's metrics."""
-    sums = dict.fromkeys(("loss", *trainer.metrics), 0.0)
-    weights = dict.fromkeys(sums, 0.0)
-    for batch, num_samples in _whole_batches(trainer, dataset, exact=True):
-        outputs = batches.run(trainer.parallel, batch)
-        share = num_samples / trainer.global_batch
-        count = trainer.count_fn(batch) * share
-        if count:
-            sums["loss"] += float(loss_of(outputs)) * count
-            weights["loss"] += count
+    # Metrics compare outputs, which are whole, with batches.
+    local = not trainer.metrics and _every_rank_reads_labels(trainer)
+    losses, counts, sizes = [], [], []
+    sums = dict.fromkeys(trainer.metrics, 0.0)
+    for batch, num_samples in _full_batches(trainer, dataset, exact=True, local=local):
+        outputs = batches.run(trainer.parallel, batch, local_inputs=local)
+        losses.append(loss_of(outputs).detach().double())
+        counts.append(trainer.count_fn(batch) * num_samples / trainer.global_batch)
+        sizes.append(num_samples)
         for name, metric in trainer.metrics.items():
-            value = torch.as_tensor(metric(outputs, batch)).double().mean()
-            sums[name] += float(value) * num_samples
-            weights[name] += num_samples
-    if not weights["loss"]:
+            sums[name] += float(torch.as_tensor(metric(outputs, batch)).double().mean()) * num_samples
+    if not losses:
+        raise ValueError("the dataset is empty")
+    weights = torch.tensor(counts, dtype=torch.float64, device=trainer.parallel.layout.device)
+    if local and dist.is_initialized():
+        dist.all_reduce(weights)
+        weights *= trainer.parallel.num_data_ranks / dist.get_world_size()
+    counted = weights > 0  # the mean over no label at all is no number
+    if not counted.any():
         raise ValueError("the dataset has no sample with a valid label to evaluate")
-    return {name: total / weights[name] for name, total in sums.items()}
+    loss = (torch.stack(losses)[counted] * weights[counted]).sum() / weights.sum()
+    return {"loss": float(loss), **{name: total / sum(sizes) for name, total in sums.items()}}
 
 
 def predict(trainer: Trainer, dataset: Any) -> list[Any]:
     """One output for each sample, in order."""
     found: list[Any] = []
-    for batch, num_samples in _whole_batches(trainer, dataset, exact=False):
+    for batch, num_samples in _full_batches(trainer, dataset, exact=False):
         if trainer.predict_fn is not None:
             outputs = trainer.predict_fn(trainer.parallel, batch)
         else:
@@ -56,17 +63,38 @@ def predict(trainer: Trainer, dataset: Any) -> list[Any]:
     return found
 
 
-def _whole_batches(trainer: Trainer, dataset: Any, *, exact: bool) -> Iterator[tuple[Any, int]]:
-    """Full global batches on every rank, and how many different samples, the first ones, each holds."""
+def _every_rank_reads_labels(trainer: Trainer) -> bool:
+    """Not so with a pipeline: its stages read only what they use."""
+    step = trainer.parallel.plan.step
+    return step is None or step.axes.get("pp", 1) == 1
+
+
+def _full_batches(trainer: Trainer, dataset: Any, *, exact: bool, local: bool = False) -> Iterator[tuple[Any, int]]:
+    """Full global batches (or this data group's share of them), and how many different samples each holds."""
     size = trainer.global_batch
-    if isinstance(dataset, IterableDataset):
-        dataset = list(dataset)
-    parts = batches.chunks(len(dataset), size, exact=exact)
-    options: dict[str, Any] = {"num_workers": trainer.loader_options.get("num_workers", 0)}
-    rows: Sequence[Any] = batches.Rows(dataset, parts, size)
-    loader = DataLoader(rows, batch_size=size, shuffle=False, collate_fn=trainer.collate_fn, last="drop", **options)
-    for chunk, batch in zip(parts, loader, strict=True):
-        yield batches.moved(batch, trainer.parallel.layout.device), chunk.num_samples
+    for block in _blocks(dataset, size):
+        parts = batches.chunks(len(block), size, exact=exact)
+        loader = DataLoader(
+            batches.Rows(block, parts, size),
+            trainer.parallel if local else None,
+            batch_size=size,
+            shuffle=False,
+            collate_fn=trainer.collate_fn,
+            num_workers=0 if block is not dataset else trainer.loader_options.get("num_workers", 0),
+            last="drop",
+        )
+        for chunk, batch in zip(parts, loader, strict=True):
+            yield batches.moved(batch, trainer.parallel.layout.device), chunk.num_samples
+
+
+def _blocks(dataset: Any, size: int) -> Iterator[Any]:
+    """The dataset, or if it is a stream its samples, a batch at a time."""
+    if not isinstance(dataset, IterableDataset):
+        yield dataset
+        return
+    samples = iter(dataset)
+    while block := list(itertools.islice(samples, size)):
+        yield block
 
 
 def _main_output(outputs: Any) -> Any:
