@@ -32,7 +32,9 @@ def test_a_rank_reads_and_holds_its_part(ran: Any, mesh: str) -> None:
         assert rank["same"]
 
 
-@pytest.mark.parametrize("model", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "model", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "ViTForImageClassification"]
+)
 def test_hugging_face_models_come_in_and_go_out(ran: Any, model: str) -> None:
     assert all(rank[model] for rank in ran["hugging face"])
 

@@ -84,7 +84,7 @@ def what_a_rank_reads_and_holds(folder: Path, mesh: str, *, layers: int, size: i
 def hugging_face(folder: Path) -> dict[str, bool]:
     """Files of Hugging Face's give its logits on a mesh, and what a mesh saves its loss in Hugging Face's hands."""
     import transformers
-    from transformers import GPT2Config, LlamaConfig, T5Config
+    from transformers import GPT2Config, LlamaConfig, T5Config, ViTConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     llama = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=4)
@@ -92,11 +92,20 @@ def hugging_face(folder: Path) -> dict[str, bool]:
     gpt2.resid_pdrop = gpt2.embd_pdrop = gpt2.attn_pdrop = 0.0
     t5 = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0)
     t5.decoder_start_token_id = 0
-    cases = {"LlamaForCausalLM": llama, "GPT2LMHeadModel": gpt2, "T5ForConditionalGeneration": t5}
+    # Its files have older names than the model.
+    vit = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16)
+    vit.patch_size, vit.num_labels = 8, 4
     tokens = torch.randint(1, 64, (4, 8), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens, "labels": tokens}
+    text = {"input_ids": tokens, "labels": tokens}
+    images = {"pixel_values": torch.ones(4, 3, 16, 16), "labels": torch.arange(4)}
+    cases = {
+        "LlamaForCausalLM": (llama, text),
+        "GPT2LMHeadModel": (gpt2, text),
+        "T5ForConditionalGeneration": (t5, text),
+        "ViTForImageClassification": (vit, images),
+    }
     right = {}
-    for name, config in cases.items():
+    for name, (config, batch) in cases.items():
         build = getattr(transformers, name)
         source, target = folder / f"{name}-in", folder / f"{name}-out"
         torch.manual_seed(3)

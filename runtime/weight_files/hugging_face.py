@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,31 @@ from runtime.agreement import rank_in, together
 
 
 def hugging_face_names(model: nn.Module) -> dict[str, Any]:
-    """Arguments ``prefix`` and ``ignore`` of ``load_weights``, as far as ``model`` tells them."""
+    """Arguments ``prefix``, ``ignore`` and ``rename`` of ``load_weights``, as far as ``model`` tells them."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     kept = model.state_dict().keys()
     # Files of older versions hold buffers that are computed today.
     patterns.extend(f"^{re.escape(name)}$" for name, _ in model.named_buffers() if name not in kept)
-    return {"prefix": getattr(model, "base_model_prefix", None), "ignore": patterns}
+    prefix = getattr(model, "base_model_prefix", None)
+    return {"prefix": prefix, "ignore": patterns, "rename": _renaming(model)}
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str] | None:
+    """How transformers renames tensors of files that are older than the model's code; None for other models.
+
+    Conversions that compute (experts stacked into one tensor) are not among them.
+    """
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [])[0]
 
 
 def save_config(model: nn.Module, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     prefix: str | None = None,
     ignore: Collection[str] = (),
+    rename: Callable[[str], str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedFiles:
     """Fill what this rank owns from safetensors files; all ranks of ``group`` must call it.
@@ -66,13 +67,14 @@ def load_weights(
         prefix: what the names of Hugging Face's base model begin with in a model with a head; it may be missing or
             extra in the files. None to infer it.
         ignore: regular expressions of names that the files may have in vain.
+        rename: gives the model's name of a stored name that the model does not know.
 
     Raises:
         ValueError: on all ranks, for files that are absent, damaged or cut short; for a tensor of another shape, or a
             dtype that cannot become the owner's; with ``strict`` for missing and unexpected names.
     """
     sources, loaded = together(
-        lambda: _find(owned, path, names=names, strict=strict, prefix=prefix, ignore=ignore), group
+        lambda: _find(owned, path, names=names, strict=strict, prefix=prefix, ignore=ignore, rename=rename), group
     )
     return together(lambda: _read(sources, loaded, device=device), group)
 
@@ -85,11 +87,10 @@ def _find(
     strict: bool,
     prefix: str | None,
     ignore: Collection[str],
+    rename: Callable[[str], str] | None,
 ) -> tuple[list[_Source], LoadedFiles]:
     headers = _Headers(files_by_name(path))
-    stored_as: dict[str, str] = {}
-    for stored, name in model_names(headers.names, names, prefix=prefix).items():
-        stored_as.setdefault(name, stored)
+    stored_as = _stored_names(headers.names, names, prefix=prefix, rename=rename)
     wanted, missing = {}, []
     for piece in owned:
         if not piece.persistent:
@@ -111,6 +112,19 @@ def _find(
     for source in sources:
         _check(source)
     return sources, LoadedFiles(headers.bytes_read, tuple(missing), tuple(unexpected))
+
+
+def _stored_names(
+    stored: Collection[str], names: Collection[str], *, prefix: str | None, rename: Callable[[str], str] | None
+) -> dict[str, str]:
+    """The stored name of every name of the model's that the files have, and of names that the model has not."""
+    known = set(names)
+    renamed = {name: name if rename is None or name in known else rename(name) for name in stored}
+    of_model = model_names(renamed.values(), known, prefix=prefix)
+    found: dict[str, str] = {}
+    for name, new in renamed.items():
+        found.setdefault(of_model[new], name)
+    return found
 
 
 class _Headers:
