@@ -116,8 +116,6 @@ def _local_rank(place: Place) -> int:
 
 
 def _join(place: Place, device: torch.device, backend: str, timeout: float, collective_timeout: float) -> None:
-    from runtime.compat import set_group_timeout  # imports what takes seconds, while peers are on their way
-
     global _joined
     assert place.address is not None and place.port is not None
     deadline = Deadline.after(timeout)
@@ -152,6 +150,8 @@ def _join(place: Place, device: torch.device, backend: str, timeout: float, coll
             f"not connect to one another by {backend} within {timeout:g} s; hosts must reach each other at any port "
             f"(GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the network interface): {error}"
         ) from error
+    from runtime.compat import set_group_timeout  # takes seconds, which a start that fails does not need
+
     set_group_timeout(_span(collective_timeout))
 
 

@@ -1,0 +1,196 @@
+"""Processes that find each other, or say why not: real ones, over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from runtime.launch.place import LaunchError, Place
+from runtime.launch.rendezvous import Deadline, check_in
+from tests.ranks import ROOT
+
+TIMEOUT = 3.0
+#: More than that for a busy machine.
+SLACK = 10.0
+#: Variables that say something about a job; a test sets its own.
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in JOB and not name.startswith("SLURM_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **changes}
+
+
+def join(*processes: tuple[dict[str, Any], dict[str, str]]) -> list[dict[str, Any]]:
+    """How ``planner.init(**arguments)`` ends on processes with these (arguments, variables)."""
+    command = [sys.executable, str(ROOT / "tests" / "launch_worker.py")]
+    started = [
+        subprocess.Popen(
+            [*command, json.dumps({"timeout": TIMEOUT, "device": "cpu", **arguments})],
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for arguments, variables in processes
+    ]
+    try:
+        written = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == 0 for process in started), written
+    return [json.loads(output.splitlines()[-1]) for output, _ in written]
+
+
+def rank(number: int, world_size: int, port: int) -> tuple[dict[str, Any], dict[str, str]]:
+    return {"rank": number, "world_size": world_size, "address": "127.0.0.1", "port": port, "timeout": 15.0}, {}
+
+
+def test_processes_join_as_slurm_says() -> None:
+    job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+    tasks = [{**job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
+    # Rank 0 keeps the others waiting for longer than 3 s after they have joined.
+    found = join(*(({"timeout": 15.0}, task) for task in tasks))
+    assert found == [{"rank": task, "local_rank": task, "again": task, "ranks": [0, 1]} for task in range(2)]
+
+
+def test_all_that_came_say_who_is_missing() -> None:
+    port = free_port()
+    found = join(*(({**rank(number, 5, port)[0], "timeout": TIMEOUT}, {}) for number in (0, 3)))
+    for number, process in zip((0, 3), found, strict=True):
+        assert process["kind"] == "LaunchError" and process["seconds"] < TIMEOUT + SLACK
+        assert f"rank {number} of 5" in process["error"] and f"127.0.0.1:{port}" in process["error"]
+        # Under load the second may come after the first has given up.
+        assert "ranks 1-2, 4 did not come" in process["error"] or "of rank 0" in process["error"]
+
+
+def check_in_all(store: dist.Store, *places: tuple[int, int], timeout: float = 10.0) -> list[str]:
+    """What ends the start of processes with these (rank, world_size), each a thread here."""
+
+    def one(place: tuple[int, int]) -> str:
+        with pytest.raises(LaunchError) as ended:
+            check_in(store, Place(*place, None, "node1", 4000, "slurm"), Deadline.after(timeout))
+        return str(ended.value)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(one, places))
+
+
+def test_missing_ranks_are_counted_by_host() -> None:
+    found = check_in_all(dist.HashStore(), (0, 9), (1, 9), (5, 9), timeout=0.3)
+    assert all("ranks 2-4, 6-8 did not come within 0.3 s; here are ranks 0-1, 5 on" in error for error in found)
+    assert all("node1:4000" in error and "srun" in error for error in found)
+
+
+def test_two_processes_of_one_rank_end_the_job_at_once() -> None:
+    store = dist.HashStore()
+    store.set("rank/1", "node7 (process 4711)")
+    found = check_in_all(store, (0, 3), (1, 3))
+    assert all("two processes are rank 1: on node7 (process 4711) and on" in error for error in found)
+
+
+def test_unequal_world_sizes_end_the_job_at_once() -> None:
+    store = dist.HashStore()
+    store.set("world_size", "2")
+    found = check_in_all(store, (0, 2), (1, 3))
+    assert all("rank 1 of 3" in error and "expects 3 processes, the first one to come 2" in error for error in found)
+
+
+def test_nobody_at_the_address_and_a_stranger_there() -> None:
+    """Connection refused; a name that is none; a listener that never answers; a port that is taken."""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+        refused = {**rank(1, 2, free_port())[0], "timeout": TIMEOUT}
+        unknown = {**refused, "address": "no-such-host.invalid"}
+        found = join((refused, {}), (unknown, {}), ({**refused, "port": taken}, {}), rank(0, 2, taken))
+    assert "rank 1 of 2 did not reach rank 0" in found[0]["error"] and "Connection refused" in found[0]["error"]
+    assert "no-such-host.invalid" in found[1]["error"]
+    assert "another program may use that port" in found[2]["error"]
+    assert f"cannot listen at port {taken}" in found[3]["error"]
+    assert all(process["kind"] == "LaunchError" and process["seconds"] < TIMEOUT + SLACK for process in found)
+
+
+def planner_run(script: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
+    script.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "planner", "run", *arguments]
+    return subprocess.Popen(
+        command, env=environment(), cwd=script.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+SLEEPER = """
+import os, pathlib, sys, time
+pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+while not (pathlib.Path("pid0").exists() and pathlib.Path("pid1").exists()):
+    time.sleep(0.05)
+if sys.argv[1:] == ["crash", "--port", "7"] and os.environ["RANK"] == "1":
+    raise RuntimeError("the data is gone")
+time.sleep(100)
+"""
+
+
+def gone(folder: Path) -> bool:
+    """Whether both workers have ended."""
+    pids = [int((folder / f"pid{number}").read_text()) for number in range(2)]
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_crash_ends_the_others_and_shows_why(tmp_path: Path) -> None:
+    arguments = ("train.py", "--nproc", "2", "crash", "--port", "7")  # the last is the script's own
+    process = planner_run(tmp_path / "train.py", SLEEPER, *arguments)
+    _, written = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "RuntimeError: the data is gone" in written and "planner: rank 1 (process" in written
+    assert gone(tmp_path)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, sent: signal.Signals) -> None:
+    process = planner_run(tmp_path / "train.py", SLEEPER, "--nproc=2", "train.py")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid1").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(sent)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + sent
+    assert gone(tmp_path)
+
+
+def test_a_host_says_which_one_it_cannot_reach(tmp_path: Path) -> None:
+    port = free_port()
+    hosts = ("--nproc=1", "--nnodes=2", "--address=127.0.0.1", f"--port={port}", "--timeout=2")
+    process = planner_run(tmp_path / "train.py", "", *hosts, "--node-rank=1", "train.py")
+    _, written = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"planner: host 1 of 2 did not reach host 0 at 127.0.0.1:{port}" in written
+
+
+def test_two_hosts_number_their_processes_through(tmp_path: Path) -> None:
+    text = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    hosts = ("--nproc=2", "--nnodes=2", "--address=127.0.0.1", f"--port={free_port()}", "--timeout=60")
+    started = [
+        planner_run(tmp_path / "train.py", text, *hosts, f"--node-rank={number}", "train.py") for number in (0, 1)
+    ]
+    written = [process.communicate(timeout=90)[0] for process in started]
+    assert [sorted(lines.splitlines()) for lines in written] == [["0 4", "1 4"], ["2 4", "3 4"]]
