@@ -94,7 +94,7 @@ class Reporter:
             self.on_log({"step": step, **values})
         if self.log_every:
             text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self._bar.update(self._task, loss=text)
+            self._bar.update(self._task, loss=text.split("  ")[0])
             self._bar.console.print(f"step {step:>6}  {text}", markup=False)
 
     def say(self, text: str) -> None:
