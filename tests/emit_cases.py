@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from passes.emit import Program, emit
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, Placement
+from passes.plan import Plan
 from passes.rules import rule_for
 from passes.shard import shard
+from passes.stages import step_programs
+from passes.step_plan import ChunkPlan, GroupPlan, StepCosts, StepPlan
 from tests.hand_plan import hand_plan, mlp_graph
 
 CUT_ROWS, CUT_COLUMNS, CONTRACT = "rows", "columns", "contract"
@@ -97,7 +101,68 @@ def between_copies() -> Program:
     return emit(shard(graph, plan))
 
 
+def step_plan(graph: Graph, *, num_chunks: int = 2, num_microbatches: int = 2) -> Plan:
+    """Four layers on dp=2, tp=2: column then row, cut into chunks; one layer recomputed, two under ZeRO 3."""
+    mesh = MeshShape(("dp", "cp", "tp"), (2, 1, 2))
+    strategies: dict[str, tuple[str, ...]] = {
+        name: (cut(graph, name, CUT_ROWS), "invariant", "invariant") for name in ("square", "loss")
+    }
+    states: dict[str, Placement] = {}
+    for layer in range(4):
+        for name, what in (("linear_up", CUT_COLUMNS), ("gelu", CUT_COLUMNS), ("linear_down", CONTRACT)):
+            node = f"{name}_{layer}"
+            strategies[node] = (cut(graph, node, CUT_ROWS), "invariant", cut(graph, node, what))
+        states |= {
+            f"layers.{layer}.up.weight": ("I", "I", "S(0)"),
+            f"layers.{layer}.up.bias": ("I", "I", "S(0)"),
+            f"layers.{layer}.down.weight": ("I", "I", "S(1)"),
+            f"layers.{layer}.down.bias": ("I", "I", "I"),
+        }
+    plan = hand_plan(
+        graph, mesh, strategies=strategies, states=states, inputs={"x": ("S(0)", "R", "R")},
+        outputs={"loss": ("I", "I", "I"), "out": ("S(0)", "I", "I")}, carried=((("S(0)", "I", "I"),),),
+    )  # fmt: skip
+    groups = (
+        GroupPlan("layers.0.up", 0, 1, "none", 0),
+        GroupPlan("layers.0 … layers.0.down", 0, 1, "none", 0),
+        GroupPlan("layers.1", 0, 1, "selective", 1),
+        GroupPlan("layers.2", 1, 2, "none", 3),
+        GroupPlan(":aten.mul.Tensor:0", 0, 1, "none", 0),
+    )
+    by_chunk = {1: (groups,), 2: (groups[:3], groups[3:])}[num_chunks]
+    step = StepPlan(
+        axes={"pp": num_chunks, "dp": 2, "cp": 1, "tp": 2},
+        global_batch=8,
+        local_batch=4 // num_microbatches,
+        num_microbatches=num_microbatches,
+        schedule="1f1b" if num_chunks > 1 else "none",
+        chunks_per_rank=1,
+        chunks=tuple(ChunkPlan(rank, mine, 0.0, 0.0) for rank, mine in enumerate(by_chunk)),
+        optimizer="adamw",
+        gradient_dtype="",
+        compiled=False,
+        costs=StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+        memory=(),
+        memory_limit=0.0,
+    )
+    return dataclasses.replace(plan, step=step)
+
+
+def first_chunk() -> Program:
+    """The first of two chunks for one of two micro-batches: gradients stay partial on dp, units are blocks."""
+    graph = mlp_graph(layers=4, batch=8)
+    return emit(step_programs(graph, step_plan(graph)).stages[0].sharded)
+
+
+def last_chunk() -> Program:
+    """The last of two chunks: its loss is a part of the batch's, not reduced over dp."""
+    graph = mlp_graph(layers=4, batch=8)
+    return emit(step_programs(graph, step_plan(graph)).stages[1].sharded)
+
+
 CASES: dict[str, Callable[[], Program]] = {
+    "first_chunk": first_chunk,
+    "last_chunk": last_chunk,
     "tensor_parallel": tensor_parallel,
     "fully_sharded": fully_sharded,
     "between_copies": between_copies,

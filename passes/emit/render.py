@@ -291,7 +291,8 @@ def roots_title(roots: tuple[tuple[str, ...], ...]) -> str:
     for first, last in zip(roots[0], roots[-1]):
         parent, _, index = first.rpartition(".")
         prefix = f"{parent}." if parent else ""
-        titles.append(f"{prefix}{{{index}..{last.rpartition('.')[2]}}}")
+        final = last.rpartition(".")[2]
+        titles.append(first if index == final else f"{prefix}{{{index}..{final}}}")
     return ", ".join(titles)
 
 

@@ -154,10 +154,13 @@ def made_by(operation: Operation) -> tuple[Local, ...]:
 
 
 def _class_name(path: str) -> str:
-    """``model.norm … lm_head`` → ``NormToLmHead``."""
-    ends = [part.strip().rpartition(".")[2] for part in path.split(" … ")]
-    names = ["".join(word.capitalize() for word in end.replace(":", "_").split("_")) for end in ends]
-    return "To".join(name for name in names if name) or "Stretch"
+    """``model.norm … lm_head`` → ``NormToLmHead``; a unit without a module path is the ``Rest`` of the model."""
+    names = []
+    for end in path.split(" … "):
+        parts = [] if ":" in end else end.strip().split(".")
+        tail = parts[-2:] if parts and parts[-1].isdigit() else parts[-1:]
+        names.append("".join(word.capitalize() for part in tail for word in part.split("_")))
+    return "To".join(name for name in names if name) or "Rest"
 
 
 class _Copies:
