@@ -35,7 +35,7 @@ def compare(dtype: torch.dtype, backend: str, policies: list[str]) -> dict[str, 
     config = load_config("tiny-llama")
     config.num_hidden_layers = 3
     model = build_model(config, device="cpu").to(dtype)
-    batch = random_batch(model, batch_size=4, seq_len=8)
+    batch = random_batch(model, batch_size=8, seq_len=12)
     with keep_float64():
         parallel = planner.compile(model, "tp=2", example_inputs=batch, forbid_replicated_matmul=True)
     mesh = parallel.layout.device_mesh
