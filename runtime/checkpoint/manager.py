@@ -33,6 +33,7 @@ from runtime.checkpoint.pieces import Content, Piece, check_pieces, names_under
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
 from runtime.checkpoint.storage import read, read_metadata, reason_of, write
 from runtime.owned import Owned
+from runtime.weight_files import named_alike
 
 TRAINING = "training"
 RANDOM = "random/"
@@ -157,7 +158,7 @@ class CheckpointManager:
         return folders.start(self.directory, step) if rank_in(self._group) == 0 else ""
 
     def _content(self, parallel: Owner, optimizer: torch.optim.Optimizer | None) -> tuple[Content, tuple[Group, ...]]:
-        owned = parallel.owned()
+        owned = named_alike(parallel.owned(), parallel.state_names)
         content = model_to_save(owned)
         groups: tuple[Group, ...] = ()
         if optimizer is not None:
@@ -214,7 +215,7 @@ class CheckpointManager:
                 optimizer, saying what is wrong; with an optimizer also if the model has no plan yet.
         """
         self.wait()
-        owned = parallel.owned()
+        owned = named_alike(parallel.owned(), parallel.state_names)
         folder, metadata, training = together(lambda: self._open(step), self._group)
         model = model_to_load(owned)
         wanted, options = together(
@@ -270,7 +271,7 @@ class CheckpointManager:
             )
         # Without a plan tensors are whole, and the state read for them would not be cut with them.
         getattr(parallel, "plan", None)
-        owned = parallel.owned()
+        owned = named_alike(parallel.owned(), parallel.state_names)
         options = matched_groups(owned, optimizer, training["groups"])
         wanted = optimizer_to_load(owned, optimizer, metadata)
         check_pieces(wanted.content, metadata)

@@ -39,7 +39,8 @@ def _owners(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> dict[in
     owners = {id(piece.tensor): piece for piece in owned}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in owners:
+            # Of a number, ranks that do not hold it have an empty stand-in.
+            if id(parameter) not in owners and parameter.numel():
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not among this model's: "
                     "make it from parallel.parameters()"
@@ -53,7 +54,7 @@ def groups_of(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> tuple
     return tuple(
         Group(
             {name: value for name, value in group.items() if name != "params"},
-            tuple(owners[id(parameter)].name for parameter in group["params"]),
+            tuple(owners[id(parameter)].name for parameter in group["params"] if id(parameter) in owners),
         )
         for group in optimizer.param_groups
     )
@@ -87,7 +88,9 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
     owners = _owners(owned, optimizer)
     content: Content = {}
     for parameter, state in optimizer.state.items():
-        piece = owners[id(parameter)]
+        piece = owners.get(id(parameter))
+        if piece is None:
+            continue
         for key, value in state.items():
             name = f"{piece.name}/{key}"
             if value is None:
@@ -140,7 +143,9 @@ def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
     states: dict[torch.Tensor, dict[str, str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = owners[id(parameter)]
+            owner = owners.get(id(parameter))
+            if owner is None:
+                continue
             for full in keys.get(owner.name, ()):
                 content[full] = _empty(full, metadata, owner, group)
                 states.setdefault(parameter, {})[full.rpartition("/")[2]] = full

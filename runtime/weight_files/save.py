@@ -22,6 +22,7 @@ from runtime.agreement import gathered, rank_in, together
 from runtime.owned import Owned
 from runtime.weight_files.find import INDEX_SUFFIX, STEM, SUFFIX
 from runtime.weight_files.format import bytes_of, make_header, write_exactly
+from runtime.weight_files.names import named_alike
 from runtime.weight_files.rectangles import runs
 
 
@@ -63,13 +64,14 @@ def save_weights(
 ) -> tuple[Path, ...]:
     """Write the model's weights as safetensors files, with an index if there are several; all ranks must call it.
 
-    Tied tensors are stored once, under their first name, as Hugging Face does. A file takes its final name once all
+    Tied tensors are stored once, as Hugging Face does. A file takes its final name once all
     its bytes are on disk; files of an earlier set in the directory are then removed.
 
     Args:
         owned: this rank's pieces; ``primary`` ones are written.
         directory: made if need be; on a file system that all ranks share.
-        order: names in the order in which tensors are put into files; those not named come last.
+        order: names in the order in which tensors are put into files; those not named come last. A tied tensor is
+            stored under the first of its names here.
         dtype: of floating-point tensors in the files; None to keep each one's own.
         max_file_bytes: a file ends before the tensor that would make it larger (a larger tensor has its own).
 
@@ -81,6 +83,7 @@ def save_weights(
             one, or a rank cannot see the directory.
     """
     folder = Path(directory)
+    owned = named_alike(owned, order)
     parts = gathered(together(lambda: _own_tensors(owned, dtype), group), group)
     # The same on all ranks, so that none needs to tell the others of an error.
     tensors = _agreed(parts, order)
