@@ -51,6 +51,22 @@ def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
         yield from (one for one in (saved if isinstance(saved, (tuple, list)) else (saved,)) if one is not None)
 
 
+@contextlib.contextmanager
+def unseen_by_checkpoints() -> Iterator[None]:
+    """Operators that a selective checkpoint around them neither counts nor keeps, so that they may differ again."""
+    from torch.utils import _python_dispatch as modes
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    hidden = []
+    while isinstance(modes._get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+        hidden.append(modes._pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(hidden):
+            modes._push_mode(mode)
+
+
 def set_group_timeout(timeout: timedelta) -> None:
     """How long collectives of the default process group wait for a peer from now on."""
     from torch.distributed.distributed_c10d import _set_pg_timeout

@@ -7,24 +7,24 @@ import math
 from typing import Any
 
 from cost_models.memory import zero_state_bytes
+from runtime.recompute import POLICIES
 from runtime.units.pieces import piece_shape
 from tests.ranks import run_on_ranks
 
 ORDERS = ("one by one", "in flight", "automatic")
 
 
-def cases(orders: tuple[str, ...] = ORDERS) -> list[dict[str, Any]]:
+def cases(policies: tuple[str, ...], orders: tuple[str, ...]) -> list[dict[str, Any]]:
     return [
         {"zero": zero, "recompute": recompute, "order": order, "num_microbatches": 2, "steps": 3}
-        for zero, recompute, order in itertools.product((0, 1, 2, 3), (False, True), orders)
+        for zero, recompute, order in itertools.product((0, 1, 2, 3), policies, orders)
     ]
 
 
 def fused_and_foreach() -> list[dict[str, Any]]:
     return [
         {**case, "options": {option: True}}
-        for case, option in itertools.product(cases(("one by one",)), ("fused", "foreach"))
-        if not case["recompute"]
+        for case, option in itertools.product(cases(("none",), ("one by one",)), ("fused", "foreach"))
     ]
 
 
@@ -36,13 +36,13 @@ def assert_parity(num_ranks: int, wanted: list[dict[str, Any]]) -> None:
 
 def test_every_stage_trains_as_one_process_does() -> None:
     """Weights and gradients after three AdamW steps with parameter groups and a schedule."""
-    assert_parity(2, [*cases(), *fused_and_foreach()])
+    assert_parity(2, [*cases(POLICIES, ("in flight",)), *cases(("none", "full"), ORDERS[::2]), *fused_and_foreach()])
 
 
 def test_four_ranks() -> None:
     """Uneven and empty pieces; what is issued; the norm of all; what is held."""
     payload = {
-        "parity": cases(("in flight",)),
+        "parity": cases(("none", "full"), ("in flight",)),
         "issued": [{"zero": zero, "num_microbatches": 2} for zero in range(4)],
         "memory": MEMORY,
         "clipping": [1.0, 2.0, 3.0, "inf"],
@@ -72,9 +72,9 @@ def assert_issued(logs: list[list[list[str]]]) -> None:
 
 EVEN, RAGGED = [(32, 8), (32,), (7, 64)], [(5, 8), (21,)]
 MEMORY = [
-    {"zero": zero, "compute": compute, "shapes": shapes}
+    {"zero": zero, "compute": compute, "shapes": shapes, "recompute": "none"}
     for zero, compute, shapes in itertools.product(range(4), ("float32", "bfloat16"), (EVEN, RAGGED))
-]
+] + [{"zero": 3, "compute": "bfloat16", "shapes": EVEN, "recompute": policy} for policy in POLICIES]
 
 
 def assert_memory(case: dict[str, Any], held: dict[str, float]) -> None:

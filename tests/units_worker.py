@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
+from runtime.recompute import recomputed
 from runtime.units.group import DataGroup, sum_over
 from runtime.units.norm import clip_gradients
 from runtime.units.pieces import piece, piece_shape
@@ -97,21 +98,21 @@ def make_units(zero: int, group: DataGroup) -> tuple[Unit, ...]:
     return chained(units)
 
 
-def run_layer(unit: Unit, x: torch.Tensor, *, recompute: bool) -> torch.Tensor:
-    if recompute:
-        return checkpoint(lambda x: layer(unit.use(), x), x, use_reentrant=False)
-    with unit.saving():
-        return layer(unit.use(), x)
+def run_layer(unit: Unit, x: torch.Tensor, *, recompute: str) -> torch.Tensor:
+    if recompute == "none":
+        with unit.saving():
+            return layer(unit.use(), x)
+    return recomputed(lambda x: layer(unit.use(), x), recompute)(x)
 
 
-def forward(units: tuple[Unit, ...], x: torch.Tensor, *, recompute: bool) -> torch.Tensor:
+def forward(units: tuple[Unit, ...], x: torch.Tensor, *, recompute: str) -> torch.Tensor:
     for unit in units:
         x = run_layer(unit, x, recompute=recompute)
     return x.square().sum()
 
 
 def trained_by_units(
-    zero: int, recompute: bool, order: str, num_microbatches: int, steps: int, group: DataGroup, **options: Any
+    zero: int, recompute: str, order: str, num_microbatches: int, steps: int, group: DataGroup, **options: Any
 ) -> list[dict[str, nn.Parameter]]:
     units = make_units(zero, group)
     named = [(weight.name, weight.owner) for unit in units for weight in unit.weights]
@@ -199,7 +200,7 @@ def issued(argument: dict[str, int], group: DataGroup) -> list[list[str]]:
             for unit in units:
                 unit.begin(argument["num_microbatches"])
             for microbatch in range(argument["num_microbatches"]):
-                forward(units, samples(group.rank, microbatch), recompute=False).backward()
+                forward(units, samples(group.rank, microbatch), recompute="none").backward()
             for unit in units:
                 unit.finish()
         logs.append(log.names)
@@ -221,9 +222,15 @@ class LiveBytes(TorchDispatchMode):
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def sizes(self) -> list[int]:
-        """Of every living storage above a few bytes (an optimizer's count of steps is no state of a weight)."""
-        return [size for storage, size in self._storages.values() if not storage.expired() and size > 8]
+    def total(self) -> int:
+        """Of living storages above a few bytes (an optimizer's count of steps is no state of a weight)."""
+        readings = []
+        for _ in range(5):
+            # The thread that ran a collective lets go of its tensors a moment after the collective is done.
+            time.sleep(0.02)
+            held = [size for storage, size in self._storages.values() if not storage.expired() and size > 8]
+            readings.append(sum(held))
+        return min(readings)
 
 
 def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
@@ -239,15 +246,20 @@ def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
         unit = Unit(members, zero=zero, group=group)
         optimizer = torch.optim.AdamW(owners)
 
+        def squares() -> Any:
+            return sum((weight * weight).float().sum() for weight in unit.use())
+
         def loss() -> torch.Tensor:
-            with unit.saving():
-                return sum((weight * weight).float().sum() for weight in unit.use())  # type: ignore[return-value]
+            if argument["recompute"] == "none":
+                with unit.saving():
+                    return squares()
+            return recomputed(squares, argument["recompute"])()
 
         del local
         for num_uses in (1, 2):
             unit.begin(num_uses)
             value = loss()
-            after_forward = sum(live.sizes())
+            after_forward = live.total()
             value.backward()
             del value
             if num_uses == 1:
@@ -255,19 +267,19 @@ def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
         unit.settle()
-        between = sum(live.sizes())
+        between = live.total()
         loss().backward()
         unit.finish()
         for owner in owners:
             owner.grad = None
-    return {"between": between, "after forward": after_forward, "at rest": sum(live.sizes())}
+    return {"between": between, "after forward": after_forward, "at rest": live.total()}
 
 
 def clipping(norm_types: list[float | str], group: DataGroup) -> list[float]:
     """Largest difference of norm and clipped gradients from torch's on one process, for each p."""
     found = []
     for norm_type in map(float, norm_types):
-        given = trained_by_units(3, False, "one by one", 1, 0, group)
+        given = trained_by_units(3, "none", "one by one", 1, 0, group)
         wanted = reference(group.size, 1, 0)
         trained = [some for weights in wanted for some in weights.values() if some.grad is not None]
         expected = torch.nn.utils.clip_grad_norm_(trained, 0.5, norm_type=norm_type)

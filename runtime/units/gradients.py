@@ -112,6 +112,12 @@ class Gradients:
                 owner.grad.add_(total)
         self._reduced, self._reduced_of = None, set()
 
+    def discard(self) -> None:
+        """Forget all that has been added since the last ``finish``."""
+        self.settle()
+        self._buffer, self._added = None, set()
+        self._reduced, self._reduced_of = None, set()
+
     def _pairs(
         self, buffer: torch.Tensor, given: dict[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.compat import unseen_by_checkpoints
+from runtime.recompute import can_be_made_again
 from runtime.units.gradients import Gradients
 from runtime.units.group import DataGroup
 from runtime.units.pieces import piece_shape
@@ -133,6 +135,10 @@ class Unit:
 
     def begin(self, num_uses: int) -> None:
         """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
+        # A step that failed halfway may have left something.
+        for bundle in self._bundles:
+            bundle.gradients.discard()
+        self._backward, self._callback_queued = None, False
         self._expected = self._open_uses = num_uses
         self.refresh_needed()
 
@@ -152,14 +158,10 @@ class Unit:
         working: list[torch.Tensor] = [weight.owner for weight in self.weights]
         if self._plain:
             return working
-        if self.zero == _GATHERED_PER_USE:
-            made = [bundle.weights.gather() for bundle in self._bundles]
-            if self._is_saving and all(type(gathered.flat) is torch.Tensor for gathered in made):
-                self._watched = {gathered.flat.data_ptr(): (index, gathered) for index, gathered in enumerate(made)}
-            wholes = [gathered.wholes() for gathered in made]
-        else:
-            wholes = [bundle.weights.kept() for bundle in self._bundles]
-        self._gather_ahead()
+        # What a use gathers is let go after it, and may have been gathered ahead: no checkpoint can repeat that.
+        with unseen_by_checkpoints():
+            wholes = self._gathered() if self.zero == _GATHERED_PER_USE else self._kept()
+            self._gather_ahead()
         if torch.is_grad_enabled() and self._bundles:
             if self._expected is None and not _in_backward():
                 self._open_uses += 1
@@ -207,6 +209,33 @@ class Unit:
         finally:
             self._is_saving, self._watched = False, {}
 
+    def _kept(self) -> list[list[torch.Tensor]]:
+        return [bundle.weights.kept() for bundle in self._bundles]
+
+    def _gathered(self) -> list[list[torch.Tensor]]:
+        """Whole weights for one use, which autograd need not keep."""
+        made = [bundle.weights.gather() for bundle in self._bundles]
+        wholes = [gathered.wholes() for gathered in made]
+        if not self._is_saving:
+            can_be_made_again([whole for some in wholes for whole in some], self._make_again)
+        elif all(type(gathered.flat) is torch.Tensor for gathered in made):
+            self._watched = {gathered.flat.data_ptr(): (index, gathered) for index, gathered in enumerate(made)}
+        return wholes
+
+    def _make_again(self) -> list[torch.Tensor]:
+        """Whole weights for the backward pass of a use, bundle by bundle."""
+        return [whole for gathered in self._gathered_again() for whole in gathered.wholes()]
+
+    def _gathered_again(self) -> list[Gathered]:
+        """Gathered for the backward pass of a use: once, and let go after it."""
+        if self._backward is None:
+            self._backward = [bundle.weights.gather() for bundle in self._bundles]
+            self._gather_ahead()
+            if _in_backward():
+                # A backward pass that ends without gradients of the weights must not keep them either.
+                _ENGINE.queue_callback(self._drop_backward)
+        return self._backward
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
             return tensor
@@ -218,13 +247,8 @@ class Unit:
     def _unpack(self, kept: torch.Tensor | _View) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        if self._backward is None:
-            self._backward = [bundle.weights.gather() for bundle in self._bundles]
-            self._gather_ahead()
-            if _in_backward():
-                # A backward pass that ends without gradients of the weights must not keep them either.
-                _ENGINE.queue_callback(self._drop_backward)
-        return torch.as_strided(self._backward[kept.bundle].flat, kept.size, kept.stride, kept.offset)
+        flat = self._gathered_again()[kept.bundle].flat
+        return torch.as_strided(flat, kept.size, kept.stride, kept.offset)
 
     def _drop_backward(self) -> None:
         self._backward = None
