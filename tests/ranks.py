@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+#: Seconds that the other workers have left when one has failed.
+GRACE = 20.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -36,18 +39,30 @@ def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float =
             command = [sys.executable, str(ROOT / "tests" / f"{worker}.py")]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT))
         try:
-            codes = [process.wait(timeout=timeout) for process in processes]
+            codes = _wait(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        if any(codes):
+        if any(code != 0 for code in codes):
             logs = "\n".join(
                 f"--- rank {rank} ---\n{(Path(folder) / f'log{rank}').read_text()[-3000:]}"
                 for rank in range(world_size)
             )
             raise AssertionError(f"workers ended with {codes}\n{logs}")
         return json.loads((Path(folder) / "answer.json").read_text(encoding="utf-8"))
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """Exit codes; once one process has failed, the others have a few seconds left (None: it did not end)."""
+    end = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            end = min(end, time.monotonic() + GRACE)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return [process.poll() for process in processes]
 
 
 def task() -> Any:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from passes.stages import StageGraph
 from passes.stages.build import StageUnit
 from runtime import ops
 from runtime.compat import mesh_of_thread, use_mesh
+from runtime.compiling import as_compiled
 from runtime.program import Block
-from runtime.recompute import recomputed
+from runtime.recompute import always_again, can_be_made_again, recomputed
 from runtime.step.state import StateInfo, StepState
 from runtime.units.group import DataGroup
 from runtime.units.unit import Unit, UnitWeight
@@ -42,14 +44,18 @@ class BoundUnit:
             node = self.trees[root].find(parent) if parent else self.trees[root]
             self._slots[names.index(full)].append((node._buffers, name))
 
-    def run(self, block: Block, tensors: Sequence[torch.Tensor]) -> Any:
-        """The block's outputs, with weights gathered for this run alone."""
-        for slots, weight in zip(self._slots, self.unit.use()):
+    def run(self, block: Block, tensors: Sequence[torch.Tensor], forward: Callable[..., Any] | None = None) -> Any:
+        """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
+        with always_again():
+            weights = self.unit.use()
+        if not self.keeps_weights():
+            can_be_made_again(weights, self.unit.use)
+        for slots, weight in zip(self._slots, weights):
             for table, name in slots:
                 table[name] = weight
         block.weights = self.trees[0] if len(self.trees) == 1 else tuple(self.trees)
         try:
-            return block.forward(*tensors)
+            return (forward or block.forward)(*tensors)
         finally:
             for slots in self._slots:
                 for table, name in slots:
@@ -68,10 +74,15 @@ class BoundUnit:
 
 
 class ChunkUnits:
-    """Hands out the units of one chunk in the order in which its program runs them."""
+    """Hands out the units of one chunk in the order in which its program runs them.
 
-    def __init__(self, bound: Sequence[BoundUnit]) -> None:
+    Args:
+        compiled_on: the mesh that blocks are compiled for by ``torch.compile``; None to run them as they are.
+    """
+
+    def __init__(self, bound: Sequence[BoundUnit], *, compiled_on: DeviceMesh | None = None) -> None:
         self.bound = tuple(bound)
+        self.compiled_on = compiled_on
         self._next = 0
 
     def restart(self) -> None:
@@ -83,14 +94,24 @@ class ChunkUnits:
         self._next += 1
         microbatch, mesh = ops.current_microbatch(), mesh_of_thread()
 
+        # What recomputes inside of a compiled block is in its graph; weights gathered for each use stay outside of it.
+        inside = self.compiled_on is not None and bound.keeps_weights()
+        forward = self._compiled(block, recompute if inside else "none", whole=inside or recompute in ("none", "full"))
+        outside = "none" if inside else recompute
+
         def run(*tensors: torch.Tensor) -> Any:
             with ops.in_microbatch(microbatch), use_mesh(mesh):
-                if recompute == "none" and not bound.keeps_weights():
+                if outside == "none" and not bound.keeps_weights():
                     with bound.unit.saving():
-                        return bound.run(block, tensors)
-                return bound.run(block, tensors)
+                        return bound.run(block, tensors, forward)
+                return bound.run(block, tensors, forward)
 
-        return recomputed(run, recompute) if torch.is_grad_enabled() else run
+        return recomputed(run, outside, gathers_weights=outside == "regather") if torch.is_grad_enabled() else run
+
+    def _compiled(self, block: Block, recompute: str, *, whole: bool) -> Callable[..., Any] | None:
+        if self.compiled_on is None or not whole:
+            return None
+        return as_compiled(block, self.compiled_on, recompute=recompute)
 
 
 def make_units(

@@ -300,7 +300,7 @@ class StepEngine:
         def input_of(spec: InputSpec, microbatch: int) -> torch.Tensor:
             return self._input(spec, microbatch, program.mesh)
 
-        return Stage(stage, runner, units=units, shared=shared, input_of=input_of)
+        return Stage(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
 
 
 def _uses(stages: Sequence[Stage]) -> dict[Unit, int]:

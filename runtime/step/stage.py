@@ -88,6 +88,7 @@ class Stage:
         program: its program.
         units: of its program, in order of use; ``shared`` is for what is used outside of them.
         input_of: gives its inputs other than what it receives.
+        compiled: whether ``torch.compile`` compiles its blocks.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Stage:
         units: Sequence[BoundUnit],
         shared: BoundUnit | None,
         input_of: InputOf,
+        compiled: bool = False,
     ) -> None:
         self.index = graph.index
         self.graph = graph
@@ -105,7 +107,8 @@ class Stage:
         self.bound = tuple(units)
         self.shared = shared
         self.input_of = input_of
-        self.chunk_units = ChunkUnits(units)
+        mesh = runner.state.places.layout.device_mesh
+        self.chunk_units = ChunkUnits(units, compiled_on=mesh if compiled else None)
         runner.entry.runner = self.chunk_units
         #: The leaves of its autograd graph besides what it receives.
         self.tokens: list[nn.Parameter] = [leaf for unit in self.units for leaf in unit.leaves]
