@@ -43,7 +43,7 @@ def datasets() -> tuple[Windows, Windows]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", default="dp=2,tp=2", help="axis sizes, a cluster, or the path of a plan")
+    parser.add_argument("--mesh", default="pp=2,dp=2", help="axis sizes, a cluster, or the path of a plan")
     parser.add_argument("--checkpoints", help="folder to keep checkpoints in, and to resume from")
     options = parser.parse_args()
 
