@@ -32,6 +32,7 @@ from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
 from runtime.shards import Shards
 from runtime.step.engine import StepEngine
+from runtime.step.narrow import cast_floats, compute_dtype, computing_in
 from runtime.step.places import Places, RankPlaces
 
 
@@ -47,6 +48,7 @@ def compile(
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     memory_limit: float | None = None,
     plan: Plan | str | Path | None = None,
+    precision: str | torch.dtype | None = None,
     **options: Any,
 ) -> ParallelModule:
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
@@ -73,6 +75,8 @@ def compile(
         cluster: with a mesh, the hardware to plan for; None for what can be told from the mesh.
         constraints, memory_limit: as in ``planner.plan``.
         plan: a plan to run instead of searching.
+        precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
+            masters that the optimizer updates; gradients are added up and reduced in float32. A whole step is planned.
         options: on a mesh, other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …); on a
             cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
@@ -88,16 +92,22 @@ def compile(
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
+    compute = None if precision is None else compute_dtype(precision)
+    captured = model if compute is None else computing_in(model, compute)
+    if compute is not None and example_inputs is not None:
+        example_inputs = cast_floats(example_inputs, compute)
     if isinstance(target, Plan):
         given = target if given is None else given
-    elif given is None and asks_for_step(target, options):
+    elif given is None and (asks_for_step(target, options) or compute is not None):
         given = plan_on_devices(
-            model, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, **demands
+            captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, **demands
         )
     if given is not None and given.step is not None:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
         ops.seed(agreed_seed(places.device_mesh))
-        return parallelise_step(model, places, plan=given, loss_fn=loss_fn, example_inputs=example_inputs)
+        return parallelise_step(
+            model, places, plan=given, loss_fn=loss_fn, example_inputs=example_inputs, compute=compute
+        )
     assert not isinstance(target, Cluster)
     device_mesh, shape = as_device_mesh(target)
     layout = RankLayout(device_mesh, shape)
@@ -187,6 +197,7 @@ def parallelise_step(
     plan: Plan,
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    compute: torch.dtype | None = None,
 ) -> ParallelModule:
     """A parallel module that runs a plan of a whole step; without ``example_inputs`` on inputs as in the plan."""
     check_same_model(model, plan)
@@ -194,7 +205,7 @@ def parallelise_step(
         example_inputs = planned_inputs(plan)
     by_name = isinstance(example_inputs, Mapping)
     example: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn)
+    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn, compute=compute)
     return ParallelModule(engine.state, engine)
 
 

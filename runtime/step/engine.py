@@ -25,6 +25,7 @@ from runtime.engine import everyone_of, positional_of, skeleton
 from runtime.outputs import wrap_outputs
 from runtime.step.binding import make_units
 from runtime.step.execution import Execution, execution_of
+from runtime.step.narrow import cast_floats, computing_in
 from runtime.step.places import Places
 from runtime.step.stage import ProgramRunner, Stage, in_order_of_use
 from runtime.step.state import StepState
@@ -65,6 +66,7 @@ class StepEngine:
         model: the original; only a copy without data is kept.
         example: a call of the model with a global batch, from which the first programs are made.
         loss_fn: as in ``planner.compile``.
+        compute: dtype that the plan computes in, if it is not that of the model's parameters.
 
     Attributes:
         latest: the program of this rank that was made or run last.
@@ -78,10 +80,11 @@ class StepEngine:
         *,
         example: tuple[tuple[Any, ...], dict[str, Any]],
         loss_fn: Callable[..., Any] | None = None,
-        precision: Precision | None = None,
+        compute: torch.dtype | None = None,
     ) -> None:
         apply_adapters()
-        self.model = skeleton(model)
+        self.model = skeleton(model) if compute is None else computing_in(model, compute)
+        self.compute = compute
         self.plan = plan
         self.places = places
         self.layout = places.layout
@@ -99,7 +102,7 @@ class StepEngine:
         with self.layout.plain():
             graph = self._capture(self.read(*example))
             first = self._cut(graph, training=graph.loss is not None, num_microbatches=self._microbatches_of(graph))
-        self.state = StepState(model, plan, first, places, precision=precision or self._precision())
+        self.state = StepState(model, plan, first, places, precision=self._precision())
 
     def _precision(self) -> Precision:
         """As planned: the optimizer keeps float32 masters of narrow weights unless there is none to keep them."""
@@ -108,6 +111,8 @@ class StepEngine:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call as the programs are made for."""
+        if self.compute is not None:
+            args, kwargs = cast_floats((args, kwargs), self.compute)
         return read_call(self.model.forward, args, kwargs, positional=positional_of(self.plan, self.loss_fn))
 
     @property

@@ -16,7 +16,7 @@ from runtime.owned import Owned, is_first_holder, rectangle
 from runtime.step.places import Places, Rectangle, RectangleOf, VirtualPlaces
 from runtime.units.group import DataGroup, sum_over
 from runtime.units.pieces import piece_of
-from runtime.units.precision import Precision
+from runtime.units.precision import Dtypes, Precision
 from runtime.weights import Weights
 
 
@@ -88,12 +88,17 @@ class StepState:
         planned = plan.states.get(known)
         placement = tuple(planned.placement) if planned is not None else (R,) * len(plan.mesh.names)
         dtypes = precision.of(tensor.dtype)
+        if planned is not None and tensor.is_floating_point() and isinstance(tensor, nn.Parameter):
+            # A plan that computes in another dtype than the model's: the model's own is the master.
+            compute = getattr(torch, planned.dtype)
+            if compute != tensor.dtype:
+                dtypes = Dtypes(compute, tensor.dtype, precision.of(compute).gradient)
         trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
         return StateInfo(
             names=(known, *(name for name in names if name != known)),
             shape=tuple(tensor.shape),
-            dtype=dtypes.compute if trains else tensor.dtype,
-            owner_dtype=dtypes.master if trains else tensor.dtype,
+            dtype=dtypes.compute if isinstance(tensor, nn.Parameter) else tensor.dtype,
+            owner_dtype=dtypes.master if trains else dtypes.compute,
             gradient_dtype=dtypes.gradient,
             placement=tuple(R if axis in DATA_AXES else where for axis, where in zip(plan.mesh.names, placement)),
             is_parameter=isinstance(tensor, nn.Parameter),
