@@ -39,6 +39,7 @@ def run_example(name: str, *, num_processes: int = 4) -> str:
     return output
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_reaches_its_goal(name: str) -> None:
     output = run_example(name)

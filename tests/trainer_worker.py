@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 import planner
@@ -154,6 +155,22 @@ def another_mesh_goes_on() -> float:
     return difference(result.losses, reference_losses(3)[4:])
 
 
+def dropout_goes_on() -> float:
+    """The masks after a checkpoint are those of a run that was never stopped."""
+
+    def fit(num_steps: int, folder: str) -> tuple[float, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 8)).double()
+        made = planner.Trainer(
+            model, "dp=2", loss_fn=squared_error, global_batch=BATCH, checkpoint_dir=folder, log_every=0
+        )
+        return made.fit(pairs(3 * BATCH), num_steps=num_steps).losses
+
+    first, second = shared_folder(), shared_folder()
+    whole = fit(6, first)
+    return difference([*fit(4, second), *fit(6, second)], whole)
+
+
 def nothing_is_left_to_do() -> float:
     folder = shared_folder()
     first = trainer(checkpoint_dir=folder).fit(samples(), num_steps=3)
@@ -242,6 +259,7 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     a_killed_run_goes_on,
     a_run_killed_after_its_best_goes_on,
     another_mesh_goes_on,
+    dropout_goes_on,
     nothing_is_left_to_do,
     evaluation_is_exact,
     streams_are_evaluated,
