@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.step.stage_fronts import LOAD, received
+from planner.step.stage_pool import pooled_load
 from planner.step.stage_problem import ROUNDING, StageProblem, UnitChoice, UnitRun
 from planner.step.stage_program import chunks_of
 from planner.step.stage_ranks import main_run
@@ -179,9 +180,11 @@ def load_within_memory(problem: StageProblem, *, lower: float, upper: float) -> 
         lower: a bound of the load, in seconds.
         upper: a load that is as good as infinite.
     """
-    run = main_run(problem)
-    if run is None or not all(map(math.isfinite, problem.memory)):
+    if not all(map(math.isfinite, problem.memory)):
         return lower
+    run = main_run(problem)
+    if run is None:
+        return max(lower, min(upper, pooled_load(problem)))
     slowest = sum(entry.count * max(map(_seconds, entry.choices)) for entry in problem.runs)
     upper = min(upper, 2.0 * slowest)
     if not lower < upper or min(map(_seconds, problem.runs[run].choices)) <= 0:
