@@ -185,11 +185,25 @@ def evaluation_is_exact() -> float:
     return difference(found["loss"], wanted.detach())
 
 
-def streams_are_evaluated() -> float:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(samples())
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(samples())
 
+
+def streams_are_trained_on() -> float:
+    result = trainer().fit(Stream(), samples(), num_epochs=2)
+    wanted = trainer(loader={"shuffle": False}).fit(samples(), samples(), num_epochs=2)
+    assert list(result.evaluations) == list(wanted.evaluations) == [3, 6]
+    return difference([*result.losses, result.best], [*wanted.losses, wanted.best])
+
+
+def fit_again_goes_on() -> float:
+    made = trainer()
+    losses = [loss for num_steps in (2, 2, 1, 6) for loss in made.fit(samples(), num_steps=num_steps).losses]
+    return difference(losses, reference_losses(2))
+
+
+def streams_are_evaluated() -> float:
     wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
     return difference(trainer("tp=2").evaluate(Stream())["loss"], wanted.detach())
 
@@ -262,6 +276,8 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     dropout_goes_on,
     nothing_is_left_to_do,
     evaluation_is_exact,
+    streams_are_trained_on,
+    fit_again_goes_on,
     streams_are_evaluated,
     evaluation_without_labels_is_exact,
     predictions_are_in_order,

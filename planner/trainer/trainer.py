@@ -25,6 +25,20 @@ from runtime.parallel_module import ParallelModule
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A point in training: after ``step`` (None: after no new one), at an epoch's end, at the end of it all."""
+
+    step: int | None
+    epoch_ends: bool
+    ends: bool
+
+    def is_for(self, every: int | None) -> bool:
+        """Whether it is time for what is done every so many steps (None: every epoch)."""
+        due = self.epoch_ends if every is None else self.step is not None and self.step % every == 0
+        return due or self.ends
+
+
+@dataclass(frozen=True)
 class FitResult:
     """What ``fit`` did.
 
@@ -132,6 +146,7 @@ class Trainer:
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: Any = None
         self._saver: Saver | None = None
+        self._position: dict[str, Any] | None = None
 
     def fit(
         self,
@@ -142,6 +157,8 @@ class Trainer:
         num_steps: int | None = None,
     ) -> FitResult:
         """Train until ``num_epochs`` or ``num_steps`` are done, counted from the very first run.
+
+        Called again, it goes on with the epoch (if the dataset has the same length; else another one begins).
 
         Raises:
             ValueError: unless exactly one of them is given; and as ``planner.compile`` and ``planner.DataLoader``.
@@ -155,19 +172,22 @@ class Trainer:
         with Reporter(first=self.is_first, log_every=self.log_every, on_log=self.on_log) as reporter:
             if self._saver is not None and self._saver.resume(self, loader):
                 reporter.say(f"resumed at step {self.step}, epoch {loader.epoch}")
+            elif self._position is not None and self._position["num_samples"] == loader.num_samples:
+                loader.load_state_dict(self._position)
             reporter.start(self.step, num_steps if num_steps is not None else _steps(loader, num_epochs))
-            for epoch_ends in self._steps(loader, reporter, num_epochs, num_steps):
-                ends = self.step == num_steps or (epoch_ends and loader.epoch + 1 == num_epochs)
-                if eval_dataset is not None and _due(self.step, self.eval_every, epoch_ends, ends):
+            for moment in self._steps(loader, reporter, num_epochs, num_steps):
+                evaluated = eval_dataset is None or self.step in evaluations
+                if not evaluated and moment.is_for(self.eval_every):
                     reporter.check()
                     evaluations[self.step] = self.evaluate(eval_dataset)
                     reporter.log(self.step, **{f"eval_{name}": value for name, value in evaluations[self.step].items()})
                     if self._saver is not None:
                         self._saver.save_best(self, loader, evaluations[self.step]["loss"])
-                if self._saver is not None and _due(self.step, self.save_every, epoch_ends, ends):
+                if self._saver is not None and moment.is_for(self.save_every):
                     reporter.check()
                     self._saver.save(self, loader)
             reporter.check()
+        self._position = loader.state_dict()
         if self._saver is not None:
             self._saver.wait()
         best = min((found["loss"] for found in evaluations.values()), default=None)
@@ -259,15 +279,19 @@ class Trainer:
 
     def _steps(
         self, loader: DataLoader, reporter: Reporter, num_epochs: int | None, num_steps: int | None
-    ) -> Iterator[bool]:
-        """Train; after every step, yield whether the epoch is over with it."""
-        while self.step != num_steps and loader.epoch != num_epochs:
+    ) -> Iterator[Moment]:
+        """Train; yield after every step (and, as a stream's end shows only after its last one, after its epochs)."""
+        while self.step < (num_steps or math.inf) and loader.epoch < (num_epochs or math.inf):
             for batch in loader:
                 reporter.step(self.step + 1, self._train_step(batch), self.optimizer)
                 self.step += 1
-                yield loader.position == loader.num_samples
+                epoch_ends = loader.position == loader.num_samples
+                ends = self.step == num_steps or (epoch_ends and loader.epoch + 1 == num_epochs)
+                yield Moment(self.step, epoch_ends, ends)
                 if self.step == num_steps:
                     return
+            if loader.num_samples is None:
+                yield Moment(None, True, loader.epoch == num_epochs)
 
     def _train_step(self, batch: Any) -> torch.Tensor:
         self.parallel.train()
@@ -291,10 +315,6 @@ class Trainer:
                 yield
         finally:
             self.parallel.train(training)
-
-
-def _due(step: int, every: int | None, epoch_ends: bool, ends: bool) -> bool:
-    return ends or (epoch_ends if every is None else step % every == 0)
 
 
 def _steps(loader: DataLoader, num_epochs: int | None) -> int | None:
