@@ -162,22 +162,10 @@ class Search:
         schedules: the smallest micro-batch, which fills the pipeline best and holds least. If that is far from the
         bound, also the micro-batch of least bound, whose operators are largest.
         """
-        least = min((entry.bound for entry in heap), default=0.0)
-        self._dive_by(heap, deadline, lambda entry: (entry.candidate.local_batch, entry.bound))
-        if not self.solutions or self.solutions[0].seconds > FAR * least:
-            self._dive_by(heap, deadline, lambda entry: (entry.bound, entry.candidate.local_batch))
-
-    def _dive_by(self, heap: list[_Entry], deadline: float, order: Callable[[_Entry], tuple[float, float]]) -> None:
-        """Bound the first candidate in ``order`` for every three sizes by its stages; solve those of least bound."""
-        best: dict[tuple[int, ...], _Entry] = {}
-        for entry in [each for each in heap if self._is_plain(each.candidate)] or heap:
-            layout = entry.candidate.layout
-            key = (layout.pipeline, layout.context, layout.tensor)
-            known = best.setdefault(key, entry)
-            if order(entry) < order(known):
-                best[key] = entry
-        firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
-        ready = [entry for first in firsts for entry in self._finish(heap, first, until=_SOLVE)]
+        far = FAR * min((entry.bound for entry in heap), default=0.0)
+        ready = self._ready(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
+        if min((entry.bound for entry in ready), default=float("inf")) > far:
+            ready += self._ready(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
         self.diving = True
         for entry in sorted(ready):
             if self.solutions and time.monotonic() > deadline:
@@ -187,11 +175,22 @@ class Search:
             self._tell(heap)
         self.diving = False
 
-    def _is_plain(self, candidate: Candidate) -> bool:
-        """Whether a candidate may be solved before the search begins, where the demands leave any such."""
-        layout = candidate.layout
-        near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
-        return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
+    def _ready(self, heap: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
+        """The first candidate in ``order`` for every three sizes, bounded by its stages."""
+        node = self.cluster.levels[0].group_size
+        best: dict[tuple[int, ...], _Entry] = {}
+        for entry in heap:
+            candidate, layout = entry.candidate, entry.candidate.layout
+            if layout.context > MOST_CONTEXT or layout.order != ORDERS[0] or layout.tensor > node:
+                continue
+            if candidate.schedule not in PLAIN:
+                continue
+            key = (layout.pipeline, layout.context, layout.tensor)
+            known = best.setdefault(key, entry)
+            if order(entry) < order(known):
+                best[key] = entry
+        firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
+        return [entry for first in firsts for entry in self._finish(heap, first, until=_SOLVE)]
 
     def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
         """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
