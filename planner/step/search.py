@@ -177,20 +177,21 @@ class Search:
 
     def _ready(self, heap: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
         """The first candidate in ``order`` for every three sizes, bounded by its stages."""
-        node = self.cluster.levels[0].group_size
         best: dict[tuple[int, ...], _Entry] = {}
-        for entry in heap:
-            candidate, layout = entry.candidate, entry.candidate.layout
-            if layout.context > MOST_CONTEXT or layout.order != ORDERS[0] or layout.tensor > node:
-                continue
-            if candidate.schedule not in PLAIN:
-                continue
+        for entry in [each for each in heap if self._is_plain(each.candidate)] or heap:
+            layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor)
             known = best.setdefault(key, entry)
             if order(entry) < order(known):
                 best[key] = entry
         firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
         return [entry for first in firsts for entry in self._finish(heap, first, until=_SOLVE)]
+
+    def _is_plain(self, candidate: Candidate) -> bool:
+        """Whether a candidate may be solved before the search begins, where the demands leave any such."""
+        layout = candidate.layout
+        near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
+        return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
 
     def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
         """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
