@@ -82,7 +82,7 @@ def compile(
 
     Raises:
         ValueError: if the world size is not the mesh's or the cluster's, if a plan was made for another model, needs
-            what cannot be run yet (the message says what), or for no plan.
+            what no rank can do, or for no plan.
         CaptureError: if the model cannot be captured.
     """
     target = read_target(mesh)
@@ -205,7 +205,13 @@ def parallelise_step(
         example_inputs = planned_inputs(plan)
     by_name = isinstance(example_inputs, Mapping)
     example: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn, compute=compute)
+    cluster = Cluster.from_dict(plan.cluster)
+
+    def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        with places.layout.plain():
+            return plan_graph(graph, cluster, mesh=plan.mesh, pinned=pinned)
+
+    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn, compute=compute, planner=find_plan)
     return ParallelModule(engine.state, engine)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -100,9 +101,9 @@ def fixed_axes(target: DeviceMesh | MeshShape) -> dict[str, int]:
 
 
 def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
-    """The mesh of a step over all its axes, in the plan's order, so that each runs on the links it was planned for.
+    """The mesh of a step over all its axes (``STEP_AXES``), with ranks numbered in the order of the plan's axes.
 
-    A ``DeviceMesh`` that was given says which rank stands where.
+    So each axis runs on the links that it was planned for. A ``DeviceMesh`` that was given says which rank stands where.
 
     Raises:
         ValueError: if there is another number of processes, or the given mesh has other sizes.
@@ -110,13 +111,16 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
     assert plan.step is not None
     axes = plan.step.axes
     device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
-    if not isinstance(target, DeviceMesh):
-        return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    if fixed_axes(target) != {axis: axes.get(axis, 1) for axis in STEP_AXES}:
-        raise ValueError(f"the plan is for axes {axes}, the mesh has {fixed_axes(target)}: plan again for it")
-    names = list(target.mesh_dim_names or ())
-    ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names]).reshape(tuple(axes.values()))
-    return DeviceMesh(device, ranks.contiguous(), mesh_dim_names=tuple(axes))
+    if isinstance(target, DeviceMesh):
+        if fixed_axes(target) != {axis: axes.get(axis, 1) for axis in STEP_AXES}:
+            raise ValueError(f"the plan is for axes {axes}, the mesh has {fixed_axes(target)}: plan again for it")
+        names = list(target.mesh_dim_names or ())
+        ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
+    else:
+        ranks = torch.arange(plan.step.num_devices)
+    order = list(axes)
+    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in STEP_AXES])
+    return DeviceMesh(device, placed.contiguous(), mesh_dim_names=STEP_AXES)
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:

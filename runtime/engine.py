@@ -150,7 +150,7 @@ class Engine:
         try:
             return shard(graph, self.plan)
         except PlanMismatch:
-            plan = self.planner(graph, _as_seen_by(graph, self.plan))
+            plan = self.planner(graph, as_seen_by(graph, self.plan))
             self.shards.adopt(plan, self.plan)
             return shard(graph, plan)
 
@@ -207,7 +207,7 @@ class Engine:
             yield
 
 
-def _as_seen_by(graph: Graph, plan: Plan) -> Plan:
+def as_seen_by(graph: Graph, plan: Plan) -> Plan:
     """What to keep of ``plan`` for another graph of the model: a tensor that is whole is R without a gradient, else I.
 
     Where a gradient comes in that the plan did not know of, its operators are chosen anew: only the shards stay.

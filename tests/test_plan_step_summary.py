@@ -11,7 +11,6 @@ import pytest
 from cost_models import Cluster
 from passes.ir.types import MeshShape
 from passes.plan import BlockPlan, Certificate, Costs, Plan, TensorPlan
-from passes.plan_checks import check_runnable, not_run_yet
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from passes.step_stages import format_numbers, path_range, unit_range
 
@@ -137,24 +136,6 @@ def test_a_plan_reads_back_as_it_was() -> None:
 def test_a_step_that_contradicts_its_mesh_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Plan.from_dict(json.loads(with_step(**changes).to_json()))
-
-
-def test_what_is_not_run_yet_is_named() -> None:
-    assert not_run_yet(STEP) == (
-        "a pipeline (pp=4, 1f1b)",
-        "gradient accumulation (num_microbatches=8)",
-        "recomputation (full)",
-        "ZeRO stage 1",
-    )
-    with pytest.raises(ValueError, match="a pipeline"):
-        check_runnable(PLAN)
-
-
-def test_a_step_without_any_of_it_can_be_run() -> None:
-    chunk = ChunkPlan(0, (layers(0, 12, zero=0),), 1.0, 2.0)
-    plain = with_step(axes={**AXES, "pp": 1}, num_microbatches=1, chunks=(chunk,))
-    assert plain.step is not None and not_run_yet(plain.step) == ()
-    check_runnable(plain)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from torch import nn
 import planner
 from passes.capture import keep_float64
 from passes.plan import Plan
-from passes.plan_checks import RUNNABLE
 from tests.ranks import ROOT, run_on_ranks
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 from tests.step_worker import SCENARIOS
 
+#: Nothing but a mesh of data, context and tensor ranks.
+PLAIN = {"pp": 1, "num_microbatches": 1, "recompute": "none", "zero": 0}
 NAMES = [scenario.__name__ for scenario in SCENARIOS]
 CASES: dict[str, tuple[type[nn.Module], Any, Any]] = {
     "tied classifier": (TiedClassifier, token_batch(), None),
@@ -43,9 +44,7 @@ def test_steps_that_can_be_run_compute_what_one_device_does(case: str, axes: dic
     """On every rank, with exactly the collectives that were planned; axes of size 1 are in the mesh too."""
     build, batch, loss_fn = CASES[case]
     with keep_float64():
-        found = planner.plan(
-            seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**RUNNABLE, **axes}
-        )
+        found = planner.plan(seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**PLAIN, **axes})
     assert found.mesh.as_dict() == {"dp": 1, "cp": 1, "tp": 1, **axes}
     report = planner.verify(seeded(build), found, batch=batch, loss_fn=loss_fn)
     assert report.ok, report.table()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,12 @@ from passes.emit.program import InputSpec
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, shard_dim
 from passes.plan import Plan
-from passes.shard import input_key
+from passes.shard import PlanMismatch, input_key
 from passes.stages import StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
-from runtime.engine import everyone_of, positional_of, skeleton
+from runtime.engine import Planner, as_seen_by, everyone_of, positional_of, skeleton
 from runtime.outputs import wrap_outputs
 from runtime.step.binding import make_units
 from runtime.step.execution import Execution, execution_of
@@ -67,6 +68,7 @@ class StepEngine:
         example: a call of the model with a global batch, from which the first programs are made.
         loss_fn: as in ``planner.compile``.
         compute: dtype that the plan computes in, if it is not that of the model's parameters.
+        planner: called when a call needs nodes that the plan does not know, with the plan whose decisions are pinned.
 
     Attributes:
         latest: the program of this rank that was made or run last.
@@ -81,8 +83,10 @@ class StepEngine:
         example: tuple[tuple[Any, ...], dict[str, Any]],
         loss_fn: Callable[..., Any] | None = None,
         compute: torch.dtype | None = None,
+        planner: Planner | None = None,
     ) -> None:
         apply_adapters()
+        self.planner = planner
         self.model = skeleton(model) if compute is None else computing_in(model, compute)
         self.compute = compute
         self.plan = plan
@@ -246,7 +250,14 @@ class StepEngine:
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
         outputs = None if training else tuple(graph.outputs)
-        return step_programs(graph, self.plan, num_microbatches=num_microbatches, outputs=outputs)
+        try:
+            return step_programs(graph, self.plan, num_microbatches=num_microbatches, outputs=outputs)
+        except PlanMismatch:
+            if self.planner is None:
+                raise
+            found = self.planner(graph, as_seen_by(graph, self.plan))
+            plan = dataclasses.replace(found, step=self.step)
+            return step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs)
 
     def _is_mine(self, chunk: int) -> bool:
         return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
@@ -321,6 +332,4 @@ def _takes_totals(program: Program) -> bool:
 
 
 def _with_unflatten(program: Program, graph: Graph) -> Program:
-    import dataclasses
-
     return dataclasses.replace(program, unflatten=graph.unflatten)
