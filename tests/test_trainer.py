@@ -17,10 +17,10 @@ from tests.trainer_worker import SCENARIOS
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:
-    return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS])
+    return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS], timeout=560)
 
 
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS], timeout=560)
 def test_scenario(scenario: str, found: dict[str, float]) -> None:
     assert found[scenario] <= 1e-9
 
