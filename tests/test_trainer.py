@@ -20,7 +20,7 @@ def found() -> dict[str, float]:
     return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS], timeout=560)
 
 
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS], timeout=560)
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
 def test_scenario(scenario: str, found: dict[str, float]) -> None:
     assert found[scenario] <= 1e-9
 
