@@ -77,6 +77,18 @@ def data_pins(example: Any, batch_size: int, mesh: Target, options: Mapping[str,
 
 
 @dataclass(frozen=True)
+class DataGroup:
+    """Which samples a rank reads: every field of them, since a call of the model names all its inputs."""
+
+    data_rank: int
+    num_data_ranks: int
+
+    @classmethod
+    def of(cls, parallel: Any) -> DataGroup:
+        return cls(parallel.data_rank, parallel.num_data_ranks)
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A full batch: ``num_samples`` of its rows are different ones, the first; the others repeat them."""
 

@@ -76,7 +76,7 @@ def _full_batches(trainer: Trainer, dataset: Any, *, exact: bool, local: bool = 
         parts = batches.chunks(len(block), size, exact=exact)
         loader = DataLoader(
             batches.Rows(block, parts, size),
-            trainer.parallel if local else None,
+            batches.DataGroup.of(trainer.parallel) if local else None,
             batch_size=size,
             shuffle=False,
             collate_fn=trainer.collate_fn,
