@@ -103,7 +103,7 @@ def fixed_axes(target: DeviceMesh | MeshShape) -> dict[str, int]:
 def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
     """The mesh of a step over all its axes (``STEP_AXES``), with ranks numbered in the order of the plan's axes.
 
-    So each axis runs on the links that it was planned for. A ``DeviceMesh`` that was given says which rank stands where.
+    So each axis runs on the links that it was planned for. A given ``DeviceMesh`` says which rank stands where.
 
     Raises:
         ValueError: if there is another number of processes, or the given mesh has other sizes.

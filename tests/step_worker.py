@@ -87,7 +87,7 @@ def bad_input_is_refused() -> bool:
     errors = {
         "world size is 4": compiled("cpu-local:2"),
         "example_inputs is missing": compiled(example_inputs=None),
-        "'dp'": compiled(fix={"dp": 3}),
+        "dp=3 cannot be met": compiled(fix={"dp": 3}),
         "cluster does not go with": compiled(cluster="cpu-local:4"),
         "plan does not go with": compiled(plan="plan.json"),
         "axis sizes are written": compiled("dp2"),

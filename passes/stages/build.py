@@ -11,7 +11,7 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
-from passes.stages.chain import Part, parts_of, used_by
+from passes.stages.chain import Part, Whereabouts, parts_of, used_by
 from passes.stages.cut import ChunkBody, cut
 from passes.stages.totals import Additive, additive
 from passes.step_plan import StepPlan
@@ -70,6 +70,7 @@ def step_programs(
     *,
     num_microbatches: int | None = None,
     outputs: Collection[str] | None = None,
+    like: StepPrograms | None = None,
     rule_for: RuleFor | None = None,
 ) -> StepPrograms:
     """Cut ``graph``, captured for the whole batch of a step, as ``plan.step`` says.
@@ -77,6 +78,8 @@ def step_programs(
     Args:
         num_microbatches: another number than the plan's.
         outputs: paths of the outputs to keep; None for the loss alone.
+        like: programs of the plan's own graph, for another graph of the model (without a loss, say), whose units need
+            not be the plan's: its operators go where these have their weights.
 
     Raises:
         PlanMismatch: as ``shard``, and if the plan's stages are not this graph's.
@@ -100,13 +103,22 @@ def step_programs(
         whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
     else:
         sums = Additive(whole.main.body, whole.main.results, (), ())
-    parts = parts_of(wanted, whole.runs, sums.body, step)
+    parts = parts_of(wanted, whole.runs, sums.body, step, where=None if like is None else _whereabouts(like))
     bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
     stages = tuple(
         _stage(index, body, dataclasses.replace(whole, part=f"{cut_as}, chunk {index + 1} of {len(bodies)}"), sums)
         for index, body in enumerate(bodies)
     )
     return StepPrograms(stages, _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums), count)
+
+
+def _whereabouts(programs: StepPrograms) -> Whereabouts:
+    found: dict[str, list[tuple[int, UnitPolicy]]] = {}
+    for stage in programs.stages:
+        for unit in stage.units:
+            for _, _, path in unit.states:
+                found.setdefault(path, []).append((stage.index, unit.policy))
+    return found
 
 
 def _step_of(plan: Plan) -> StepPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.blocks import BlockRun
@@ -20,8 +20,11 @@ from passes.shard import (
     UnitPolicy,
 )
 from passes.stages.totals import Operation
-from passes.step_plan import GroupPlan, StepPlan
+from passes.step_plan import StepPlan
 from passes.units import Unit, find_units, unit_of_nodes
+
+#: Path of a parameter or buffer → the chunks that use it, in order, each with the policy of the unit that does.
+Whereabouts = Mapping[str, Sequence[tuple[int, UnitPolicy]]]
 
 
 @dataclass(frozen=True)
@@ -41,42 +44,49 @@ class Part:
         return (*self.before, self.repeat, *self.behind)
 
 
-def parts_of(graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], step: StepPlan) -> tuple[Part, ...]:
-    """The parts of ``body``, in order.
+def parts_of(
+    graph: Graph,
+    runs: Sequence[BlockRun],
+    body: Sequence[Operation],
+    step: StepPlan,
+    *,
+    where: Whereabouts | None = None,
+) -> tuple[Part, ...]:
+    """The parts of ``body``, in order: the plan's groups or, if it is told ``where`` weights are, what goes with those.
 
     Raises:
         PlanMismatch: if the plan's groups are not the units of this graph.
     """
-    units = find_units(graph, runs)
-    pieces = _by_unit(body, units, runs)
+    groups = _planned(graph, runs, body, step) if where is None else by_weights(graph, runs, body, where)
     found: list[Part] = []
-    for chunk, group, unit, first in _groups(units, step):
-        policy = UnitPolicy(group.recompute, group.zero)
-        operations = pieces.get(unit, [])
-        if units[unit].run is None:
+    for chunk, policy, unit, operations, first, count in groups:
+        if unit.run is None:
             if operations:
-                found.append(Part(chunk, (), _stretch(operations, units[unit], policy), ()))
+                found.append(Part(chunk, (), _stretch(operations, unit, policy), ()))
             continue
-        copies = _Copies(graph, runs[units[unit].run or 0], operations)
-        found.append(copies.part(chunk, first, first + group.count, policy))
-        if first == 0:
-            handed_on = copies.handed_on()
-            if found[:-1] and handed_on:
-                found[-2] = dataclasses.replace(found[-2], behind=(*found[-2].behind, *handed_on))
-                found[-1] = dataclasses.replace(
-                    found[-1], before=tuple(step for step in found[-1].before if step not in handed_on)
-                )
+        copies = _Copies(graph, runs[unit.run], operations)
+        found.append(copies.part(chunk, first, first + count, policy))
+        handed_on = copies.handed_on() if first == 0 else ()
+        if found[:-1] and handed_on:
+            found[-2] = dataclasses.replace(found[-2], behind=(*found[-2].behind, *handed_on))
+            kept = tuple(step for step in found[-1].before if step not in handed_on)
+            found[-1] = dataclasses.replace(found[-1], before=kept)
     return tuple(found)
 
 
-def _groups(units: Sequence[Unit], step: StepPlan) -> Iterator[tuple[int, GroupPlan, int, int]]:
-    """Chunk, group, index of its unit, number of its first copy."""
+def _planned(
+    graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], step: StepPlan
+) -> Iterator[tuple[int, UnitPolicy, Unit, list[Operation], int, int]]:
+    """Chunk, policy, unit, its operations, first copy and number of copies of every group of the plan."""
+    units = find_units(graph, runs)
+    pieces = _by_unit(body, units)
     unit = first = 0
     for index, chunk in enumerate(step.chunks):
         for group in chunk.groups:
             if unit >= len(units) or first + group.count > units[unit].count:
                 raise PlanMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
-            yield index, group, unit, first
+            policy = UnitPolicy(group.recompute, group.zero)
+            yield index, policy, units[unit], pieces.get(unit, []), first, group.count
             first += group.count
             if first == units[unit].count:
                 unit, first = unit + 1, 0
@@ -84,9 +94,7 @@ def _groups(units: Sequence[Unit], step: StepPlan) -> Iterator[tuple[int, GroupP
         raise PlanMismatch(f"the plan's stages do not fit this graph: {units[unit].name!r} is in none of them")
 
 
-def _by_unit(
-    body: Sequence[Operation], units: Sequence[Unit], runs: Sequence[BlockRun]
-) -> Mapping[int, list[Operation]]:
+def _by_unit(body: Sequence[Operation], units: Sequence[Unit]) -> Mapping[int, list[Operation]]:
     """The operations of every unit; a conversion belongs to what it is for, the next operator."""
     unit_of = unit_of_nodes(units)
     found: dict[int, list[Operation]] = {}
@@ -102,6 +110,50 @@ def _by_unit(
         waiting = []
     found.setdefault(last, []).extend(waiting)
     return found
+
+
+def by_weights(
+    graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], where: Whereabouts
+) -> Iterator[tuple[int, UnitPolicy, Unit, list[Operation], int, int]]:
+    """As ``_planned``, for a graph whose units are not the plan's: operators go with the weights that they use.
+
+    What uses none stays with the operator before it; nothing goes back to an earlier chunk.
+    """
+    units = find_units(graph, runs)
+    pieces = _by_unit(body, units)
+    paths = {state.value.name: state.path for state in graph.states}
+    at = min((place for places in where.values() for place in places), default=(0, UnitPolicy("none", 0)), key=_chunk)
+
+    def after(names: Iterable[str]) -> tuple[int, UnitPolicy]:
+        known = (place for name in names for place in where.get(paths.get(name, ""), ()))
+        return min((place for place in known if place[0] >= at[0]), default=at, key=_chunk)
+
+    for index, unit in enumerate(units):
+        operations = pieces.get(index, [])
+        if unit.run is None:
+            stretch: list[Operation] = []
+            for operation in operations:
+                place = after(operation.node.inputs) if isinstance(operation, Compute) else at
+                if place != at and stretch:
+                    yield *at, unit, stretch, 0, 1
+                    stretch = []
+                at = place
+                stretch.append(operation)
+            yield *at, unit, stretch, 0, 1
+            continue
+        states = runs[unit.run].states
+        first = 0
+        for copy in range(unit.count):
+            place = after(names[copy] for names in states)
+            if place != at and copy > first:
+                yield *at, unit, operations, first, copy - first
+                first = copy
+            at = place
+        yield *at, unit, operations, first, unit.count - first
+
+
+def _chunk(place: tuple[int, UnitPolicy]) -> int:
+    return place[0]
 
 
 def _first_compute(repeat: Repeat) -> Node:

@@ -8,49 +8,51 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.shard import UnitPolicy
 from passes.stages import StageGraph
 from passes.stages.build import StageUnit
 from runtime import ops
 from runtime.compat import mesh_of_thread, use_mesh
 from runtime.compiling import as_compiled
 from runtime.program import Block
-from runtime.recompute import always_again, can_be_made_again, recomputed
+from runtime.recompute import always_again, recomputed
 from runtime.step.state import StateInfo, StepState
 from runtime.units.group import DataGroup
 from runtime.units.unit import Unit, UnitWeight
 from runtime.weights import Weights
+
+#: The ZeRO stage from which on weights are gathered for every use.
+_GATHERED_PER_USE = 3
 
 
 class BoundUnit:
     """One unit of a chunk: gathers its weights into trees that look like the model's, and runs a block with them.
 
     Args:
-        names: full names of the unit's trained parameters, in the order of ``unit.weights``.
+        units: what gathers them, each with the full names of its weights in order. Usually one; several where a call
+            is cut into other units than training.
         fixed: the unit's other tensors, by full name.
     """
 
-    def __init__(self, stage_unit: StageUnit, unit: Unit, names: Sequence[str], fixed: dict[str, torch.Tensor]) -> None:
-        self.unit = unit
-        self.names = tuple(names)
-        self.zero = stage_unit.policy.zero
+    def __init__(
+        self, stage_unit: StageUnit, units: Sequence[tuple[Unit, Sequence[str]]], fixed: dict[str, torch.Tensor]
+    ) -> None:
+        self.units = tuple(unit for unit, _ in units)
+        self._names = tuple(name for _, names in units for name in names)
         count = 1 + max((root for root, _, _ in stage_unit.states), default=0)
         self.trees = [Weights() for _ in range(count)]
-        self._slots: list[list[tuple[dict[str, Any], str]]] = [[] for _ in names]
+        slots: dict[str, list[tuple[dict[str, Any], str]]] = {}
         for root, path, full in stage_unit.states:
             self.trees[root].put(path, fixed.get(full))
-            if full in fixed:
-                continue
-            parent, _, name = path.rpartition(".")
-            node = self.trees[root].find(parent) if parent else self.trees[root]
-            self._slots[names.index(full)].append((node._buffers, name))
+            if full not in fixed:
+                parent, _, name = path.rpartition(".")
+                node = self.trees[root].find(parent) if parent else self.trees[root]
+                slots.setdefault(full, []).append((node._buffers, name))
+        self._slots = [slots.get(name, []) for name in self._names]
 
     def run(self, block: Block, tensors: Sequence[torch.Tensor], forward: Callable[..., Any] | None = None) -> Any:
         """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
-        with always_again():
-            weights = self.unit.use()
-        if not self.keeps_weights():
-            can_be_made_again(weights, self.unit.use)
-        for slots, weight in zip(self._slots, weights):
+        for slots, weight in zip(self._slots, self._weights()):
             for table, name in slots:
                 table[name] = weight
         block.weights = self.trees[0] if len(self.trees) == 1 else tuple(self.trees)
@@ -63,14 +65,55 @@ class BoundUnit:
 
     def lend(self, tree: Weights) -> None:
         """Put the weights into a program's own tree, for what it computes outside of its units."""
-        for path, weight in zip(self.names, self.unit.use()):
+        for path, weight in zip(self._names, self._weights()):
             tree.put(path, None)
             parent, _, name = path.rpartition(".")
             (tree.find(parent) if parent else tree)._buffers[name] = weight
 
+    def _weights(self) -> list[torch.Tensor]:
+        with always_again():
+            return [weight for unit in self.units for weight in unit.use()]
+
     def keeps_weights(self) -> bool:
         """Whether autograd may keep the working weights: they are there all the time."""
-        return self.unit.zero < 3
+        return all(unit.zero < _GATHERED_PER_USE for unit in self.units)
+
+
+class UnitTable:
+    """The units of a rank, made for its training programs and shared by all others."""
+
+    def __init__(self) -> None:
+        self._exact: dict[tuple[int, int, tuple[str, ...]], Unit] = {}
+        self._of: dict[tuple[int, str], tuple[Unit, tuple[str, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._exact)
+
+    def add(self, chunk: int, zero: int, names: tuple[str, ...], make: Callable[[], Unit]) -> Unit:
+        """The unit of a training program."""
+        key = (chunk, zero, names)
+        if key not in self._exact:
+            self._exact[key] = unit = make()
+            for name in names:
+                self._of.setdefault((chunk, name), (unit, names))
+        return self._exact[key]
+
+    def find(self, chunk: int, names: tuple[str, ...]) -> list[tuple[Unit, tuple[str, ...]]]:
+        """The units that hold ``names``, each once; those that another chunk trains are not here.
+
+        Raises:
+            ValueError: if no training program of this chunk uses one of them.
+        """
+        found = {}
+        for name in names:
+            if (chunk, name) not in self._of:
+                raise ValueError(
+                    f"this call uses {name!r} in pipeline chunk {chunk + 1}, which training does not: compile with "
+                    "example_inputs that use all weights that calls do"
+                )
+            unit, held = self._of[chunk, name]
+            found[id(unit)] = (unit, held)
+        return list(found.values())
 
 
 class ChunkUnits:
@@ -101,12 +144,10 @@ class ChunkUnits:
 
         def run(*tensors: torch.Tensor) -> Any:
             with ops.in_microbatch(microbatch), use_mesh(mesh):
-                if outside == "none" and not bound.keeps_weights():
-                    with bound.unit.saving():
-                        return bound.run(block, tensors, forward)
                 return bound.run(block, tensors, forward)
 
-        return recomputed(run, outside, gathers_weights=outside == "regather") if torch.is_grad_enabled() else run
+        gathers = not bound.keeps_weights()
+        return recomputed(run, outside, gathers_weights=gathers) if torch.is_grad_enabled() else run
 
     def _compiled(self, block: Block, recompute: str, *, whole: bool) -> Callable[..., Any] | None:
         if self.compiled_on is None or not whole:
@@ -115,53 +156,59 @@ class ChunkUnits:
 
 
 def make_units(
-    stage: StageGraph, state: StepState, literals: dict[str, torch.Tensor], known: dict[Any, Unit]
+    stage: StageGraph, state: StepState, literals: dict[str, torch.Tensor], table: UnitTable, *, training: bool
 ) -> tuple[list[BoundUnit], BoundUnit | None]:
     """The units of a chunk, and one for what its program uses outside of them (None if there is nothing).
 
     Args:
-        known: units by what is in them, shared between programs of the same chunk; added to.
+        table: units that are there; those of a training program are added.
     """
-    bound = [_bind(unit, state, literals, known, key=(stage.index, place)) for place, unit in enumerate(stage.units)]
+    bound = [_bind(unit, stage.index, state, literals, table, training=training) for unit in stage.units]
     shared = _shared_unit(stage)
-    return bound, (None if shared is None else _bind(shared, state, literals, known, key=(stage.index, "shared")))
+    if shared is None:
+        return bound, None
+    return bound, _bind(shared, stage.index, state, literals, table, training=training)
 
 
 def _shared_unit(stage: StageGraph) -> StageUnit | None:
     if not stage.shared:
         return None
     zero = max((unit.policy.zero for unit in stage.units), default=0)
-    policy = type(stage.units[0].policy)("none", min(zero, 2))
+    # Used all through a micro-batch, so never gathered for a use alone.
+    policy = UnitPolicy("none", min(zero, _GATHERED_PER_USE - 1))
     return StageUnit("shared", tuple((0, path, path) for path in stage.shared), policy)
 
 
 def _bind(
     stage_unit: StageUnit,
+    chunk: int,
     state: StepState,
     literals: dict[str, torch.Tensor],
-    known: dict[Any, Unit],
+    table: UnitTable,
     *,
-    key: tuple[Any, ...],
+    training: bool,
 ) -> BoundUnit:
-    trained, fixed = [], dict[str, torch.Tensor]()
+    trained, fixed = dict[str, StateInfo](), dict[str, torch.Tensor]()
     for _, _, path in stage_unit.states:
         info = state.infos.get(path)
         if info is None:
             fixed[path] = literals[path]
         elif info.trainable:
-            trained.append((path, info))
+            trained[path] = info
         else:
             fixed[path] = state.find(path)
-    names = list(dict.fromkeys(path for path, _ in trained))
-    infos = dict(trained)
-    identity = (*key, tuple(names), stage_unit.policy.zero)
-    if identity not in known:
-        group = DataGroup.of(state.places.data_group)
-        weights = [_weight(name, infos[name], state) for name in names]
+    names = tuple(trained)
+    if not training:
+        return BoundUnit(stage_unit, table.find(chunk, names), fixed)
+
+    def make() -> Unit:
+        weights = [_weight(name, info, state) for name, info in trained.items()]
         # A piece is owned as soon as one unit shards the parameter; another of its units then gathers it once a step.
-        sharded = any(info.sharded for info in infos.values())
-        known[identity] = Unit(weights, zero=max(stage_unit.policy.zero, int(sharded)), group=group)
-    return BoundUnit(stage_unit, known[identity], names, fixed)
+        sharded = any(info.sharded for info in trained.values())
+        zero = max(stage_unit.policy.zero, int(sharded))
+        return Unit(weights, zero=zero, group=DataGroup.of(state.places.data_group))
+
+    return BoundUnit(stage_unit, [(table.add(chunk, stage_unit.policy.zero, names, make), names)], fixed)
 
 
 def _weight(name: str, info: StateInfo, state: StepState) -> UnitWeight:

@@ -18,13 +18,13 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, input_key
-from passes.stages import StepPrograms, step_programs
+from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.engine import Planner, as_seen_by, everyone_of, positional_of, skeleton
 from runtime.outputs import wrap_outputs
-from runtime.step.binding import make_units
+from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.narrow import cast_floats, computing_in
 from runtime.step.places import Places
@@ -97,16 +97,20 @@ class StepEngine:
         self.step = plan.step
         self.latest: Program | None = None
         self._prepared: dict[Any, Prepared] = {}
-        self._units: dict[Any, Unit] = {}
+        self._units = UnitTable()
         self._inputs: dict[Path, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._stale = True
         self._graphs: dict[Any, Graph] = {}
+        self._first: StepPrograms | None = None
+        call = self.read(*example)
         with self.layout.plain():
-            graph = self._capture(self.read(*example))
-            first = self._cut(graph, training=graph.loss is not None, num_microbatches=self._microbatches_of(graph))
-        self.state = StepState(model, plan, first, places, precision=self._precision())
+            graph = self._capture(call)
+            training = graph.loss is not None
+            self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
+        self.state = StepState(model, plan, self._first, places, precision=self._precision())
+        self._prepare(call, training=training, local_inputs=False)
 
     def _precision(self) -> Precision:
         """As planned: the optimizer keeps float32 masters of narrow weights unless there is none to keep them."""
@@ -233,7 +237,7 @@ class StepEngine:
                 mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
                 for stage in mine:
                     typecheck(emitted[stage.index])
-            self._prepared[key] = self._assemble(programs, emitted, graph)
+            self._prepared[key] = self._assemble(programs, emitted, graph, training=training)
         prepared = self._prepared[key]
         self.latest = prepared.stages[-1].program
         return prepared
@@ -249,15 +253,17 @@ class StepEngine:
         return self._graphs[key]
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
-        outputs = None if training else tuple(graph.outputs)
+        def cut(plan: Plan) -> StepPrograms:
+            outputs = None if training else tuple(graph.outputs)
+            like = None if training else self._first
+            return step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs, like=like)
+
         try:
-            return step_programs(graph, self.plan, num_microbatches=num_microbatches, outputs=outputs)
+            return cut(self.plan)
         except PlanMismatch:
-            if self.planner is None:
+            if self.planner is None or self._first is None:
                 raise
-            found = self.planner(graph, as_seen_by(graph, self.plan))
-            plan = dataclasses.replace(found, step=self.step)
-            return step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs)
+            return cut(dataclasses.replace(self.planner(graph, as_seen_by(graph, self.plan)), step=self.step))
 
     def _is_mine(self, chunk: int) -> bool:
         return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
@@ -293,11 +299,13 @@ class StepEngine:
             shapes[path] = tuple(shape)
         return call.with_shapes(shapes)
 
-    def _assemble(self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph) -> Prepared:
+    def _assemble(
+        self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
+    ) -> Prepared:
         stages = []
         for stage in programs.stages:
             if self._is_mine(stage.index):
-                stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches))
+                stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, training=training))
         chained(in_order_of_use(stages))
         totals = None
         if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
@@ -309,9 +317,11 @@ class StepEngine:
         execution = execution_of(stages, self.step, self.places, last, num_microbatches=programs.num_microbatches)
         return Prepared(tuple(stages), totals, last, programs.num_microbatches, execution, graph.unflatten)
 
-    def _stage(self, stage: Any, program: Program, num_microbatches: int) -> Stage:
+    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, training: bool) -> Stage:
         runner = ProgramRunner(program, self.state, num_microbatches=num_microbatches)
-        units, shared = make_units(stage, self.state, runner.literals, self._units)
+        units, shared = make_units(
+            stage, self.state, runner.literals, self._units, training=training or not self._units
+        )
 
         def input_of(spec: InputSpec, microbatch: int) -> torch.Tensor:
             return self._input(spec, microbatch, program.mesh)

@@ -126,14 +126,14 @@ class Stage:
     @property
     def units(self) -> tuple[Unit, ...]:
         """Each unit once."""
-        bound = (*self.bound, *((self.shared,) if self.shared is not None else ()))
-        return tuple({id(one.unit): one.unit for one in bound}.values())
+        return tuple(self.uses())
 
     def uses(self) -> dict[Unit, int]:
         """How often one micro-batch uses each unit."""
+        shared = (self.shared,) if self.shared is not None else ()
         found: dict[Unit, int] = {}
-        for bound in (*self.bound, *((self.shared,) if self.shared is not None else ())):
-            found[bound.unit] = found.get(bound.unit, 0) + 1
+        for unit in (unit for bound in (*shared, *self.bound) for unit in bound.units):
+            found[unit] = found.get(unit, 0) + 1
         return found
 
     def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:

@@ -138,8 +138,6 @@ class StepState:
         return local_shape(info.shape, info.placement, self.places.layout.mesh)
 
     def _cut(self, info: StateInfo, whole: torch.Tensor) -> torch.Tensor:
-        if info.sharded and not info.shape and not self.places.rectangle(self.rectangle(info)).primary:
-            return whole.new_empty(0)
         return self.places.cut(whole.to(info.owner_dtype), self.rectangle(info))
 
     def _put(self, info: StateInfo, local: torch.Tensor) -> None:
@@ -181,8 +179,6 @@ class StepState:
         """What this rank holds of every tensor, each once."""
         found = []
         for info in self.here():
-            if len(info.shape) != self.find(info.names[0]).dim():
-                continue  # a number that another data rank owns
             part = self.places.rectangle(self.rectangle(info))
             first_stage = self.places.stage is None or self.places.stage == info.stages[0]
             found.append(
