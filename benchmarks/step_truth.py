@@ -210,7 +210,7 @@ def summary(found: Sequence[Row]) -> Iterator[str]:
 
 
 def markdown(found: Sequence[Row], without: Sequence[str]) -> str:
-    """The summary, every plan in a table, and the demands that had none."""
+    """The summary, every plan in a table, and the demands without one."""
     lines = ["# Objective against the plan priced again", "", *(f"* {line}" for line in summary(found)), ""]
     lines += ["| model | cluster | objective, s | priced again, s | difference | memory | simulated | hidden | plan |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|---:|---|"]
@@ -220,7 +220,7 @@ def markdown(found: Sequence[Row], without: Sequence[str]) -> str:
         for each in found
     ]
     if without:
-        lines += ["", "Demands that no plan meets:", "", *(f"* {' '.join(line.split())}" for line in without)]
+        lines += ["", "Demands without a plan:", "", *(f"* {' '.join(line.split())}" for line in without)]
     return "\n".join(lines) + "\n"
 
 
