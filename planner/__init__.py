@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.planning import plan
     from planner.trainer import Trainer
     from planner.verification import verify
+    from runtime.checkpoint import CheckpointManager
     from runtime.data.loader import DataLoader
     from runtime.launch.process import init
     from runtime.parallel_module import ParallelModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 #: Public name → the module that has it.
 _HOMES = {
     "CaptureError": "passes.capture",
+    "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
     "ParallelModule": "runtime.parallel_module",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "CaptureError",
+    "CheckpointManager",
     "Cluster",
     "DataLoader",
     "ParallelModule",

@@ -176,7 +176,18 @@ class Engine:
                 if dim is not None and self._is_local(name):
                     shape[dim] *= size
             shapes[path] = tuple(shape)
+        if not any(shapes[path] != tuple(tensor.shape) for path, tensor in call.tensors.items()):
+            self._refuse_samples()
         return call.with_shapes(shapes)
+
+    def _refuse_samples(self) -> None:
+        """Raise ValueError if data-parallel groups would pass their own samples to a plan that cuts no batch."""
+        mesh = self.layout.mesh
+        if DATA in mesh.names and mesh.size(DATA) > 1:
+            raise ValueError(
+                f"local_inputs=True passes each {DATA} rank's own samples, but the plan cuts no input over {DATA}: "
+                f"plan with constraints={{'input:*': {{'{DATA}': 'S(0)'}}}}, or pass the global batch"
+            )
 
     def _part(self, tensor: torch.Tensor, placement: tuple[str, ...], *, local: bool) -> torch.Tensor:
         if local:

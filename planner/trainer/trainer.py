@@ -271,7 +271,7 @@ class Trainer:
     def _loader(self, dataset: Any) -> DataLoader:
         return DataLoader(
             dataset,
-            batches.DataGroup.of(self.parallel),
+            self.parallel,
             batch_size=self.global_batch,
             collate_fn=self.collate_fn,
             **{"seed": self.seed, "label_fields": self.label_fields, **self.loader_options},

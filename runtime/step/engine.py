@@ -104,7 +104,8 @@ class StepEngine:
         self._stale = True
         self._graphs: dict[Any, Graph] = {}
         self._first: StepPrograms | None = None
-        call = self.read(*example)
+        self._made: dict[Any, Prepared] = {}
+        self._example = call = self.read(*example)
         with self.layout.plain():
             graph = self._capture(call)
             training = graph.loss is not None
@@ -228,19 +229,44 @@ class StepEngine:
     def _prepare(self, call: Call, *, training: bool, local_inputs: bool) -> Prepared:
         key = (call.signature, self.model.training, training, local_inputs)
         if key not in self._prepared:
-            whole = self._whole_call(call) if local_inputs else call
-            with self.layout.plain():
-                graph = self._capture(whole)
-                count = self._microbatches_of(graph) if training else 1
-                programs = self._cut(graph, training=training, num_microbatches=count)
-                emitted = {stage.index: emit(stage.sharded) for stage in programs.stages if self._wants(stage.index)}
-                mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
-                for stage in mine:
-                    typecheck(emitted[stage.index])
-            self._prepared[key] = self._assemble(programs, emitted, graph, training=training)
+            whole = self._completed(self._whole_call(call) if local_inputs else call)
+            made = (whole.signature, self.model.training, training)
+            if made not in self._made:
+                self._made[made] = self._make(whole, training=training)
+            self._prepared[key] = self._made[made]
         prepared = self._prepared[key]
         self.latest = prepared.stages[-1].program
         return prepared
+
+    def _completed(self, call: Call) -> Call:
+        """``call`` or, if it leaves out inputs that no program on this rank reads, the example that it is a part of.
+
+        Raises:
+            ValueError: if it is a part of no call that is known.
+        """
+        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in self._example.tensors.items()}
+        given = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()}
+        unread = {str(path[0]) for path in known} - (self.needed_inputs or frozenset())
+        left_out = [path for path in known if path not in given]
+        if not left_out or self.needed_inputs is None or not all(str(path[0]) in unread for path in left_out):
+            return call
+        if any(known.get(path) != spec for path, spec in given.items()):
+            raise ValueError(
+                f"this rank was given {sorted(str(path[0]) for path in given)} alone, of other shapes than compiled "
+                "for: pass all inputs of the model, so that the shapes of all ranks' programs follow"
+            )
+        return self._example
+
+    def _make(self, whole: Call, *, training: bool) -> Prepared:
+        with self.layout.plain():
+            graph = self._capture(whole)
+            count = self._microbatches_of(graph) if training else 1
+            programs = self._cut(graph, training=training, num_microbatches=count)
+            emitted = {stage.index: emit(stage.sharded) for stage in programs.stages if self._wants(stage.index)}
+            for stage in programs.stages:
+                if self._is_mine(stage.index):
+                    typecheck(emitted[stage.index])
+        return self._assemble(programs, emitted, graph, training=training)
 
     def prepare(self, call: Call, *, training: bool = True) -> Prepared:
         """Make the programs of a call ahead of it."""
