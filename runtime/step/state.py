@@ -28,6 +28,7 @@ class StateInfo:
         names: its names in the model, the one that programs use first.
         dtype, owner_dtype, gradient_dtype: that it computes in, that this rank keeps, that gradients are added up in.
         placement: on the programs' mesh, whole on the data axes.
+        used: whether any program uses it.
         sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3).
         stages: pipeline ranks that have it, in order.
     """
@@ -42,6 +43,7 @@ class StateInfo:
     trainable: bool
     persistent: bool
     sharded: bool
+    used: bool
     stages: tuple[int, ...]
 
 
@@ -105,6 +107,7 @@ class StepState:
             trainable=trains,
             persistent=any(name in self.state_names for name in names),
             sharded=trains and known in sharded and self.places.data_size > 1,
+            used=known in stages,
             # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
             stages=stages.get(known, (0,)),
         )
@@ -207,11 +210,11 @@ class StepState:
         return {name: found[name] for name in self.state_names}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by parameter name, on every rank; zeros where a parameter has none."""
+        """Whole gradients by parameter name, on every rank; zeros where a parameter that is used has none."""
         return {
             info.names[0]: self._assembled(info, lambda tensor: tensor.grad)
             for info in self.everything()
-            if info.trainable
+            if info.trainable and info.used
         }
 
     def _assembled(self, info: StateInfo, part_of: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
