@@ -48,9 +48,9 @@ def factorings(num_ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def meshes(model: str, num_ranks: int) -> Iterator[Case]:
-    """Every factoring; with as many micro-batches as leave each a sample, four at most."""
+    """Every factoring; with four micro-batches, more for a longer pipeline, as many as leave each a sample."""
     for dp, tp, pp in factorings(num_ranks):
-        count = min(4, 8 // dp)
+        count = min(max(4, pp), 8 // dp)
         more = {"schedule": "1f1b"} if pp > 1 else {}
         name = f"{model} dp={dp} tp={tp} pp={pp} micro-batches={count}"
         yield case(model, name, dp=dp, tp=tp, pp=pp, num_microbatches=count, **more)

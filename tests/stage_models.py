@@ -75,17 +75,19 @@ class Frozen(Chain):
 
 
 class Skip(nn.Module):
-    """What the first layer gives is used by the last one again, and the input in the middle."""
+    """What the first linear gives is used again behind all layers, and the input too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
+        self.first = nn.Linear(SIZE, SIZE)
+        self.layers = nn.ModuleList(Residual(SIZE, SIZE) for _ in range(4))
+        self.last = nn.Linear(SIZE, SIZE)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-        early = torch.tanh(self.layers[0](x))
-        middle = torch.tanh(self.layers[1](early) + x)
-        late = torch.sigmoid(self.layers[2](middle))
-        return {"loss": F.mse_loss(self.layers[3](late) * early, target)}
+        hidden = early = self.first(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return {"loss": F.mse_loss(self.last(hidden * early) + x, target)}
 
 
 class Positions(nn.Module):

@@ -11,8 +11,9 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
-from passes.stages.chain import Part, Whereabouts, parts_of, used_by
+from passes.stages.chain import Part, Whereabouts, parts_of
 from passes.stages.cut import ChunkBody, cut
+from passes.stages.operations import used_by
 from passes.stages.totals import Additive, additive
 from passes.step_plan import StepPlan
 

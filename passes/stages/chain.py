@@ -19,7 +19,7 @@ from passes.shard import (
     StateRef,
     UnitPolicy,
 )
-from passes.stages.totals import Operation
+from passes.stages.operations import Operation, made_by, used_by
 from passes.step_plan import StepPlan
 from passes.units import Unit, find_units, unit_of_nodes
 
@@ -189,20 +189,6 @@ def _rooted(local: Local) -> Local:
     if local.state is None:
         return local
     return dataclasses.replace(local, state=StateRef(0, local.state.path))
-
-
-def used_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation takes."""
-    if isinstance(operation, Compute):
-        return operation.inputs
-    return (operation.source,) if isinstance(operation, Convert) else operation.entries
-
-
-def made_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation gives."""
-    if isinstance(operation, Compute):
-        return operation.outputs
-    return (operation.target,) if isinstance(operation, Convert) else operation.results
 
 
 def _class_name(path: str) -> str:

@@ -8,14 +8,13 @@ is a *total*. What is then left of a micro-batch's loss is a partial sum, and so
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from passes.ir.graph import Value
 from passes.ir.types import P, Placement
 from passes.shard import Compute, Convert, Local, Repeat, Section
-
-Operation = Compute | Convert | Repeat
+from passes.stages.operations import Operation, made_by, used_by
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
     changed: dict[Local, Local] = {}
     totals: list[Total] = []
     body: list[Operation] = []
-    for operation in main.body:
+    for operation in _makers(main.body, main.results):
         if isinstance(operation, Repeat):
             _check_inside(operation, axis)
             body.append(_with_entries(operation, changed))
@@ -72,7 +71,7 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
                 f"output {path!r} is no sum over samples, so micro-batches cannot be added up: plan with "
                 "num_microbatches=1"
             )
-    return Additive(tuple(body), results, tuple(totals), tuple(_makers(body, [total.source for total in totals])))
+    return Additive(tuple(body), results, tuple(totals), _before(body, totals))
 
 
 def _check_inside(repeat: Repeat, axis: int) -> None:
@@ -139,16 +138,21 @@ def _on_axis(placement: Placement, axis: int, spmd_type: str) -> Placement:
     return (*placement[:axis], spmd_type, *placement[axis + 1 :])
 
 
-def _makers(body: list[Operation], wanted: Collection[Local]) -> Iterator[Operation]:
+def _before(body: Sequence[Operation], totals: Sequence[Total]) -> tuple[Operation, ...]:
+    """What the totals are computed by: from the inputs alone, before any micro-batch is run."""
+    found = tuple(_makers(body, [total.source for total in totals]))
+    for operation in found:
+        taken = used_by(operation)
+        if isinstance(operation, Repeat) or any(local.value.requires_grad for local in taken):
+            raise _mixing(totals[0].source.value)
+    return found
+
+
+def _makers(body: Sequence[Operation], wanted: Collection[Local]) -> tuple[Operation, ...]:
     """The operations, in order, that ``wanted`` come from."""
     needed, found = set(wanted), []
     for operation in reversed(body):
-        if isinstance(operation, Repeat):
-            if needed.intersection(operation.results):
-                raise _mixing(next(iter(needed.intersection(operation.results))).value)
-            continue
-        made = operation.outputs if isinstance(operation, Compute) else (operation.target,)
-        if needed.intersection(made):
-            needed.update(operation.inputs if isinstance(operation, Compute) else (operation.source,))
+        if needed.intersection(made_by(operation)):
+            needed.update(used_by(operation))
             found.append(operation)
-    yield from reversed(found)
+    return tuple(reversed(found))

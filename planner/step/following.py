@@ -16,14 +16,16 @@ from passes.ir.types import I, P, R, SpmdType, shard, shard_dim
 from passes.rules.rule import AxisChoice, axis_choices
 from planner.search.options import RuleFor
 
-#: What it takes, in order of preference, to bring an input from the type it has to the type a choice needs.
-FREE, SLICE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 1.0, 1e3, 1e6
+#: What it takes, in order of preference, to bring an input from the type it has to the type a choice needs. A number
+#: that is no sum over samples (a penalty on weights) is rather counted once in a sum than the sum made whole.
+FREE, SLICE, COUNT_ONCE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 1.0, 1e3, 1e6
 
 
 @dataclass(frozen=True)
 class Followed:
     """``labels``: the choice of each operator, by node name; ``types``: of each value where it is made; ``mixing``:
-    names of the values (no scalars among them) that every sample needs whole."""
+    names of the values that every sample needs whole. Numbers that inputs alone tell are not among them: they are known
+    before the first sample is run (how many labels are valid)."""
 
     labels: Mapping[str, str]
     types: Mapping[str, SpmdType]
@@ -54,6 +56,7 @@ def follow_batch(
     labels: dict[str, str] = {}
     mixing: list[str] = []
     last = alias or {}
+    learnt, behind_loss = _learnt(graph), _behind_loss(graph)
     for node in graph.nodes:
         if node.name in skip:
             continue
@@ -65,9 +68,30 @@ def follow_batch(
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
-            if _effort(types[name], needed, values[name]) >= REDUCE and values[name].num_elements > 1:
+            known = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
+            if _effort(types[name], needed, values[name]) >= REDUCE and not known:
                 mixing.append(name)
     return Followed(labels, types, tuple(dict.fromkeys(mixing)))
+
+
+def _learnt(graph: Graph) -> frozenset[str]:
+    """Values that depend on a parameter."""
+    found = {state.value.name for state in graph.states if state.value.kind == "parameter"}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.inputs):
+            found.update(value.name for value in node.outputs)
+    return frozenset(found)
+
+
+def _behind_loss(graph: Graph) -> frozenset[str]:
+    """Nodes that the loss (without one: some output) is computed from."""
+    wanted = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
+    found = set()
+    for node in reversed(graph.nodes):
+        if any(value.name in wanted for value in node.outputs):
+            found.add(node.name)
+            wanted.update(node.inputs)
+    return frozenset(found)
 
 
 def _whole(value: Value) -> SpmdType:
@@ -101,6 +125,8 @@ def _replicated(node: Node, values: Mapping[str, Value]) -> AxisChoice:
 def _effort(have: SpmdType, need: SpmdType, value: Value) -> float:
     if have == need or {have, need} <= {R, I}:
         return FREE
+    if have in (R, I) and need == P and value.num_elements == 1 and value.kind != "parameter":
+        return COUNT_ONCE
     if have in (R, I):
         return SLICE if shard_dim(need) is not None and value.kind != "parameter" else SCATTER * _weight(value)
     if have == P:

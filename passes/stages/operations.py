@@ -1,0 +1,21 @@
+"""What the steps of a sharded program take and give."""
+
+from __future__ import annotations
+
+from passes.shard import Compute, Convert, Local, Repeat
+
+Operation = Compute | Convert | Repeat
+
+
+def used_by(operation: Operation) -> tuple[Local, ...]:
+    """What an operation takes."""
+    if isinstance(operation, Compute):
+        return operation.inputs
+    return (operation.source,) if isinstance(operation, Convert) else operation.entries
+
+
+def made_by(operation: Operation) -> tuple[Local, ...]:
+    """What an operation gives."""
+    if isinstance(operation, Compute):
+        return operation.outputs
+    return (operation.target,) if isinstance(operation, Convert) else operation.results

@@ -1,0 +1,231 @@
+"""Steps cut into micro-batches and pipeline chunks: what each chunk's program takes, gives and computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from passes.capture import capture, keep_float64
+from passes.emit import emit
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from passes.shard import PlanMismatch
+from passes.stages import StageGraph, StepPrograms, step_programs
+from planner.compilation import parallelise_step
+from planner.verification import slow_devices
+from runtime.layout import virtual_ranks
+from runtime.step.places import VirtualPlaces
+from tests import stage_models as models
+from tests.small_models import seeded
+
+#: Models that can be run in micro-batches, by what is special about them.
+ADDITIVE: dict[str, type[nn.Module]] = {
+    "mean": models.Chain,
+    "sum": models.SumLoss,
+    "number of samples as a constant": models.SumOverBatchSize,
+    "penalty on weights": models.WeightPenalty,
+    "penalty on weights of repeated blocks": models.PenalisedMlp,
+    "weighted mean": models.MeanOverWeights,
+    "frozen first and last": models.Frozen,
+    "skip connections": models.Skip,
+    "constants with a batch dim": models.Positions,
+    "one layer used again and again": models.SharedLayers,
+    "several inputs": models.TwoInputs,
+}
+#: Models whose samples depend on each other.
+MIXING: dict[str, type[nn.Module]] = {"root of a mean": models.RootMeanSquare, "batch norm": models.Normalised}
+SPLIT = {"pp": 2, "dp": 2}
+
+
+def plan_of(build: type[nn.Module], **fix: Any) -> Plan:
+    sizes = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
+    sizes |= {axis: size for axis, size in fix.items() if axis in sizes}
+    devices = slow_devices(sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"])
+    model = seeded(build)
+    given = {**sizes, "recompute": "none", "zero": 0, **fix}
+    with keep_float64():
+        return planner.plan(model, devices, example_inputs=models.batch_of(model), fix=given)
+
+
+def graph_of(build: type[nn.Module]) -> Graph:
+    model = seeded(build)
+    with keep_float64():
+        return capture(model, kwargs=models.batch_of(model))
+
+
+@functools.cache
+def programs(build: type[nn.Module], *, pp: int = 2, num_microbatches: int = 4) -> StepPrograms:
+    return step_programs(graph_of(build), plan_of(build, pp=pp, num_microbatches=num_microbatches))
+
+
+def names(locals_: Any) -> list[str]:
+    return [local.value.name for local in locals_]
+
+
+def inputs_of(stage: StageGraph) -> list[str]:
+    """Inputs of the model that a chunk takes."""
+    return [str(path[0]) for path in stage.sharded.graph.input_paths if path[0] not in ("received", "total")]
+
+
+def states_of(stage: StageGraph) -> set[str]:
+    return {state.path for state in stage.sharded.graph.states}
+
+
+# -- what the programs are -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "number of samples as a constant", "penalty on weights"])
+def test_what_is_known_from_shapes_needs_no_totals(name: str) -> None:
+    found = programs(ADDITIVE[name])
+    assert found.totals is None and found.num_microbatches == 4
+
+
+@pytest.mark.parametrize(("name", "taken"), [("weighted mean", ["target"]), ("several inputs", ["importance"])])
+def test_what_is_known_from_inputs_is_a_total_of_the_whole_batch(name: str, taken: list[str]) -> None:
+    found = programs(ADDITIVE[name])
+    assert found.totals is not None
+    assert [str(path[0]) for path in found.totals.graph.input_paths] == taken
+    (placement,) = found.totals.output_placements.values()
+    assert placement[0] == "P"
+    totals = [path for stage in found.stages for path in stage.sharded.graph.input_paths if path[0] == "total"]
+    assert totals == [("total", name) for name in found.totals.graph.outputs]
+
+
+def test_every_chunk_takes_only_the_inputs_and_weights_that_it_uses() -> None:
+    first, last = programs(models.TwoInputs).stages
+    assert inputs_of(first) == ["x", "other"] and inputs_of(last) == ["importance", "target"]
+    assert states_of(first) == {"left.weight", "left.bias", "right.weight", "right.bias"}
+    assert states_of(last) == {"both.weight", "both.bias"}
+
+
+def test_what_crosses_a_cut_is_received_as_it_was_sent() -> None:
+    for build in ADDITIVE.values():
+        stages = programs(build).stages
+        assert stages[0].received == ()
+        for before, behind in zip(stages, stages[1:]):
+            assert before.sent == behind.received and before.sent
+
+
+def test_a_skip_connection_passes_through_the_chunks_between() -> None:
+    stages = programs(models.Skip, pp=4).stages
+    assert [len(stage.received) for stage in stages] == [0, 2, 2, 2]
+    assert all("first" in names(stage.received) for stage in stages[1:])
+    assert [inputs_of(stage) for stage in stages] == [["x"], [], [], ["x", "target"]]
+
+
+def test_positions_are_made_where_they_are_used_and_not_sent() -> None:
+    first, last = programs(models.Positions).stages
+    assert len(first.sent) == 1 and len(last.received) == 1
+    assert "torch.arange" in emit(first.sharded).source and "torch.arange" not in emit(last.sharded).source
+
+
+def test_a_penalty_on_weights_is_counted_once() -> None:
+    """By one of all ranks and micro-batches, in the chunk of the loss."""
+    last = programs(models.WeightPenalty).stages[-1]
+    assert "first.weight" in states_of(last)
+    assert "ops.of_first_microbatch" in emit(last.sharded).source
+
+
+def test_layers_that_share_weights_are_units_of_their_own() -> None:
+    stages = programs(models.SharedLayers).stages
+    users = [stage.index for stage in stages for unit in stage.units if "layer.up.weight" in unit_paths(unit)]
+    assert len(users) == 4 and len(set(users)) > 1
+
+
+def unit_paths(unit: Any) -> list[str]:
+    return [full for _, _, full in unit.states]
+
+
+def test_outputs_of_an_earlier_chunk_are_handed_on_to_the_last() -> None:
+    plan = plan_of(models.Chain, pp=2, num_microbatches=4)
+    found = step_programs(graph_of(models.Chain), plan, num_microbatches=1, outputs=("loss", "y", "hidden"))
+    assert len(found.stages[-1].received) == 2
+    assert set(found.stages[-1].sharded.output_placements) == {"loss", "y", "hidden"}
+    alone = step_programs(graph_of(models.Chain), plan)
+    assert len(alone.stages[-1].received) == 1 and set(alone.stages[-1].sharded.output_placements) == {"loss"}
+
+
+def test_what_is_no_sum_over_samples_is_refused() -> None:
+    """A plan with one micro-batch, run with more."""
+    for build in MIXING.values():
+        plan = plan_of(build, num_microbatches=1)
+        with pytest.raises(ValueError, match="num_microbatches=1"):
+            step_programs(graph_of(build), plan, num_microbatches=4)
+
+
+def test_outputs_that_are_no_sums_are_refused() -> None:
+    with pytest.raises(ValueError, match="'y' is no sum over samples"):
+        step_programs(graph_of(models.Chain), plan_of(models.Chain, num_microbatches=4), outputs=("loss", "y"))
+
+
+def test_a_plan_of_other_stages_is_refused() -> None:
+    with pytest.raises((PlanMismatch, ValueError)):
+        step_programs(graph_of(models.Skip), plan_of(models.Chain, pp=2))
+
+
+# -- what the planner makes of them --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_depend_on_each_other_are_planned_in_one_micro_batch(name: str) -> None:
+    with pytest.raises(ValueError, match="num_microbatches must be 1"):
+        plan_of(MIXING[name], num_microbatches=2)
+    free = plan_of(MIXING[name], dp=2)
+    assert free.step is not None and free.step.num_microbatches == 1
+
+
+def test_an_output_beside_the_loss_does_not_forbid_micro_batches() -> None:
+    class Reports(models.Chain):
+        """A root mean square that is looked at, and not trained on."""
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            outputs = super().forward(x, target)
+            return {**outputs, "error": torch.sqrt(outputs["loss"])}
+
+    plan = plan_of(Reports, num_microbatches=4)
+    report = planner.verify(seeded(Reports), plan, batch=models.batch_of(seeded(Reports)))
+    assert report.ok, report.table()
+
+
+# -- what they compute ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_four_micro_batches_compute_what_one_device_does(name: str) -> None:
+    """Two chunks on two data ranks, one sample a micro-batch."""
+    check(ADDITIVE[name], **SPLIT, num_microbatches=4)
+
+
+@pytest.mark.parametrize("name", ["penalty on weights of repeated blocks", "one layer used again and again"])
+def test_weights_that_are_used_in_several_places_may_be_sharded(name: str) -> None:
+    check(ADDITIVE[name], **SPLIT, num_microbatches=2, zero=3, recompute="full")
+    check(ADDITIVE[name], dp=2, tp=2, num_microbatches=2, zero=1)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_whose_samples_depend_on_each_other_run_in_one(name: str) -> None:
+    check(MIXING[name], **SPLIT, num_microbatches=1)
+
+
+def check(build: type[nn.Module], **fix: Any) -> None:
+    model = seeded(build)
+    report = planner.verify(model, plan_of(build, **fix), batch=models.batch_of(model))
+    assert report.ok, report.table()
+
+
+def test_a_call_gives_the_outputs_of_every_chunk() -> None:
+    model = seeded(models.Chain)
+    batch = models.batch_of(model)
+    wanted = model(**batch)
+    plan = plan_of(models.Chain, pp=2, num_microbatches=4)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        places = VirtualPlaces(layout, num_stages=2)
+        found = parallelise_step(seeded(models.Chain), places, plan=plan, example_inputs=batch)(**batch)
+        whole = {name: layout.join(found[name], ("R", "R", "R")) for name in wanted}
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(whole[name], tensor.detach(), rtol=1e-12, atol=1e-12)
