@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -41,6 +42,8 @@ TOLERANCE = 1e-5
 GRACE, LIMIT = 90.0, 600.0
 LOOK = 0.002
 Row = TypeVar("Row")
+#: A mesh, how many steps it went on for, and the largest relative difference of their losses.
+Resumed = tuple[str, int, float]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Scenario:
 
 
 def scenario(name: str, training: int, saving: int, *, num_ranks: int = 2, **fix: object) -> Scenario:
-    run = Run(num_ranks, {"num_microbatches": 2, **fix}, num_steps=60, save_every=4, pause=0.03)
+    run = Run(num_ranks, {"num_microbatches": 2, **fix}, num_steps=48, save_every=5, pause=0.03)
     return Scenario(name, run, training, saving)
 
 
@@ -68,13 +71,13 @@ SCENARIOS = (
 )
 
 #: Who goes on with the checkpoint of dp=2, tp=2.
-BASE = Run(4, {"dp": 2, "tp": 2, "zero": 1, "num_microbatches": 2}, num_steps=20, save_every=100)
-SAVED_AT = 7
+BASE = Run(4, {"dp": 2, "tp": 2, "zero": 1, "num_microbatches": 2}, num_steps=12, save_every=100)
+SAVED_AT = 5
 OTHERS = {
-    "dp=2, tp=2": BASE,
     "tp=4": replace(BASE, fix={"tp": 4, "num_microbatches": 2}),
     "pp=4": replace(BASE, fix={"pp": 4, "num_microbatches": 4, "schedule": "1f1b"}),
     "one process": replace(BASE, num_ranks=1, fix={"num_microbatches": 1}),
+    "dp=2, tp=2": BASE,
     "dp=4, ZeRO 3": replace(BASE, fix={"dp": 4, "zero": 3, "num_microbatches": 1}),
     "pp=2, dp=2, ZeRO 1": replace(BASE, fix={"pp": 2, "dp": 2, "zero": 1, "num_microbatches": 2, "schedule": "1f1b"}),
 }
@@ -306,8 +309,8 @@ def check(kill: Kill, folder: Path, losses: dict[int, str]) -> Kill:
     return replace(kill, wrong=wrong)
 
 
-def on_other_meshes(folder: Path) -> Iterator[tuple[str, int, float]]:
-    """For each mesh, how many steps followed the checkpoint, and the largest relative difference of their losses."""
+def on_other_meshes(folder: Path) -> Iterator[Resumed]:
+    """The checkpoint of one mesh, resumed on each of the others."""
     losses, _, _ = uninterrupted(BASE, folder / "uninterrupted")
     finish(start(replace(BASE, num_steps=SAVED_AT), folder / "saved"), folder / "saved")
     for name, run in OTHERS.items():
@@ -328,41 +331,52 @@ def table(head: str, rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).strip() for cell in line) + " |" for line in lines)
 
 
-def report(kills: Sequence[Kill], others: Sequence[tuple[str, int, float]]) -> str:
-    counts = Counter(kill.moment for kill in kills)
-    ended = [kill.ended for kill in kills if kill.ended is not None]
-    rows = [
-        (
-            kill.scenario,
-            kill.moment,
-            kill.victim,
-            kill.at_step,
-            kill.left,
-            kill.resumed_from,
-            "hung" if kill.ended is None else f"{kill.ended:.1f}",
-            "the same" if not kill.wrong else f"{kill.wrong} differ",
-        )
-        for kill in kills
-    ]
-    head = "run | killed while | victim | last step | left behind | resumed after step | others ended, s | losses after"
+def report(kills: Sequence[Kill], others: Sequence[Resumed]) -> str:
     text = (
-        f"# Workers killed\n\n{len(kills)} kills, {counts['saving']} of them while saving; "
-        f"{sum(kill.wrong > 0 for kill in kills)} with other losses than the uninterrupted run (bitwise), "
-        f"{len(kills) - len(ended)} with survivors that hung; survivors had ended after at most {max(ended):.1f} s "
-        f"(median {statistics.median(ended):.1f} s).\n\n"
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"PyTorch {torch.__version__}, gloo over loopback, float32.\n\n{table(head, rows)}\n"
+        f"# Workers killed\n\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores shared with other "
+        f"work, Python {platform.python_version()}, PyTorch {torch.__version__}, gloo over loopback, float32.\n"
     )
+    if kills:
+        counts = Counter(kill.moment for kill in kills)
+        ended = [kill.ended for kill in kills if kill.ended is not None]
+        text += (
+            f"\n{len(kills)} kills, {counts['saving']} of them while saving: after "
+            f"{sum(kill.wrong > 0 for kill in kills)} of them a loss differed from the uninterrupted run's (bitwise); "
+            f"after {len(kills) - len(ended)} survivors hung, else they had ended within {max(ended, default=0):.1f} s "
+            f"(median {statistics.median(ended or [0]):.1f} s).\n\n"
+        )
+        text += f"{table(KILL_HEAD, [row_of(kill) for kill in kills])}\n"
     if others:
-        meshes = [(name, steps, f"{worst:.1e}", worst <= TOLERANCE) for name, steps, worst in others]
+        rows = [(name, steps, f"{worst:.1e}", "yes" if worst <= TOLERANCE else "no") for name, steps, worst in others]
         head = f"resumed on | steps | largest relative difference of a loss | within {TOLERANCE:g}"
-        text += f"\n## The checkpoint of dp=2, tp=2 (ZeRO 1) after {SAVED_AT} steps\n\n{table(head, meshes)}\n"
+        text += f"\n## The checkpoint of dp=2, tp=2 (ZeRO 1) after {SAVED_AT} steps\n\n{table(head, rows)}\n"
     return text
 
 
-def shown(title: str, rows: Iterator[Row]) -> list[Row]:
+KILL_HEAD = (
+    "run | killed while | victim | last step | left behind | resumed after step | others ended, s | losses after"
+)
+
+
+def row_of(kill: Kill) -> tuple[object, ...]:
+    ended = "hung" if kill.ended is None else f"{kill.ended:.1f}"
+    wrong = f"{kill.wrong} differ" if kill.wrong else "the same"
+    return kill.scenario, kill.moment, kill.victim, kill.at_step, kill.left, kill.resumed_from, ended, wrong
+
+
+def kills_of(number: int, seed: int, folder: Path) -> list[Kill]:
+    """All kills of one scenario."""
+    given = SCENARIOS[number]
+    generator = random.Random(f"{seed}/{given.name}")
+    return shown(killed_again_and_again(given, folder / str(number), generator))
+
+
+def meshes(folder: Path) -> list[Resumed]:
+    return shown(on_other_meshes(folder / "meshes"))
+
+
+def shown(rows: Iterator[Row]) -> list[Row]:
     """All rows; each is printed as it comes."""
-    print(title, flush=True)
     found = []
     for row in rows:
         print(f"  {row}", flush=True)
@@ -374,20 +388,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of a scenario's name; 'meshes' for the last part alone")
+    parser.add_argument("--jobs", type=int, default=1, help="how many scenarios run at once")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    generator = random.Random(arguments.seed)
-    kills: list[Kill] = []
-    others: list[tuple[str, int, float]] = []
-    with tempfile.TemporaryDirectory() as name:
-        for number, given in enumerate(SCENARIOS):
-            if arguments.only in given.name:
-                place = Path(name) / str(number)
-                kills += shown(given.name, killed_again_and_again(given, place, generator))
-        if arguments.only in ("", "meshes"):
-            others = shown("other meshes", on_other_meshes(Path(name) / "meshes"))
-    text = report(kills, others) if kills else str(others)
+    chosen = [number for number, given in enumerate(SCENARIOS) if arguments.only in given.name]
+    pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("fork"))
+    with tempfile.TemporaryDirectory() as name, pool:
+        running = [pool.submit(kills_of, number, arguments.seed, Path(name)) for number in chosen]
+        resuming = [pool.submit(meshes, Path(name))] if arguments.only in ("", "meshes") else []
+        kills = [kill for future in running for kill in future.result()]
+        others = [row for future in resuming for row in future.result()]
+    text = report(kills, others)
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text, encoding="utf-8")
