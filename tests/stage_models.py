@@ -50,6 +50,17 @@ class WeightPenalty(Chain):
         return F.mse_loss(y, target) + 0.1 * penalty
 
 
+class LearntWeight(Chain):
+    """The loss is weighted by a number that is trained, and that is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def loss(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y, target) * torch.exp(-self.scale) + self.scale
+
+
 class RootMeanSquare(Chain):
     """The loss of the batch is no sum over its samples."""
 

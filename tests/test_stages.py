@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ ADDITIVE: dict[str, type[nn.Module]] = {
     "number of samples as a constant": models.SumOverBatchSize,
     "penalty on weights": models.WeightPenalty,
     "penalty on weights of repeated blocks": models.PenalisedMlp,
+    "weight of the loss that is trained": models.LearntWeight,
     "weighted mean": models.MeanOverWeights,
     "frozen first and last": models.Frozen,
     "skip connections": models.Skip,
@@ -39,7 +41,6 @@ ADDITIVE: dict[str, type[nn.Module]] = {
 }
 #: Models whose samples depend on each other.
 MIXING: dict[str, type[nn.Module]] = {"root of a mean": models.RootMeanSquare, "batch norm": models.Normalised}
-SPLIT = {"pp": 2, "dp": 2}
 
 
 def plan_of(build: type[nn.Module], **fix: Any) -> Plan:
@@ -107,7 +108,7 @@ def test_what_crosses_a_cut_is_received_as_it_was_sent() -> None:
     for build in ADDITIVE.values():
         stages = programs(build).stages
         assert stages[0].received == ()
-        for before, behind in zip(stages, stages[1:]):
+        for before, behind in itertools.pairwise(stages):
             assert before.sent == behind.received and before.sent
 
 
@@ -197,24 +198,27 @@ def test_an_output_beside_the_loss_does_not_forbid_micro_batches() -> None:
 
 @pytest.mark.parametrize("name", ADDITIVE)
 def test_four_micro_batches_compute_what_one_device_does(name: str) -> None:
-    """Two chunks on two data ranks, one sample a micro-batch."""
-    check(ADDITIVE[name], **SPLIT, num_microbatches=4)
+    """In two chunks."""
+    check(ADDITIVE[name], pp=2, num_microbatches=4)
 
 
 @pytest.mark.parametrize("name", ["penalty on weights of repeated blocks", "one layer used again and again"])
 def test_weights_that_are_used_in_several_places_may_be_sharded(name: str) -> None:
-    check(ADDITIVE[name], **SPLIT, num_microbatches=2, zero=3, recompute="full")
-    check(ADDITIVE[name], dp=2, tp=2, num_microbatches=2, zero=1)
+    check(ADDITIVE[name], pp=2, dp=2, num_microbatches=2, zero=3, recompute="full")
+
+
+def test_a_penalty_is_counted_once_on_several_ranks() -> None:
+    check(models.WeightPenalty, dp=2, tp=2, num_microbatches=2, zero=2)
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_models_whose_samples_depend_on_each_other_run_in_one(name: str) -> None:
-    check(MIXING[name], **SPLIT, num_microbatches=1)
+    check(MIXING[name], pp=2, dp=2, num_microbatches=1)
 
 
 def check(build: type[nn.Module], **fix: Any) -> None:
     model = seeded(build)
-    report = planner.verify(model, plan_of(build, **fix), batch=models.batch_of(model))
+    report = planner.verify(model, plan_of(build, **fix), batch=models.batch_of(model), steps=1)
     assert report.ok, report.table()
 
 

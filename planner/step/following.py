@@ -125,7 +125,7 @@ def _replicated(node: Node, values: Mapping[str, Value]) -> AxisChoice:
 def _effort(have: SpmdType, need: SpmdType, value: Value) -> float:
     if have == need or {have, need} <= {R, I}:
         return FREE
-    if have in (R, I) and need == P and value.num_elements == 1 and value.kind != "parameter":
+    if have in (R, I) and need == P and value.num_elements == 1:
         return COUNT_ONCE
     if have in (R, I):
         return SLICE if shard_dim(need) is not None and value.kind != "parameter" else SCATTER * _weight(value)
