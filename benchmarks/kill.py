@@ -40,7 +40,7 @@ from runtime.checkpoint import directory as folders
 TOLERANCE = 1e-5
 #: Seconds that survivors have to end by themselves, and that any run has.
 GRACE, LIMIT = 90.0, 600.0
-LOOK = 0.002
+LOOK = 0.004
 Row = TypeVar("Row")
 #: A mesh, how many steps it went on for, and the largest relative difference of their losses.
 Resumed = tuple[str, int, float]
@@ -186,10 +186,14 @@ def uninterrupted(run: Run, folder: Path) -> tuple[dict[int, str], str, Pace]:
     processes = start(run, folder)
     saves: dict[int, list[float]] = {}
     steps: dict[int, float] = {}
+    before: set[int] = set()
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         now = time.monotonic()
-        for of_step in unfinished(folder).values():
+        present = set(unfinished(folder).values())
+        # A folder is seen once more when an old checkpoint is removed.
+        for of_step in present - (saves.keys() - before):
             saves.setdefault(of_step, []).append(now)
+        before = present
         file = newest(folder)
         done = losses_of(file) if file is not None else []
         if done:
