@@ -71,6 +71,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
             loss_fn=loss_fn,
             example_inputs=args or kwargs,
             fix=case["fix"],
+            precision=case.get("precision"),
             time_limit=20.0,
         )
         alone = dist.get_rank() == 0
@@ -116,6 +117,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "recompute": step_plan.recompute,
         "zero": step_plan.zero,
         "tensors": len(found),
+        "loss_error": max(entry.error for entry in found if entry.what == "loss"),
+        "dtypes": sorted({str(parameter.dtype) for parameter in parallel.parameters()}),
     }
 
 

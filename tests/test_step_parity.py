@@ -1,0 +1,64 @@
+"""Whole steps on real processes compute what one device does: loss, every gradient, weights after three AdamW steps.
+
+``benchmarks/parity.py`` runs many more; ``tests/step_parity_worker.py`` says what is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from benchmarks.parity import TOLERANCES, Case, case
+from tests.ranks import run_on_ranks
+
+PIPELINE = {"pp": 2, "num_microbatches": 4}
+CASES: tuple[Case, ...] = (
+    case("tiny-gpt2", "tied weights on two stages", **PIPELINE, dp=2, schedule="1f1b", zero=1),
+    case("tiny-llama", "zero bubbles and split tensors", **PIPELINE, tp=2, schedule="zbv", chunks_per_rank=2),
+    case(
+        "tiny-llama",
+        "several chunks, all recomputed",
+        **PIPELINE,
+        dp=2,
+        schedule="interleaved_1f1b",
+        chunks_per_rank=2,
+        zero=3,
+        recompute="full",
+    ),
+    case("tiny-t5", "encoder and decoder on two stages", **PIPELINE, dp=2, schedule="1f1b"),
+    case("tiny-vit", "an image model on two stages", **PIPELINE, tp=2, schedule="zb_h1"),
+    case("tiny-llama", "sharded parameters", dp=2, tp=2, num_microbatches=2, zero=3, recompute="selective"),
+    case("tiny-gpt2", "sharded gradients", dp=4, num_microbatches=2, zero=2, recompute="full"),
+    case("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=1),
+)
+SINGLE: Case = {
+    **case("tiny-llama", "single precision", **PIPELINE, dp=2, schedule="1f1b", zero=2),
+    "dtype": "float32",
+}
+NARROW: Case = {
+    **case("tiny-llama", "bfloat16 with masters", **PIPELINE, dp=2, schedule="1f1b", zero=2),
+    "dtype": "float32",
+    "precision": "bfloat16",
+}
+
+
+@functools.cache
+def results() -> dict[str, dict[str, Any]]:
+    return run_on_ranks("step_parity_worker", 4, [*CASES, SINGLE, NARROW], timeout=900)
+
+
+@pytest.mark.parametrize("given", [*CASES, SINGLE], ids=lambda given: given["name"])
+def test_a_step_on_four_processes_is_that_of_one_device(given: Case) -> None:
+    found = results()[given["name"]]
+    wanted = {axis: size for axis, size in given["fix"].items() if axis in found["axes"]}
+    assert found["axes"] == wanted and found["zero"] == [given["fix"]["zero"]]
+    assert found["error"] <= TOLERANCES[given.get("dtype", "float64")], found["worst"]
+
+
+def test_computing_in_bfloat16_keeps_wide_masters() -> None:
+    """Three steps stay near those in float32."""
+    found = results()[NARROW["name"]]
+    assert found["dtypes"] == ["torch.float32"]
+    assert 0.0 < found["loss_error"] < 2e-2
