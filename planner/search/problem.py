@@ -202,7 +202,9 @@ class _Builder:
         self._add_element(node.name, Element(node.key, "op", copies, streams, node), node.outputs)
         for position, (stream, name) in enumerate(zip(streams, node.inputs)):
             live = node.name in self.live and self.values[name].requires_grad
-            self.problem.streams[stream].uses.append(Use(node.name, position, self._scope(name), live))
+            carried = self.problem.elements[self.problem.streams[stream].source].kind == "carry"
+            scope: Scope = "inner" if carried else self._scope(name)  # every copy takes it, also right behind a block
+            self.problem.streams[stream].uses.append(Use(node.name, position, scope, live))
 
     def _stream_of(self, name: str, run: int | None) -> str:
         """The stream that a node in ``run`` (None: outside) reads under the value name ``name``."""
