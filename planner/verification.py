@@ -175,8 +175,7 @@ def verify(
             places = VirtualPlaces(layout, num_stages=given.step.axes["pp"])
             parallel = parallelise_step(whole, places, plan=given, loss_fn=loss_fn, example_inputs=batch)
         else:
-            parallel = parallelise(whole, layout, plan=given, planner=find_plan, loss_fn=loss_fn)
-            parallel._engine.prepare(parallel._engine.read(*_arguments(batch)))
+            parallel = parallelise(whole, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=batch)
         comparisons, disagreement, counted = _compare(
             single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
         )

@@ -1,0 +1,255 @@
+"""Making the programs of a step: from a call of the model to this rank's chunks, ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from passes.capture import capture
+from passes.emit import Program, emit
+from passes.ir.graph import Graph
+from passes.ir.types import shard_dim
+from passes.plan import Plan
+from passes.shard import PlanMismatch, input_key
+from passes.stages import StageGraph, StepPrograms, step_programs
+from passes.stages.build import BATCH_AXIS
+from runtime.calls import Call, Path
+from runtime.engine import Planner, as_seen_by
+from runtime.step.binding import UnitTable, make_units
+from runtime.step.execution import Execution, execution_of
+from runtime.step.places import Places
+from runtime.step.stage import InputOf, ProgramRunner, Stage, in_order_of_use
+from runtime.step.state import StepState
+from runtime.typecheck import typecheck
+from runtime.units.precision import Precision
+from runtime.units.unit import chained
+
+
+@dataclass
+class Prepared:
+    """The programs of one kind of call.
+
+    Attributes:
+        stages: this rank's chunks.
+        totals: what computes the totals of a micro-batch; None if there are none.
+        last: the program of the last chunk, wherever it runs: it says what comes out.
+    """
+
+    stages: tuple[Stage, ...]
+    totals: ProgramRunner | None
+    last: Program
+    num_microbatches: int
+    execution: Execution
+    unflatten: Callable[[dict[str, Any]], Any] | None
+
+    def forget_constants(self) -> None:
+        for stage in self.stages:
+            stage.runner.forget_constants()
+        if self.totals is not None:
+            self.totals.forget_constants()
+
+
+class Maker:
+    """Makes programs, each kind of call's once; the first fix what this rank owns.
+
+    Args:
+        model: without data, in the dtype that is computed in; its training mode counts.
+        source: the same with data, of which this rank takes its part.
+        example: a call with a global batch.
+        planner: called when a call needs nodes that the plan does not know, with the plan whose decisions are pinned.
+        input_of: gives a program's inputs when it runs; it is handed the program too.
+
+    Attributes:
+        state: what this rank owns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: nn.Module,
+        plan: Plan,
+        places: Places,
+        *,
+        example: Call,
+        loss_fn: Callable[..., Any] | None,
+        planner: Planner | None,
+        input_of: Callable[[Program], InputOf],
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.places = places
+        self.loss_fn = loss_fn
+        self.planner = planner
+        self.input_of = input_of
+        assert plan.step is not None
+        self.step = plan.step
+        self._graphs: dict[Any, Graph] = {}
+        self._prepared: dict[Any, Prepared] = {}
+        self._made: dict[Any, Prepared] = {}
+        self._units = UnitTable()
+        self._first: StepPrograms | None = None
+        self._example = example.with_shapes({})
+        with places.layout.plain():
+            graph = self._capture(self._example)
+            training = graph.loss is not None
+            self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
+        self.state = StepState(source, plan, self._first, places, precision=self._precision())
+        self.latest = self.prepare(example, training=training, local_inputs=False)
+
+    def _precision(self) -> Precision:
+        """As planned: the optimizer keeps float32 masters of narrow weights unless there is none to keep them."""
+        master = "float32" if self.step.optimizer != "none" else None
+        return Precision(master=master, gradient=self.step.gradient_dtype or "float32")
+
+    @property
+    def all_made(self) -> tuple[Prepared, ...]:
+        """Every kind's programs that there are."""
+        return tuple(self._made.values())
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None before the first was made."""
+        found: set[str] = set()
+        for prepared in self._made.values():
+            programs = [stage.program for stage in prepared.stages]
+            programs += [prepared.totals.program] if prepared.totals is not None else []
+            found.update(str(spec.path[0]) for program in programs for spec in program.inputs)
+        return frozenset(found - {"received", "total"}) if self._made else None
+
+    def prepare(self, call: Call, *, training: bool, local_inputs: bool) -> Prepared:
+        """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
+
+        Raises:
+            ValueError: if the plan cannot divide the inputs, or the call leaves out inputs that this rank reads.
+        """
+        key = (call.signature, self.model.training, training, local_inputs)
+        if key not in self._prepared:
+            whole = self._completed(self._whole_call(call) if local_inputs else call)
+            made = (whole.signature, self.model.training, training)
+            if made not in self._made:
+                self._made[made] = self._make(whole, training=training)
+            self._prepared[key] = self._made[made]
+        self.latest = self._prepared[key]
+        return self.latest
+
+    def _completed(self, call: Call) -> Call:
+        """``call`` or, if it leaves out inputs that no program on this rank reads, the example that it is a part of.
+
+        Raises:
+            ValueError: if it is a part of no call that is known.
+        """
+        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in self._example.tensors.items()}
+        given = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()}
+        unread = {str(path[0]) for path in known} - (self.needed_inputs or frozenset())
+        left_out = [path for path in known if path not in given]
+        if not left_out or self.needed_inputs is None or not all(str(path[0]) in unread for path in left_out):
+            return call
+        if any(known.get(path) != spec for path, spec in given.items()):
+            raise ValueError(
+                f"this rank was given {sorted(str(path[0]) for path in given)} alone, of other shapes than compiled "
+                "for: pass all inputs of the model, so that the shapes of all ranks' programs follow"
+            )
+        return self._example
+
+    def _make(self, whole: Call, *, training: bool) -> Prepared:
+        with self.places.layout.plain():
+            graph = self._capture(whole)
+            count = self._microbatches_of(graph) if training else 1
+            programs = self._cut(graph, training=training, num_microbatches=count)
+            emitted = {stage.index: emit(stage.sharded) for stage in programs.stages if self._wants(stage.index)}
+            for stage in programs.stages:
+                if self._is_mine(stage.index):
+                    typecheck(emitted[stage.index])
+        return self._assemble(programs, emitted, graph, training=training)
+
+    def _capture(self, call: Call) -> Graph:
+        key = (call.signature, self.model.training)
+        if key not in self._graphs:
+            self._graphs[key] = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+        return self._graphs[key]
+
+    def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
+        def cut(plan: Plan) -> StepPrograms:
+            outputs = None if training else tuple(graph.outputs)
+            like = None if training else self._first
+            return step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs, like=like)
+
+        try:
+            return cut(self.plan)
+        except PlanMismatch:
+            if self.planner is None or self._first is None:
+                raise
+            return cut(dataclasses.replace(self.planner(graph, as_seen_by(graph, self.plan)), step=self.step))
+
+    def _is_mine(self, chunk: int) -> bool:
+        return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
+
+    def _wants(self, chunk: int) -> bool:
+        return self._is_mine(chunk) or chunk == len(self.step.chunks) - 1
+
+    def _microbatches_of(self, graph: Graph) -> int:
+        """How many micro-batches to cut this batch into: as planned, or the most below that divide it."""
+        ranks = self.places.layout.mesh.size(BATCH_AXIS)
+        sizes = [
+            value.shape[dim]
+            for path, value in zip(graph.input_paths, graph.inputs)
+            for dim in [self._batch_dim(path)]
+            if dim is not None
+        ]
+        count = self.step.num_microbatches
+        while count > 1 and any(size % (ranks * count) for size in sizes):
+            count -= 1
+        return count
+
+    def _batch_dim(self, path: Path) -> int | None:
+        planned = self.plan.inputs.get(input_key(path))
+        return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(BATCH_AXIS)])
+
+    def _whole_call(self, call: Call) -> Call:
+        """The call with global shapes, from one with a data group's samples."""
+        shapes: dict[Path, tuple[int, ...]] = {}
+        for path, tensor in call.tensors.items():
+            dim, shape = self._batch_dim(path), list(tensor.shape)
+            if dim is not None:
+                shape[dim] *= self.places.layout.mesh.size(BATCH_AXIS)
+            shapes[path] = tuple(shape)
+        return call.with_shapes(shapes)
+
+    def _assemble(
+        self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
+    ) -> Prepared:
+        stages = []
+        for stage in programs.stages:
+            if self._is_mine(stage.index):
+                stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, training=training))
+        chained(in_order_of_use(stages))
+        totals = None
+        if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
+            with self.places.layout.plain():
+                program = emit(programs.totals)
+                typecheck(program)
+            totals = ProgramRunner(program, self.state, num_microbatches=programs.num_microbatches)
+        last = _with_unflatten(emitted[len(programs.stages) - 1], graph)
+        execution = execution_of(stages, self.step, self.places, last, num_microbatches=programs.num_microbatches)
+        return Prepared(tuple(stages), totals, last, programs.num_microbatches, execution, graph.unflatten)
+
+    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, training: bool) -> Stage:
+        runner = ProgramRunner(program, self.state, num_microbatches=num_microbatches)
+        units, shared = make_units(
+            stage, self.state, runner.literals, self._units, training=training or not self._units
+        )
+
+        input_of = self.input_of(program)
+        return Stage(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
+
+
+def _takes_totals(program: Program) -> bool:
+    return any(spec.path[0] == "total" for spec in program.inputs)
+
+
+def _with_unflatten(program: Program, graph: Graph) -> Program:
+    return dataclasses.replace(program, unflatten=graph.unflatten)
