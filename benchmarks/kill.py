@@ -40,7 +40,7 @@ from runtime.checkpoint import directory as folders
 TOLERANCE = 1e-5
 #: Seconds that survivors have to end by themselves, and that any run has.
 GRACE, LIMIT = 90.0, 600.0
-LOOK = 0.004
+LOOK = 0.005
 Row = TypeVar("Row")
 #: A mesh, how many steps it went on for, and the largest relative difference of their losses.
 Resumed = tuple[str, int, float]
@@ -55,7 +55,7 @@ class Scenario:
 
 
 def scenario(name: str, training: int, saving: int, *, num_ranks: int = 2, **fix: object) -> Scenario:
-    run = Run(num_ranks, {"num_microbatches": 2, **fix}, num_steps=48, save_every=5, pause=0.03)
+    run = Run(num_ranks, {"num_microbatches": 2, **fix}, num_steps=30, save_every=3, pause=0.03)
     return Scenario(name, run, training, saving)
 
 
@@ -186,14 +186,13 @@ def uninterrupted(run: Run, folder: Path) -> tuple[dict[int, str], str, Pace]:
     processes = start(run, folder)
     saves: dict[int, list[float]] = {}
     steps: dict[int, float] = {}
-    before: set[int] = set()
+    removed: set[int] = set()
     while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         now = time.monotonic()
         present = set(unfinished(folder).values())
-        # A folder is seen once more when an old checkpoint is removed.
-        for of_step in present - (saves.keys() - before):
+        removed |= saves.keys() - present  # a folder is seen once more when its old checkpoint is removed
+        for of_step in present - removed:
             saves.setdefault(of_step, []).append(now)
-        before = present
         file = newest(folder)
         done = losses_of(file) if file is not None else []
         if done:
@@ -241,8 +240,8 @@ def await_moment(
         if kind == "saving" and current:
             time.sleep(generator.uniform(0.0, pace.save))
             # Only while the folder is still there is it a kill while saving; else wait for the next one.
-            if (last_of(folder) / current[0][0]).exists():
-                return done
+            if any(of_step > complete_step(folder) for of_step in unfinished(folder).values()):
+                return losses_of(file)[-1][0]
     end(processes, GRACE)
     check_codes(processes, folder)
     return None
@@ -251,14 +250,19 @@ def await_moment(
 def state_after(folder: Path) -> tuple[str, int]:
     """What a kill left behind, and the step of the last complete checkpoint (0: none), whose files are all there."""
     directory = last_of(folder)
-    name = folders.latest_name(directory)
     left = list(directory.glob(folders.UNFINISHED + "*")) if directory.exists() else []
     files = [file for entry in left for file in entry.iterdir()]
     text = f"unfinished folder, {len(files)} files" if left else "nothing unfinished"
-    if name is None:
-        return text, 0
-    folders.check_complete(directory / name)
-    return text, folders.step_of(name)
+    name = folders.latest_name(directory)
+    if name is not None:
+        folders.check_complete(directory / name)
+    return text, complete_step(folder)
+
+
+def complete_step(folder: Path) -> int:
+    """Of the last complete checkpoint; 0 if there is none."""
+    name = folders.latest_name(last_of(folder))
+    return 0 if name is None else folders.step_of(name)
 
 
 def killed_again_and_again(given: Scenario, folder: Path, generator: random.Random) -> Iterator[Kill]:
