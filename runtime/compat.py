@@ -51,6 +51,15 @@ def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
         yield from (one for one in (saved if isinstance(saved, (tuple, list)) else (saved,)) if one is not None)
 
 
+def is_alone_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares the memory of ``tensor``; False where torch does not tell."""
+    count_users = getattr(torch._C, "_storage_Use_Count", None)
+    if count_users is None or type(tensor) is not torch.Tensor:
+        return False
+    alone, given = (count_users(one.untyped_storage()._cdata) for one in (torch.empty(1), tensor))
+    return bool(given <= alone)
+
+
 @contextlib.contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
     """Operators that a selective checkpoint around them neither counts nor keeps, so that they may differ again."""

@@ -15,7 +15,7 @@ Autograd skips nodes, not edges: what leads to a node asked for runs. So some we
 * where saved tensors are behind hooks (``torch.utils.checkpoint``): W would run the region again for each joint, and
   selective checkpoints refuse to run twice. These weights' gradients are complete after I.
 * where one crossing leads to another (weights straight from one node, some by way of others): complete after I too.
-  Where each weight has a node of its own (``weight.view_as(weight)``), none does.
+  Where each weight has a node of its own (``runtime.units.uses``), none does.
 * where several joints share the node behind their crossing: this gradient waits for the rest in W.
 
 If no received tensor needs a gradient, I does nothing and W is the whole backward.

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.compat import is_alone_in_memory
 from runtime.units.flat import FlatLayout, copy_all
 from runtime.units.group import DataGroup
 
-#: From these ZeRO stages on: gradients end as pieces; they are reduced after every use.
-_PIECES, _REDUCED_PER_USE = 1, 2
+#: From this ZeRO stage on gradients end as pieces.
+_PIECES = 1
 
 
 class Gradients:
     """Gradients of parameters that have the same dtypes.
 
-    ``add`` takes whole gradients; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
+    ``add`` takes a whole gradient; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
     reduced to the owners' ``grad``. A parameter that no gradient was added for keeps the ``grad`` it has: which those
     are follows from the program, so all ranks agree.
     """
@@ -35,13 +36,15 @@ class Gradients:
         self._owners = tuple(owners)
         self._layout = layout
         self._pieces = zero >= _PIECES
-        self._per_use = zero >= _REDUCED_PER_USE
         self._group = group
         self._dtype = dtype
         self._buffer: torch.Tensor | None = None
         self._added: set[int] = set()
         self._running: tuple[Any, set[int]] | None = None
         self._reduced: torch.Tensor | None = None
+        #: The whole gradients of the last step, whose memory serves the next if nobody has kept them: memory from the
+        #: system is slow at its first touch.
+        self._spare: torch.Tensor | None = None
         self._reduced_of: set[int] = set()
 
     @property
@@ -51,25 +54,23 @@ class Gradients:
         return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add whole gradients of one use."""
-        given = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
-        if not given:
-            return
+    def add(self, place: int, gradient: torch.Tensor) -> None:
+        """Add the whole gradient of one parameter."""
         if self._buffer is None:
-            size = self._layout.row * self._layout.num_ranks if self._pieces else self._layout.total
-            self._buffer = torch.empty(size, dtype=self._dtype, device=self._owners[0].device)
-        first = {place: gradient for place, gradient in given.items() if place not in self._added}
-        again = {place: gradient for place, gradient in given.items() if place in self._added}
-        if first:
-            copy_all(*self._pairs(self._buffer, first))
-        if again:
-            targets, sources = self._pairs(self._buffer, again)
-            if targets:
-                torch._foreach_add_(targets, sources)
-        self._added.update(first)
-        if self._per_use:
-            self.launch()
+            self._buffer = self._fresh_buffer()
+        targets, sources = self._pairs(self._buffer, {place: gradient})
+        if place not in self._added:
+            copy_all(targets, sources)
+        elif targets:
+            torch._foreach_add_(targets, sources)
+        self._added.add(place)
+
+    def _fresh_buffer(self) -> torch.Tensor:
+        spare, self._spare = self._spare, None
+        if spare is not None and is_alone_in_memory(spare):
+            return spare
+        size = self._layout.row * self._layout.num_ranks if self._pieces else self._layout.total
+        return torch.empty(size, dtype=self._dtype, device=self._owners[0].device)
 
     def launch(self) -> None:
         """Start reducing what has been added."""
@@ -110,6 +111,7 @@ class Gradients:
                 owner.grad = total
             else:
                 owner.grad.add_(total)
+        self._spare = None if self._pieces else self._reduced
         self._reduced, self._reduced_of = None, set()
 
     def discard(self) -> None:

@@ -17,6 +17,7 @@ from runtime.recompute import can_be_made_again
 from runtime.units.gradients import Gradients
 from runtime.units.group import DataGroup
 from runtime.units.pieces import piece_shape
+from runtime.units.uses import used_at_once, used_one_by_one
 from runtime.units.weights import Gathered, Weights
 
 _REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
@@ -165,11 +166,9 @@ class Unit:
         if torch.is_grad_enabled() and self._bundles:
             if self._expected is None and not _in_backward():
                 self._open_uses += 1
-            flat = _Use.apply(self.token, self, [whole for some in wholes for whole in some])
-            if self.zero != _GATHERED_PER_USE:
-                # a node of its own for each weight, so that a split backward pass can tell them apart
-                flat = [whole.view_as(whole) for whole in flat]
-            iterator = iter(flat)
+            flat = [whole for some in wholes for whole in some]
+            used = used_at_once if self.zero == _GATHERED_PER_USE else used_one_by_one
+            iterator = iter(used(self, flat))
             wholes = [[next(iterator) for _ in some] for some in wholes]
         for bundle, some in zip(self._bundles, wholes):
             for place, whole in zip(bundle.places, some):
@@ -264,17 +263,28 @@ class Unit:
         if before is not None and before.zero == _GATHERED_PER_USE and before._needed_backward:
             before.prefetch()
 
-    def _take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Whole gradients of one use, in the order of the bundles."""
+    def take(self, nr: int, gradient: torch.Tensor | None) -> None:
+        """The whole gradient of one weight in one use, by its number in the order of the bundles."""
+        if gradient is None:
+            return
+        for bundle in self._bundles:
+            if nr < len(bundle.places):
+                bundle.gradients.add(nr, gradient)
+                return
+            nr -= len(bundle.places)
+
+    def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The gradients of one use are complete, with these."""
         self._backward = None
         self._needed_backward, self._gathered_backward = self._gathered_backward, False
         if self.zero >= _REDUCED_PER_USE and self.after is not None:
             # One whole gradient at a time waits for its reduction.
             self.after.settle()
-        start = 0
-        for bundle in self._bundles:
-            bundle.gradients.add(gradients[start : start + len(bundle.places)])
-            start += len(bundle.places)
+        for nr, gradient in enumerate(gradients):
+            self.take(nr, gradient)
+        if self.zero >= _REDUCED_PER_USE:
+            for bundle in self._bundles:
+                bundle.gradients.launch()
         self._open_uses -= 1
         if self._open_uses == 0:
             for bundle in self._bundles:
@@ -313,22 +323,6 @@ class Unit:
                     f"{weight.name} of shape {tuple(weight.shape)} is owned as {tuple(weight.owner.shape)} by rank "
                     f"{self.group.rank} of {self.group.size}; ZeRO {self.zero} expects {tuple(expected)}"
                 )
-
-
-class _Use(torch.autograd.Function):
-    """From the token to working weights; backward hands their gradients to the unit."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, unit: Unit, wholes: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        return tuple(whole.detach() for whole in wholes)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        ctx.unit._take(gradients)
-        return torch.zeros_like(ctx.unit.token), None, None
 
 
 def _in_backward() -> bool:

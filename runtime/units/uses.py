@@ -1,0 +1,87 @@
+"""Working weights in autograd: leaves that stand for a unit, and nodes that hand it the weights' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Taker(Protocol):
+    """What takes gradients; ``token`` is the leaf of all its uses."""
+
+    token: nn.Parameter
+
+    def take(self, nr: int, gradient: torch.Tensor | None) -> None:
+        """The gradient of weight ``nr`` in one use."""
+        ...
+
+    def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The gradients of one use are complete, with these."""
+        ...
+
+
+def used_at_once(taker: Taker, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Differentiable views of weights whose gradients ``taker`` gets all at once."""
+    used: tuple[torch.Tensor, ...] = _AtOnce.apply(taker.token, taker, wholes)
+    return used
+
+
+def used_one_by_one(taker: Taker, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Differentiable views of weights, with a node for each.
+
+    A split backward pass can tell them apart, and a gradient is taken while the processor has it in its cache rather
+    than kept until the others are there.
+    """
+    anchors = _Anchors.apply(taker.token, taker, len(wholes))
+    return tuple(_Weight.apply(anchor, taker, nr, whole) for nr, (anchor, whole) in enumerate(zip(anchors, wholes)))
+
+
+class _AtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, taker: Taker, wholes: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.taker = taker
+        ctx.set_materialize_grads(False)
+        return tuple(whole.detach() for whole in wholes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.taker.end_use(gradients)
+        return torch.zeros_like(ctx.taker.token), None, None
+
+
+class _Anchors(torch.autograd.Function):
+    """From the token to a number for each weight: in the backward pass, what comes after all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, taker: Taker, count: int) -> tuple[torch.Tensor, ...]:
+        ctx.taker = taker
+        ctx.set_materialize_grads(False)
+        return tuple(token.new_zeros(count).unbind())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.taker.end_use()
+        return torch.zeros_like(ctx.taker.token), None, None
+
+
+class _Weight(torch.autograd.Function):
+    """From a number of ``_Anchors`` to a weight; backward hands over its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, taker: Taker, nr: int, whole: torch.Tensor) -> torch.Tensor:
+        ctx.taker, ctx.nr = taker, nr
+        ctx.set_materialize_grads(False)
+        return whole.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.taker.take(ctx.nr, gradient)
+        return torch.zeros_like(ctx.taker.token), None, None, None
