@@ -47,8 +47,8 @@ class Row:
 
     comparison: str
     name: str
-    passes: tuple[float, ...]
-    updates: tuple[float, ...]
+    passes: Sequence[float]
+    updates: Sequence[float]
     loss: float
 
     @property
@@ -81,7 +81,7 @@ def measure(comparisons: Sequence[str], *, num_ranks: int, rounds: int, size: Si
         arguments = (tuple(comparisons), num_ranks, rounds, size, Path(folder), keep)
         multiprocessing.spawn(_rank, args=arguments, nprocs=num_ranks)
         found = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
-    return [Row(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in found]
+    return [Row(**row) for row in found]
 
 
 def _rank(
@@ -123,8 +123,8 @@ def take_turns(contestants: Sequence[Any], comparison: str, *, rounds: int, keep
     import torch.distributed as dist
 
     losses = [_warmed_up(contestant) for contestant in contestants]
-    for contestant in contestants if keep is not None else ():
-        if contestant.parallel is not None:
+    for contestant in contestants:
+        if keep is not None and contestant.parallel is not None:
             (keep / f"{comparison} {dist.get_rank()}.py").write_text(contestant.parallel.source, encoding="utf-8")
     worst = max(abs(loss - losses[0]) / abs(losses[0]) for loss in losses)
     if worst > TOLERANCE:
