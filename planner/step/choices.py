@@ -46,11 +46,11 @@ class _Zero:
 def unit_runs(figures: Sequence[UnitFigures], setting: Setting) -> tuple[UnitRun, ...]:
     """The chain with all choices of every unit."""
     if setting.tied_apart:
-        figures = _with_tied_copies(figures)
+        figures = with_tied_copies(figures)
     return tuple(_run(each, index, setting) for index, each in enumerate(figures))
 
 
-def _with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
+def with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
     """Every unit that uses a tied parameter holds it: its users are on different ranks."""
     tied = [weight for each in figures for weight in each.weights if len(weight.uses) > 1]
     found = []

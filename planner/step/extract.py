@@ -18,7 +18,7 @@ from passes.plan import Certificate, Plan
 from passes.rules import forward_flops
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from planner.search.extract import make_plan
-from planner.step.choices import state_bytes
+from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Outcome, Search, Solution
 from planner.step.stage_problem import as_step
@@ -177,23 +177,30 @@ def _compute_dtype(graph: Graph) -> str:
 
 
 def memory_by_rank(search: Search, solution: Solution, step: PipelineStep) -> tuple[RankMemory, ...]:
-    """Bytes of every rank by part: what the step's memory says, with the state told apart."""
+    """Bytes of every rank by part: what the step's memory says, with the state told apart.
+
+    A parameter that several units use is counted on every rank that has one of them, once.
+    """
     problem, assignment = solution.problem, solution.assignment
     totals = step_memory(step)
     flight = problem.in_flight
     setting = search.setting(solution.candidate)
+    figures = with_tied_copies(solution.sharded.figures)
     found = []
     for rank, total in enumerate(totals):
-        states, activations = [0.0, 0.0, 0.0], 0.0
+        states, activations, tied = [0.0, 0.0, 0.0], 0.0, set[str]()
         for chunk, groups in enumerate(assignment):
             if problem.ranks[chunk] != rank:
                 continue
             for run, choice, count in groups:
                 option = problem.runs[run].choices[choice]
-                parts = state_bytes(solution.sharded.figures[run], _zero_stage(option.label), setting)
-                states = [held + count * part for held, part in zip(states, _three(parts))]
+                weights = tuple(weight for weight in figures[run].weights if weight.path not in tied)
+                tied.update(weight.path for weight in weights if len(weight.uses) > 1)
+                held = dataclasses.replace(figures[run], weights=weights)
+                parts = state_bytes(held, _zero_stage(option.label), setting)
+                states = [before + count * part for before, part in zip(states, _three(parts))]
                 activations += count * option.costs.saved_bytes * flight[chunk]
-        transient = total - sum(states) - activations
+        transient = max(0.0, total - sum(states) - activations)
         found.append(RankMemory(states[0], states[1], states[2], activations, transient))
     return tuple(found)
 

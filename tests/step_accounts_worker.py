@@ -1,0 +1,164 @@
+"""One rank of the tests of what a step holds, sends and runs, on real processes, against what its plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import planner
+from cost_models.schedules import actions
+from passes.capture import capture, keep_float64
+from planner.step.price import price_step
+from planner.verification import slow_devices
+from runtime.step.execution import InOrder, Pipelined
+from runtime.step.stage import Stage
+from tests.ranks import answer, task
+from tests.step_parity_worker import build_case
+
+#: Bytes in a second of ``slow_devices``, whose links have no latency.
+BANDWIDTH = 1e10
+
+
+def main() -> None:
+    answer({case["name"]: accounts(case) for case in task()})
+
+
+def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """By rank: what its memory holds after a step, what it sent and ran, and what the plan says of each."""
+    model, args, kwargs, loss_fn = build_case(case)
+    options = {"precision": case["precision"]} if "precision" in case else {}
+    cluster = slow_devices(dist.get_world_size())
+    with keep_float64():
+        parallel = planner.compile(
+            copy.deepcopy(model), cluster, loss_fn=loss_fn, example_inputs=kwargs, fix=case["fix"], **options
+        )
+        step, places = parallel.plan.step, parallel._shards.places
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        with watched(parallel) as seen:
+            parallel.train_step(*args, **kwargs)
+        optimizer.step()
+        stage, execution = places.stage or 0, seen["execution"]
+        found = {
+            "stage": stage,
+            "parameters": parameter_bytes(execution, parallel),
+            "gradients": seen["gradients"],
+            "optimizer": optimizer_bytes(execution, parallel, optimizer),
+            "planned": {name: getattr(step.memory[stage], name) for name in ("parameters", "gradients", "optimizer")},
+        }
+        if step.axes["pp"] > 1:
+            graph = capture(model, args=args, kwargs=kwargs, loss_fn=loss_fn)
+            found |= sent_and_run(execution, step, price_step(graph, parallel.plan, cluster).step)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+@contextlib.contextmanager
+def watched(parallel: Any) -> Iterator[dict[str, Any]]:
+    """Notes what runs a step, and the most bytes of gradients that are held between micro-batches."""
+    seen: dict[str, Any] = {"gradients": 0}
+    originals = {kind: kind.train for kind in (InOrder, Pipelined)}
+    original_outputs = Stage.outputs
+
+    def count() -> None:
+        units = units_of(seen["execution"])
+        for unit in units:
+            unit.settle()
+        held = sum(unit.gradient_bytes for unit in units)
+        held += sum(p.grad.nbytes for p in parallel.parameters() if p.grad is not None)
+        seen["gradients"] = max(seen["gradients"], held)
+
+    def train(execution: Any) -> Any:
+        seen["execution"] = execution
+        losses = originals[type(execution)](execution)
+        count()
+        return losses
+
+    def outputs(stage: Any, *args: Any) -> Any:
+        count()
+        return original_outputs(stage, *args)
+
+    try:
+        Stage.outputs = outputs  # type: ignore[method-assign]
+        for kind in originals:
+            kind.train = train  # type: ignore[method-assign]
+        yield seen
+    finally:
+        Stage.outputs = original_outputs  # type: ignore[method-assign]
+        for kind, original in originals.items():
+            kind.train = original  # type: ignore[method-assign]
+
+
+def sent_and_run(execution: Any, step: Any, priced: Any) -> dict[str, Any]:
+    """What this rank ran, in order, and the bytes that it sent to other chunks; both as planned, too."""
+    executor, rank = execution.executor, execution.places.stage
+    wanted = actions(
+        step.schedule, num_ranks=step.axes["pp"], num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
+    )
+    planned = {}
+    for index in range(1, len(step.chunks)):
+        before, behind = step.chunks[index - 1].rank, step.chunks[index].rank
+        num_bytes = priced.chunks[index].receive_forward * BANDWIDTH * step.num_microbatches
+        if before != behind:
+            planned |= {f"{index - 1}→{index}": num_bytes} if before == rank else {}
+            planned |= {f"{index}→{index - 1}": num_bytes} if behind == rank else {}
+    return {
+        "order": [str(action) for action in executor.order],
+        "planned order": [str(action) for action in wanted[rank]],
+        "sent": {f"{source}→{target}": count for (source, target), count in executor.bytes_sent.items()},
+        "planned sent": planned,
+    }
+
+
+def units_of(execution: Any) -> list[Any]:
+    return list({id(unit): unit for stage in execution.stages for unit in stage.units}.values())
+
+
+def _narrow(parallel: Any, name: str, tensor: torch.Tensor) -> bool:
+    """Whether what this rank owns of a parameter is a master copy of what it computes with."""
+    return bool(parallel._shards.infos[name].dtype != tensor.dtype)
+
+
+def parameter_bytes(execution: Any, parallel: Any) -> int:
+    """Bytes of what is computed with and of what is owned of it; masters beside a whole narrow copy not counted."""
+    storages: dict[int, int] = {}
+    kept_narrow: set[str] = set()
+    for unit in units_of(execution):
+        for bundle in unit._bundles:
+            kept = bundle.weights._kept
+            if kept is not None:
+                storages[kept.flat.untyped_storage().data_ptr()] = sum(whole.nbytes for whole in kept.wholes())
+                kept_narrow |= {unit.weights[place].name for place in bundle.places}
+    for name, parameter in parallel.named_parameters():
+        if not (_narrow(parallel, name, parameter) and name in kept_narrow):
+            storages.setdefault(parameter.untyped_storage().data_ptr(), parameter.nbytes)
+    return sum(storages.values())
+
+
+def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the moments, and of masters beside a narrow copy."""
+    moments = sum(
+        tensor.nbytes for state in optimizer.state.values() for name, tensor in state.items() if name != "step"
+    )
+    kept = {
+        unit.weights[place].name
+        for unit in units_of(execution)
+        for bundle in unit._bundles
+        if bundle.weights._kept is not None
+        for place in bundle.places
+    }
+    masters = sum(
+        parameter.nbytes
+        for name, parameter in parallel.named_parameters()
+        if _narrow(parallel, name, parameter) and name in kept
+    )
+    return moments + masters
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What a running step holds, sends and runs, on every rank, is what its plan says."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from benchmarks.parity import Case, case
+from tests.ranks import run_on_ranks
+
+STATE = ("parameters", "gradients", "optimizer")
+PIPELINE = {"pp": 2, "num_microbatches": 4}
+
+
+def sharded(zero: int, **more: Any) -> Case:
+    what = "bfloat16" if more else "float32"
+    given = case("tiny-llama", f"ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
+    return {**given, "dtype": "float32", **more}
+
+
+def pipelined(model: str, schedule: str, chunks: int) -> Case:
+    given = case(model, f"{model} {schedule}", **PIPELINE, schedule=schedule, chunks_per_rank=chunks)
+    return {**given, "dtype": "float32"}
+
+
+SHARDED = [*map(sharded, range(4)), *(sharded(zero, precision="bfloat16") for zero in (1, 3))]
+PIPELINES = [
+    pipelined("tiny-llama", "1f1b", 1),
+    pipelined("tiny-gpt2", "1f1b", 1),
+    pipelined("tiny-t5", "1f1b", 1),
+    pipelined("tiny-t5", "zbv", 2),
+    pipelined("tiny-vit", "dualpipev", 2),
+]
+
+
+@functools.cache
+def results() -> dict[str, list[dict[str, Any]]]:
+    return run_on_ranks("step_accounts_worker", 2, [*SHARDED, *PIPELINES], timeout=900)
+
+
+@pytest.mark.parametrize("given", [*SHARDED, *PIPELINES], ids=lambda given: given["name"])
+def test_every_rank_holds_the_bytes_of_state_that_were_planned(given: Case) -> None:
+    """Parameters, gradients between micro-batches, and optimizer state with the masters of narrow parameters."""
+    for rank in results()[given["name"]]:
+        assert {name: rank[name] for name in STATE} == rank["planned"]
+
+
+@pytest.mark.parametrize("given", PIPELINES, ids=lambda given: given["name"])
+def test_every_rank_runs_its_micro_batches_in_the_planned_order(given: Case) -> None:
+    for rank in results()[given["name"]]:
+        assert rank["order"] == rank["planned order"] and rank["order"]
+
+
+@pytest.mark.parametrize("given", PIPELINES, ids=lambda given: given["name"])
+def test_every_rank_sends_the_bytes_that_were_planned(given: Case) -> None:
+    for rank in results()[given["name"]]:
+        assert rank["sent"] == pytest.approx(rank["planned sent"])
