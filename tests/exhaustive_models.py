@@ -33,8 +33,22 @@ class Uneven(nn.Module):
         return self.last(x)
 
 
-def of_module(module: nn.Module, *, batch: int = 8, size: int = 32) -> Graph:
-    return capture(module, args=mlp_batch(batch=batch, size=size), loss_fn=squared_error)
+class TwoRows(nn.Module):
+    """Two rows of equal blocks, the second right behind the first."""
+
+    def __init__(self, *, size: int = 32) -> None:
+        super().__init__()
+        self.narrow = nn.ModuleList(Residual(size, size) for _ in range(3))
+        self.wide = nn.ModuleList(Residual(size, 4 * size) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.narrow, *self.wide):
+            x = block(x)
+        return x
+
+
+def of_module(module: nn.Module, *, batch: int = 8, size: int = 32, outputs: int = 8) -> Graph:
+    return capture(module, args=mlp_batch(batch=batch, size=size, outputs=outputs), loss_fn=squared_error)
 
 
 def of_config(name: str, *, batch: int = 8, seq_len: int = 32, **changes: Any) -> Graph:
@@ -51,6 +65,7 @@ def of_config(name: str, *, batch: int = 8, seq_len: int = 32, **changes: Any) -
 MODULES: Mapping[str, Callable[[], Graph]] = {
     "2-block mlp": lambda: of_module(Mlp(layers=2, size=32)),
     "6-block mlp": lambda: of_module(Mlp(layers=6, size=32), batch=16),
+    "two rows": lambda: of_module(TwoRows(), outputs=32),
     "uneven": lambda: of_module(Uneven(32, 96, 64, 256, 32, 128)),
 }
 #: These need transformers. ``t5`` has two blocks of an encoder and three of a decoder; ``gpt2`` ties its ends.

@@ -19,6 +19,8 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.step.candidates import candidates
 from planner.step.demands import read_demands
+from planner.step.planning import plan_step
+from planner.step.price import price_step
 from planner.step.search import Outcome, Search
 from planner.step.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
@@ -97,6 +99,17 @@ def test_arrays_find_what_units_one_by_one_find(schedule: str) -> None:
         problem = random_problem(schedule, chooser)
         best = fastest(problem, chooser).seconds
         assert best == pytest.approx(one_by_one(problem), rel=1e-12)
+
+
+def test_every_copy_converts_what_it_takes_also_right_behind_another_row_of_blocks() -> None:
+    known = level_one("two rows", "boxes")
+    problem = known.space.structure
+    for run, count in enumerate((2, 3)):
+        parts = problem.parts(problem.streams[f"carry:{run}#0"])
+        assert {(phase, copies) for phase, copies, _ in parts} == {("forward", count), ("backward", count)}
+    plan = plan_step(known.space.graph, known.cluster, read_demands({"tp": 2}))
+    priced = price_step(known.space.graph, plan, known.cluster)
+    assert plan.certificate.objective == pytest.approx(priced.seconds.total, rel=1e-9)
 
 
 def random_problem(schedule: str, chooser: random.Random) -> StageProblem:
