@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
             copy.deepcopy(model), cluster, loss_fn=loss_fn, example_inputs=kwargs, fix=case["fix"], **options
         )
         step, places = parallel.plan.step, parallel._shards.places
+        assert step is not None
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
         with watched(parallel) as seen:
             parallel.train_step(*args, **kwargs)
@@ -62,7 +64,7 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
 def watched(parallel: Any) -> Iterator[dict[str, Any]]:
     """Notes what runs a step, and the most bytes of gradients that are held between micro-batches."""
     seen: dict[str, Any] = {"gradients": 0}
-    originals = {kind: kind.train for kind in (InOrder, Pipelined)}
+    originals: dict[type, Any] = {kind: kind.train for kind in (InOrder, Pipelined)}
     original_outputs = Stage.outputs
 
     def count() -> None:
@@ -83,15 +85,11 @@ def watched(parallel: Any) -> Iterator[dict[str, Any]]:
         count()
         return original_outputs(stage, *args)
 
-    try:
-        Stage.outputs = outputs  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Stage, "outputs", outputs))
         for kind in originals:
-            kind.train = train  # type: ignore[method-assign]
+            stack.enter_context(mock.patch.object(kind, "train", train))
         yield seen
-    finally:
-        Stage.outputs = original_outputs  # type: ignore[method-assign]
-        for kind, original in originals.items():
-            kind.train = original  # type: ignore[method-assign]
 
 
 def sent_and_run(execution: Any, step: Any, priced: Any) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def sent_and_run(execution: Any, step: Any, priced: Any) -> dict[str, Any]:
     wanted = actions(
         step.schedule, num_ranks=step.axes["pp"], num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
     )
-    planned = {}
+    planned: dict[str, float] = {}
     for index in range(1, len(step.chunks)):
         before, behind = step.chunks[index - 1].rank, step.chunks[index].rank
         num_bytes = priced.chunks[index].receive_forward * BANDWIDTH * step.num_microbatches
