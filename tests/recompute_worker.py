@@ -9,7 +9,7 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
+from spmd_types import P, R, S, V
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime import ops

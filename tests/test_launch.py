@@ -169,7 +169,7 @@ def test_a_crash_ends_the_others_and_shows_why(tmp_path: Path) -> None:
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, sent: signal.Signals) -> None:
     process = planner_run(tmp_path / "train.py", SLEEPER, "--nproc=2", "train.py")
     deadline = time.monotonic() + 60
-    while not (tmp_path / "pid1").exists() and time.monotonic() < deadline:
+    while not all((tmp_path / f"pid{n}").exists() for n in range(2)) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(sent)
     process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""Recompute policies on two processes: the same numbers as without, and exactly the collectives that the plan counts."""
+"""Recompute policies on two processes: the numbers of a run without, and exactly the collectives that are counted."""
 
 from __future__ import annotations
 

@@ -165,8 +165,15 @@ def test_state_dict_round_trip_and_its_errors() -> None:
             parallel.load_full_state_dict(state | {"middle.bias": torch.zeros(4)})
 
 
+def test_own_samples_are_refused_where_the_plan_cuts_no_batch() -> None:
+    with sharded(seeded(TiedClassifier), "dp=2", constraints={"input:*": {"dp": "R"}}) as (parallel, _, _):
+        parallel(**token_batch())
+        with pytest.raises(ValueError, match="the plan cuts no input over dp"):
+            parallel(**token_batch(), local_inputs=True)
+
+
 def test_local_inputs_give_the_same_loss() -> None:
-    with sharded(seeded(TiedClassifier), "dp=2") as (parallel, _, layout):
+    with sharded(seeded(TiedClassifier), "dp=2", constraints=BATCH_PINS) as (parallel, _, layout):
         batch = token_batch()
         whole = joined(parallel(**batch).loss, layout)
         placements = {name: parallel.plan.inputs[name].placement for name in batch}
