@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from passes.autograd.record import Made
@@ -68,7 +68,7 @@ def kept_by_autograd(
     return {call.node.name: _kept(call, values, live=call.node.name in live) for call in calls}
 
 
-def _kept(call: TracedCall, values: dict[str, Value], *, live: bool) -> Kept:
+def _kept(call: TracedCall, values: Mapping[str, Value], *, live: bool) -> Kept:
     record, outputs = call.record, tuple(value.name for value in call.node.outputs)
     if record is None:
         keeps = live and saves_inputs(call.node)

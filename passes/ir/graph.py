@@ -155,9 +155,9 @@ class Graph:
     training: bool = True
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
 
-    @property
-    def values(self) -> dict[str, Value]:
-        """Every value of the graph by name."""
+    @functools.cached_property
+    def values(self) -> Mapping[str, Value]:
+        """Every value of the graph by name; one mapping for all who ask."""
         values = {value.name: value for value in self.inputs}
         values.update((state.value.name, state.value) for state in self.states)
         values.update((value.name, value) for node in self.nodes for value in node.outputs)
