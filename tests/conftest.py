@@ -8,12 +8,20 @@ from collections.abc import Iterator
 import pytest
 
 
+def _has_group() -> bool:
+    if "torch.distributed" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A model compiled in the tests' own process joins a group of one."""
+    """A model compiled in the tests' own process joins a group of one; a module's own group stays."""
+    had_group = _has_group()
     yield
-    if "torch.distributed" in sys.modules:
+    if not had_group and _has_group():
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
