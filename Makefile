@@ -11,7 +11,7 @@ demo: install
 	$(BIN)/python -m planner demo
 
 test: install lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .
