@@ -14,9 +14,9 @@ STATE = ("parameters", "gradients", "optimizer")
 PIPELINE = {"pp": 2, "num_microbatches": 4}
 
 
-def sharded(zero: int, **more: Any) -> Case:
+def sharded(zero: int, *, model: str = "tiny-llama", **more: Any) -> Case:
     what = "bfloat16" if more else "float32"
-    given = case("tiny-llama", f"ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
+    given = case(model, f"{model} ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
     return {**given, "dtype": "float32", **more}
 
 
@@ -25,7 +25,14 @@ def pipelined(model: str, schedule: str, chunks: int) -> Case:
     return {**given, "dtype": "float32"}
 
 
-SHARDED = [*map(sharded, range(4)), *(sharded(zero, precision="bfloat16") for zero in (1, 3))]
+SHARDED = [
+    *map(sharded, range(4)),
+    *(sharded(zero, precision="bfloat16") for zero in (1, 3)),
+    # The embedding is the head's weight: two units of a rank use it.
+    *(sharded(zero, model="tiny-gpt2") for zero in range(4)),
+    *(sharded(zero, model="tiny-gpt2", precision="bfloat16") for zero in (0, 1, 2)),
+    sharded(2, model="tiny-t5"),
+]
 PIPELINES = [
     pipelined("tiny-llama", "1f1b", 1),
     pipelined("tiny-gpt2", "1f1b", 1),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,22 +81,48 @@ class BoundUnit:
 
 
 class UnitTable:
-    """The units of a rank, made for its training programs and shared by all others."""
+    """The units of a rank, made for its training programs and shared by all others.
+
+    A weight that several of the rank's units use, and that one of them keeps, is a unit of its own, so that it and its
+    gradient are held once.
+    """
 
     def __init__(self) -> None:
-        self._exact: dict[tuple[int, int, tuple[str, ...]], Unit] = {}
+        self._exact: dict[tuple[int | None, int, tuple[str, ...]], Unit] = {}
         self._of: dict[tuple[int, str], tuple[Unit, tuple[str, ...]]] = {}
+        #: ZeRO stage of every weight that several units hold together.
+        self.held_together: dict[str, int] = {}
+        #: Weights that several units gather for each use.
+        self.gathered_apart: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._exact)
 
+    def hold_together(self, stages: Sequence[StageGraph]) -> None:
+        """Find the weights that several units of a rank's chunks use."""
+        uses: dict[str, list[int]] = {}
+        for unit in (unit for stage in stages for unit in all_units(stage)):
+            for path in {path: None for _, _, path in unit.states}:
+                uses.setdefault(path, []).append(unit.policy.zero)
+        for path, zeros in uses.items():
+            if len(zeros) > 1 and min(zeros) < _GATHERED_PER_USE:
+                self.held_together[path] = min(max(zeros), _GATHERED_PER_USE - 1)
+            elif len(zeros) > 1:
+                self.gathered_apart.add(path)
+
+    def in_turn(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of ``units`` that a micro-batch uses once, one after the other."""
+        several = {id(unit) for (chunk, _, _), unit in self._exact.items() if chunk is None}
+        return [unit for unit in units if id(unit) not in several]
+
     def add(self, chunk: int, zero: int, names: tuple[str, ...], make: Callable[[], Unit]) -> Unit:
         """The unit of a training program."""
-        key = (chunk, zero, names)
+        together = len(names) == 1 and names[0] in self.held_together
+        key = (None if together else chunk, zero, names)
         if key not in self._exact:
-            self._exact[key] = unit = make()
-            for name in names:
-                self._of.setdefault((chunk, name), (unit, names))
+            self._exact[key] = make()
+        for name in names:
+            self._of.setdefault((chunk, name), (self._exact[key], names))
         return self._exact[key]
 
     def find(self, chunk: int, names: tuple[str, ...]) -> list[tuple[Unit, tuple[str, ...]]]:
@@ -163,11 +190,14 @@ def make_units(
     Args:
         table: units that are there; those of a training program are added.
     """
-    bound = [_bind(unit, stage.index, state, literals, table, training=training) for unit in stage.units]
+    bound = [_bind(unit, stage.index, state, literals, table, training=training) for unit in all_units(stage)]
+    return bound[: len(stage.units)], bound[-1] if len(bound) > len(stage.units) else None
+
+
+def all_units(stage: StageGraph) -> tuple[StageUnit, ...]:
+    """The units of a chunk, and one for what its program uses outside of them if there is anything."""
     shared = _shared_unit(stage)
-    if shared is None:
-        return bound, None
-    return bound, _bind(shared, stage.index, state, literals, table, training=training)
+    return stage.units if shared is None else (*stage.units, shared)
 
 
 def _shared_unit(stage: StageGraph) -> StageUnit | None:
@@ -197,21 +227,29 @@ def _bind(
             trained[path] = info
         else:
             fixed[path] = state.find(path)
-    names = tuple(trained)
     if not training:
-        return BoundUnit(stage_unit, table.find(chunk, names), fixed)
+        return BoundUnit(stage_unit, table.find(chunk, tuple(trained)), fixed)
+    together = [name for name in trained if name in table.held_together]
+    own = tuple(name for name in trained if name not in table.held_together)
+    groups = [(own, stage_unit.policy.zero)] if own or not together else []
+    groups += [((name,), table.held_together[name]) for name in together]
+    units = [
+        (table.add(chunk, zero, names, functools.partial(_make_unit, names, zero, state, table.gathered_apart)), names)
+        for names, zero in groups
+    ]
+    return BoundUnit(stage_unit, units, fixed)
 
-    def make() -> Unit:
-        weights = [_weight(name, info, state) for name, info in trained.items()]
-        # A piece is owned as soon as one unit shards the parameter; another of its units then gathers it once a step.
-        sharded = any(info.sharded for info in trained.values())
-        zero = max(stage_unit.policy.zero, int(sharded))
-        return Unit(weights, zero=zero, group=DataGroup.of(state.places.data_group))
 
-    return BoundUnit(stage_unit, [(table.add(chunk, stage_unit.policy.zero, names, make), names)], fixed)
+def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collection[str]) -> Unit:
+    infos = [state.infos[name] for name in names]
+    weights = [_weight(name, info, state, shared=name in shared) for name, info in zip(names, infos)]
+    # A piece is owned as soon as one unit shards the parameter; another of its units then gathers it once a step.
+    zero = max(zero, int(any(info.sharded for info in infos)))
+    return Unit(weights, zero=zero, group=DataGroup.of(state.places.data_group))
 
 
-def _weight(name: str, info: StateInfo, state: StepState) -> UnitWeight:
+def _weight(name: str, info: StateInfo, state: StepState, *, shared: bool) -> UnitWeight:
     owner = state.find(name)
     assert isinstance(owner, torch.nn.Parameter)
-    return UnitWeight(name, owner, state.unsharded_shape(info), compute=info.dtype, gradient=info.gradient_dtype)
+    shape = state.unsharded_shape(info)
+    return UnitWeight(name, owner, shape, compute=info.dtype, gradient=info.gradient_dtype, shared=shared)

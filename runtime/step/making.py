@@ -223,10 +223,12 @@ class Maker:
         self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
     ) -> Prepared:
         stages = []
-        for stage in programs.stages:
-            if self._is_mine(stage.index):
-                stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, training=training))
-        chained(in_order_of_use(stages))
+        mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
+        if training or not self._units:
+            self._units.hold_together(mine)
+        for stage in mine:
+            stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, training=training))
+        chained(self._units.in_turn(in_order_of_use(stages)))
         totals = None
         if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
             with self.places.layout.plain():

@@ -19,6 +19,10 @@ _PIECES = 1
 class Gradients:
     """Gradients of parameters that have the same dtypes.
 
+    Args:
+        at_once: add what has been reduced to the owners' ``grad`` as soon as it is there: another unit uses the same
+            parameters, and the sum is to be held once.
+
     ``add`` takes a whole gradient; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
     reduced to the owners' ``grad``. A parameter that no gradient was added for keeps the ``grad`` it has: which those
     are follows from the program, so all ranks agree.
@@ -32,8 +36,10 @@ class Gradients:
         zero: int,
         group: DataGroup,
         dtype: torch.dtype,
+        at_once: bool = False,
     ) -> None:
         self._owners = tuple(owners)
+        self._at_once = at_once
         self._layout = layout
         self._pieces = zero >= _PIECES
         self._group = group
@@ -91,6 +97,9 @@ class Gradients:
             return
         (running, added), self._running = self._running, None
         result = self._group.wait(running)
+        if self._at_once:
+            self._hand_over(result, added)
+            return
         self._reduced = result if self._reduced is None else self._reduced.add_(result)
         self._reduced_of |= added
 
@@ -101,22 +110,25 @@ class Gradients:
         self.settle()
         if self._reduced is None:
             return
-        if self._pieces:
-            totals = self._layout.pieces(self._reduced, self._owners)
-        else:
-            totals = self._layout.wholes(self._reduced)
-        for place in sorted(self._reduced_of):
+        self._hand_over(self._reduced, self._reduced_of)
+        self._spare = None if self._pieces else self._reduced
+        self._reduced, self._reduced_of = None, set()
+
+    def _hand_over(self, reduced: torch.Tensor, places: set[int]) -> None:
+        """Add reduced gradients to the owners' ``grad``."""
+        totals = self._layout.pieces(reduced, self._owners) if self._pieces else self._layout.wholes(reduced)
+        for place in sorted(places):
             owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)
             if owner.grad is None:
                 owner.grad = total
             else:
                 owner.grad.add_(total)
-        self._spare = None if self._pieces else self._reduced
-        self._reduced, self._reduced_of = None, set()
 
     def discard(self) -> None:
         """Forget all that has been added since the last ``finish``."""
-        self.settle()
+        if self._running is not None:
+            self._group.wait(self._running[0])
+        self._running = None
         self._buffer, self._added = None, set()
         self._reduced, self._reduced_of = None, set()
 

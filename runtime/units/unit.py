@@ -34,6 +34,7 @@ class UnitWeight:
         compute: dtype of the working weight; None for the owner's.
         gradient: dtype in which gradients are reduced and added up; None for float32 where ``compute`` has 16 bits,
             else the owner's.
+        shared: another unit uses the parameter, too: what is reduced of its gradient is added to the owner's at once.
     """
 
     name: str
@@ -41,6 +42,7 @@ class UnitWeight:
     shape: tuple[int, ...]
     compute: torch.dtype | None = None
     gradient: torch.dtype | None = None
+    shared: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -298,16 +300,18 @@ class Unit:
         self.finish()
 
     def _make_bundles(self) -> tuple[_Bundle, ...]:
-        places: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        places: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
         for place, weight in enumerate(self.weights):
             if weight.owner.requires_grad:
-                places.setdefault((weight.compute_dtype, weight.gradient_dtype), []).append(place)
+                places.setdefault((weight.compute_dtype, weight.gradient_dtype, weight.shared), []).append(place)
         bundles = []
-        for (compute, gradient), some in places.items():
+        for (compute, gradient, shared), some in places.items():
             owners = [self.weights[place].owner for place in some]
             shapes = [self.weights[place].shape for place in some]
             weights = Weights(owners, shapes, zero=self.zero, group=self.group, compute=compute)
-            gradients = Gradients(owners, weights.layout, zero=self.zero, group=self.group, dtype=gradient)
+            gradients = Gradients(
+                owners, weights.layout, zero=self.zero, group=self.group, dtype=gradient, at_once=shared
+            )
             bundles.append(_Bundle(tuple(some), weights, gradients))
         return tuple(bundles)
 
