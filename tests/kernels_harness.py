@@ -26,7 +26,7 @@ _ROUNDINGS = {"aten": 1.0, "triton": 2.0}
 
 def random_tensor(shape: Sequence[int], seed: int, *, scale: float = 1.0) -> torch.Tensor:
     """float64, normally distributed."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def check_accuracy(

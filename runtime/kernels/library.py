@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,3 +53,8 @@ def differentiable(operator: torch._ops.OpOverload, *, save: Callable[..., None]
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """In at least float32, as every fused operator computes."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def wide_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The type in which a fused operator computes: that to which its operands promote, but at least float32."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)

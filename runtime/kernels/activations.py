@@ -1,0 +1,69 @@
+"""Activation functions by name, with their slopes: as Triton code, and as ATen operators on tensors given to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtime.kernels.language import tl, triton
+
+SILU = "silu"
+#: ``F.gelu``'s ``approximate`` to the name used here.
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+_aten: Any = torch.ops.aten
+#: Name to: value, gradient, and what both take besides tensors.
+_ATEN: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    SILU: (_aten.silu.out, _aten.silu_backward.grad_input, {}),
+    **{
+        name: (_aten.gelu.out, _aten.gelu_backward.grad_input, {"approximate": approximate})
+        for approximate, name in _GELUS.items()
+    },
+}
+
+
+def gelu_name(approximate: str) -> str:
+    """The GELU that ``F.gelu`` calls ``approximate``: exact for ``"none"``, through tanh for ``"tanh"``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if approximate not in _GELUS:
+        raise ValueError(f"approximate={approximate!r}: expected one of {', '.join(map(repr, _GELUS))}")
+    return _GELUS[approximate]
+
+
+def activate(tensor: torch.Tensor, name: str, *, out: torch.Tensor) -> None:
+    """Write the activation of ``tensor`` to ``out``, which may be ``tensor``."""
+    value, _, options = _ATEN[name]
+    value(tensor, **options, out=out)
+
+
+def activation_gradient(grad: torch.Tensor, tensor: torch.Tensor, name: str, *, out: torch.Tensor) -> None:
+    """Write ``grad`` times the activation's slope at ``tensor`` to ``out``, which may be either of them."""
+    _, gradient, options = _ATEN[name]
+    gradient(grad, tensor, **options, grad_input=out)
+
+
+@triton.jit
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    """The sigmoid and what is left to 1, which a subtraction would round away."""
+    return 1 / (1 + tl.exp(-x)), 1 / (1 + tl.exp(x))
+
+
+@triton.jit
+def activation_and_slope(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value and slope; what is not used is never computed."""
+    if NAME == "silu":
+        share, rest = _sigmoid(x)
+        slope = share + x * share * rest
+    elif NAME == "gelu_tanh":
+        # (1 + tanh u) / 2 = sigmoid(2u), which loses nothing where tanh u is near -1; here 2·sqrt(2/π) = 1.5957…
+        share, rest = _sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
+        slope = share + x * share * rest * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    else:
+        # The normal distribution's share below x, and its density, whose factor is 1/sqrt(2π) = 0.3989….
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * share, slope

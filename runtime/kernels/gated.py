@@ -1,0 +1,99 @@
+"""What SwiGLU and GeGLU share: ``activation(gate) · up`` and its gradient, keeping nothing but the inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels.activations import activate, activation_and_slope, activation_gradient
+from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
+from runtime.kernels.language import tl, triton
+from runtime.kernels.library import wide, wide_dtype
+
+
+def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """Raises ValueError unless the two have one shape."""
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"gate is {tuple(gate.shape)} and up {tuple(up.shape)}: expected one shape; expand the smaller to the other"
+        )
+
+
+def aten(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """``activation(gate) · up``, contiguous, in the type to which the two promote."""
+    dtype = wide_dtype(gate, up)
+    out = gate.new_empty(gate.shape, dtype=dtype)
+    activate(gate if gate.dtype == dtype else out.copy_(gate), activation, out=out)
+    return out.mul_(up).to(torch.promote_types(gate.dtype, up.dtype))
+
+
+def aten_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, contiguous; the activation is computed again."""
+    dtype = wide_dtype(gate, up)
+    grad, gate_wide = grad.to(dtype), gate.to(dtype)
+    grad_gate, grad_up = (gate.new_empty(gate.shape, dtype=dtype) for _ in range(2))
+    torch.mul(grad, wide(up), out=grad_gate)
+    activation_gradient(grad_gate, gate_wide, activation, out=grad_gate)
+    activate(gate_wide, activation, out=grad_up)
+    return grad_gate.to(gate.dtype), grad_up.mul_(grad).to(up.dtype)
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, width, NAME: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, columns, exists = block_of(width, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=exists, other=0.0).to(WIDE)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=exists, other=0.0).to(WIDE)
+    value, _ = activation_and_slope(gate, NAME)
+    tl.store(out_ptr + row * width + columns, value * up, mask=exists)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, grad_stride, gate_stride, up_stride, width,
+    NAME: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, columns, exists = block_of(width, BLOCK)
+    grad = tl.load(grad_ptr + row * grad_stride + columns, mask=exists, other=0.0).to(WIDE)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=exists, other=0.0).to(WIDE)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=exists, other=0.0).to(WIDE)
+    value, slope = activation_and_slope(gate, NAME)
+    tl.store(grad_gate_ptr + row * width + columns, grad * up * slope, mask=exists)
+    tl.store(grad_up_ptr + row * width + columns, grad * value, mask=exists)
+
+
+def triton_forward(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """As ``aten``, in one kernel."""
+    out = shape(gate, up)
+    if out.numel():
+        rows = same_rows(gate, up)
+        _kernel[rows.grid](
+            *rows.tensors, out, *rows.strides, rows.width, NAME=activation, WIDE=wide_type(out), BLOCK=BLOCK
+        )
+    return out
+
+
+def triton_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``aten_backward``, in one kernel."""
+    grads = shapes_backward(grad, gate, up)
+    if gate.numel():
+        rows = same_rows(grad, gate, up)
+        _backward_kernel[rows.grid](
+            *rows.tensors, *grads, *rows.strides, rows.width, NAME=activation, WIDE=wide_type(grad), BLOCK=BLOCK
+        )
+    return grads
+
+
+def shape(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Room for the output."""
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def shapes_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the gradients of gate and up."""
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
