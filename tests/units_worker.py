@@ -99,10 +99,8 @@ def make_units(zero: int, group: DataGroup) -> tuple[Unit, ...]:
 
 
 def run_layer(unit: Unit, x: torch.Tensor, *, recompute: str) -> torch.Tensor:
-    if recompute == "none":
-        with unit.saving():
-            return layer(unit.use(), x)
-    return recomputed(lambda x: layer(unit.use(), x), recompute)(x)
+    result: torch.Tensor = recomputed(lambda x: layer(unit.use(), x), recompute, gathers_weights=unit.zero == 3)(x)
+    return result
 
 
 def forward(units: tuple[Unit, ...], x: torch.Tensor, *, recompute: str) -> torch.Tensor:
@@ -250,10 +248,8 @@ def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
             return sum((weight * weight).float().sum() for weight in unit.use())
 
         def loss() -> torch.Tensor:
-            if argument["recompute"] == "none":
-                with unit.saving():
-                    return squares()
-            return recomputed(squares, argument["recompute"])()
+            result: torch.Tensor = recomputed(squares, argument["recompute"], gathers_weights=zero == 3)()
+            return result
 
         del local
         for num_uses in (1, 2):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -64,16 +61,6 @@ class _Bundle:
     gradients: Gradients
 
 
-@dataclass(frozen=True)
-class _View:
-    """What autograd keeps in the place of a view of gathered weights."""
-
-    bundle: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
 class Unit:
     """The weights that one unit (a layer, or a stretch between layers) uses together, under ZeRO 0 to 3.
 
@@ -118,9 +105,6 @@ class Unit:
         self._open_uses = 0
         self._callback_queued = False
         self._backward: list[Gathered] | None = None
-        # While autograd saves for backward: gathered weights by the address of their memory.
-        self._is_saving = False
-        self._watched: dict[int, tuple[int, Gathered]] = {}
         self._needed_backward = True
         self._gathered_backward = False
 
@@ -177,16 +161,6 @@ class Unit:
                 working[place] = whole
         return working
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps no weights that ``use`` gathers: backward gathers them again.
-
-        Call ``use`` and the unit's computation inside it. Not needed where the computation is recomputed in the
-        backward pass: there ``use`` is called again.
-        """
-        if self.zero < _GATHERED_PER_USE or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return self._saving()
-
     def finish(self) -> None:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
         for bundle in self._bundles:
@@ -201,26 +175,13 @@ class Unit:
         for bundle in self._bundles:
             bundle.gradients.settle()
 
-    @contextlib.contextmanager
-    def _saving(self) -> Iterator[None]:
-        self._is_saving = True
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        finally:
-            self._is_saving, self._watched = False, {}
-
     def _kept(self) -> list[list[torch.Tensor]]:
         return [bundle.weights.kept() for bundle in self._bundles]
 
     def _gathered(self) -> list[list[torch.Tensor]]:
         """Whole weights for one use, which autograd need not keep."""
-        made = [bundle.weights.gather() for bundle in self._bundles]
-        wholes = [gathered.wholes() for gathered in made]
-        if not self._is_saving:
-            can_be_made_again([whole for some in wholes for whole in some], self._make_again)
-        elif all(type(gathered.flat) is torch.Tensor for gathered in made):
-            self._watched = {gathered.flat.data_ptr(): (index, gathered) for index, gathered in enumerate(made)}
+        wholes = [bundle.weights.gather().wholes() for bundle in self._bundles]
+        can_be_made_again([whole for some in wholes for whole in some], self._make_again)
         return wholes
 
     def _make_again(self) -> list[torch.Tensor]:
@@ -236,20 +197,6 @@ class Unit:
                 # A backward pass that ends without gradients of the weights must not keep them either.
                 _ENGINE.queue_callback(self._drop_backward)
         return self._backward
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            return tensor
-        watched = self._watched.get(tensor.untyped_storage().data_ptr())
-        if watched is None:
-            return tensor
-        return _View(watched[0], tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def _unpack(self, kept: torch.Tensor | _View) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        flat = self._gathered_again()[kept.bundle].flat
-        return torch.as_strided(flat, kept.size, kept.stride, kept.offset)
 
     def _drop_backward(self) -> None:
         self._backward = None
