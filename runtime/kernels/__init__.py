@@ -2,6 +2,9 @@
 
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.geglu import geglu
+from runtime.kernels.rms_norm import add_rms_norm, rms_norm
+from runtime.kernels.rotary import rotary
+from runtime.kernels.rotary_pair import rotary_pair
 from runtime.kernels.swiglu import swiglu
 
-__all__ = ["cross_entropy", "geglu", "swiglu"]
+__all__ = ["add_rms_norm", "cross_entropy", "geglu", "rms_norm", "rotary", "rotary_pair", "swiglu"]

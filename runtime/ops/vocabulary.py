@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -12,7 +12,25 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from spmd_types import I, P, R, V
 
+from runtime import kernels
+from runtime.kernels.cross_entropy import (
+    check_smoothing,
+    check_target,
+    dtype_of_losses,
+    logits_gradient,
+    losses_of,
+    row_sums,
+)
 from runtime.ops.types import first_of_shard, groups_of
+
+
+class LossOptions(NamedTuple):
+    """What a loss is besides its logits and targets; see ``cross_entropy``."""
+
+    vocabulary: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
 
 
 def embedding(
@@ -51,6 +69,8 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reuse_logits: bool = False,
     vocabulary: int | None = None,
     axes: Sequence[str] = (),
 ) -> torch.Tensor:
@@ -60,6 +80,8 @@ def cross_entropy(
         logits: [..., v], sharded along v over ``axes`` (outermost first), whole if there are none.
         target: class indices, [...], the same on all ranks of ``axes``.
         label_smoothing: weight of the uniform distribution over all classes, in [0, 1].
+        z_loss: coefficient of the squared log-sum-exp.
+        reuse_logits: write the gradient of the logits over the logits, which nobody else may read.
         vocabulary: size of v on all ranks together; required with ``axes``.
 
     Returns:
@@ -67,17 +89,21 @@ def cross_entropy(
         two all-reduces per axis: of the largest logit, and of 2 sums (3 with smoothing) per position.
     """
     if not axes:
-        losses = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]),
-            target.reshape(-1),
+        return kernels.cross_entropy(
+            logits,
+            target,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            reduction="none",
+            z_loss=z_loss,
+            reuse_logits=reuse_logits,
         )
-        return losses.reshape(target.shape)
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
+    check_target(logits.shape[:-1], target)
+    check_smoothing(label_smoothing)
     start = first_of_shard(vocabulary, logits.shape[-1], axes, logits.device)
-    return _ShardedCrossEntropy.apply(logits, target, start, ignore_index, label_smoothing, vocabulary, groups_of(axes))
+    loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
+    losses: torch.Tensor = _ShardedCrossEntropy.apply(logits, target, start, loss, reuse_logits, groups_of(axes))
+    return losses
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -89,40 +115,22 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         start: torch.Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        vocabulary: int,
+        loss: LossOptions,
+        reuse_logits: bool,
         groups: tuple[dist.ProcessGroup, ...],
     ) -> torch.Tensor:
-        scores = _wide(logits)
-        largest = _reduced(scores.amax(-1), "max", groups)
-        # every sum is of differences from the largest logit: sums of the logits themselves would round them away
-        scores = scores - largest.unsqueeze(-1)
-        place, inside = _local_place(target, start, scores.shape[-1])
-        chosen = scores.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0.0)
-        parts = [scores.exp().sum(-1), chosen]
-        if label_smoothing:
-            parts.append(scores.sum(-1))
-        sums = _reduced(torch.stack(parts), "sum", groups)
-        log_sum = sums[0].log()
-        losses = log_sum - (1.0 - label_smoothing) * sums[1]
-        if label_smoothing:
-            losses = losses - label_smoothing / vocabulary * sums[2]
-        ctx.save_for_backward(logits, target, start, largest, log_sum)
-        ctx.options = (ignore_index, label_smoothing, vocabulary)
-        return losses.masked_fill(target == ignore_index, 0.0).to(logits.dtype)
+        largest, sums = row_sums(logits, target, start, smoothing=loss.label_smoothing > 0)
+        losses, statistic = reduced_losses(largest, sums, target, logits.shape[-1], loss, groups)
+        ctx.save_for_backward(logits, target, start, statistic)
+        ctx.options = (loss, reuse_logits)
+        return losses.to(dtype_of_losses(logits))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        logits, target, start, largest, log_sum = ctx.saved_tensors
-        ignore_index, label_smoothing, vocabulary = ctx.options
-        scores = _wide(logits) - largest.unsqueeze(-1)
-        place, inside = _local_place(target, start, scores.shape[-1])
-        wanted = (1.0 - label_smoothing) * inside.unsqueeze(-1).to(scores.dtype)
-        slope = (scores - log_sum.unsqueeze(-1)).exp() - label_smoothing / vocabulary
-        slope = slope.scatter_add(-1, place.unsqueeze(-1), -wanted)
-        weight = _wide(grad).masked_fill(target == ignore_index, 0.0)
-        return (slope * weight.unsqueeze(-1)).to(logits.dtype), None, None, None, None, None, None
+        logits, target, start, statistic = ctx.saved_tensors
+        loss, reuse_logits = ctx.options
+        result = logits_gradient(grad, logits, target, statistic, start, **loss._asdict(), reuse_logits=reuse_logits)
+        return result, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(
@@ -130,21 +138,35 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     ) -> Any:
         spmd.rules.ignore(start)
         losses = spmd.rules.einsum("...v,...->...", logits, target)
-        whole = I if logits.requires_grad else R
-        for group in groups:
-            losses = spmd.rules.all_reduce(losses, group, src=V, dst=whole)
-        return losses
+        return reduced_type(losses, groups, has_gradient=logits.requires_grad)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """At least float32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def reduced_losses(
+    largest: torch.Tensor,
+    sums: torch.Tensor,
+    target: torch.Tensor,
+    width: int,
+    loss: LossOptions,
+    groups: tuple[dist.ProcessGroup, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``kernels.cross_entropy.losses_of`` from the ``row_sums`` of ``width`` classes of every rank.
+
+    Two all-reduces per group: of ``largest``, and of ``sums`` compared with the largest of all.
+    """
+    highest = _reduced(largest, "max", groups)
+    # every sum is of differences from the largest logit: sums of the logits themselves would round them away
+    lower = largest - highest
+    parts = [sums[0] * lower.exp(), sums[1]]
+    if loss.label_smoothing:
+        parts.append(sums[2] + width * lower)
+    return losses_of(highest, _reduced(torch.stack(parts), "sum", groups), target, **loss._asdict())
 
 
-def _local_place(target: torch.Tensor, start: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target stands among this rank's classes (clamped), and whether it is one of them."""
-    place = target - start
-    return place.clamp(0, count - 1), (place >= 0) & (place < count)
+def reduced_type(losses: Any, groups: tuple[dist.ProcessGroup, ...], *, has_gradient: bool) -> Any:
+    """The type of losses that were reduced over ``groups``: where no gradient flows, R."""
+    for group in groups:
+        losses = spmd.rules.all_reduce(losses, group, src=V, dst=I if has_gradient else R)
+    return losses
 
 
 def _reduced(tensor: torch.Tensor, operation: str, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:
