@@ -1,0 +1,187 @@
+"""RMS and layer normalization as kernels, forward and backward, with a residual folded in or without.
+
+With ``mean`` that of the row (0 for RMS) and ``scale = 1 / sqrt(mean((x - mean)²) + eps)``, both give
+``normal · (weight + offset) + bias`` where ``normal = (x - mean) · scale``. The gradient of ``x`` is, with
+``g = grad · (weight + offset)``, ``scale · (g - mean(g) - normal · mean(g · normal))``, without ``mean(g)`` for RMS
+(Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). Backward
+computes the statistics again.
+
+Rows that fit are held by one program, several at once where they are narrow; wider ones are read more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runtime.kernels import normalization_kernels as kernels
+from runtime.kernels.language import tl
+from runtime.kernels.rows import Tile, size_of_rows, sum_partials, tile_of, tiles_over, walkers_over
+
+#: The widest row that one program holds, in bytes of the type it computes in: forward, and backward.
+WIDEST_FORWARD = 131072
+WIDEST_BACKWARD = 65536
+#: Tile of the weight's and bias's gradients where rows are too wide to be held.
+_PARAMETERS_TILE = Tile(rows=16, columns=128, num_warps=4, whole=False)
+
+Maybe = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Which normalization: ``centered`` is layer normalization; ``offset`` is added to the weight."""
+
+    eps: float
+    offset: float = 0.0
+    centered: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients somebody needs; the others are given as empty tensors."""
+
+    input: bool
+    weight: bool
+    bias: bool = False
+
+
+def promoted(*tensors: Maybe, least: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that all the tensors given promote to, and ``least`` too where given."""
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None] + ([] if least is None else [least])
+    dtype = dtypes[0]
+    for other in dtypes[1:]:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
+def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: Maybe) -> None:
+    """Refuse a residual of another shape than ``input``, and parameters that are not as long as its last dim.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if not input.dim():
+        raise ValueError("a scalar has no rows to normalize: give a tensor of at least one dim")
+    if residual is not None and residual.shape != input.shape:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, expected that of the input, {tuple(input.shape)}: expand it"
+        )
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape != input.shape[-1:]:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, expected {tuple(input.shape[-1:])}, the input's last dim: "
+                "flatten what is normalized together into one dim"
+            )
+
+
+def wanted_grads(grads: Sequence[torch.Tensor], wants: Sequence[bool]) -> tuple[Maybe, ...]:
+    """What autograd is given: None for what nobody wants."""
+    return tuple(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True))
+
+
+def addends_grads(grad: Maybe, dtypes: Sequence[torch.dtype], wants: Sequence[bool]) -> tuple[Maybe, ...]:
+    """The gradients of the addends of a sum, of these dtypes, from that of the sum."""
+    return tuple(
+        grad.to(dtype) if wanted and grad is not None else None for dtype, wanted in zip(dtypes, wants, strict=True)
+    )
+
+
+def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> tuple[torch.Tensor, ...]:
+    """``(input + residual, its normalization)``, or without a residual ``(normalization,)``."""
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in (input, residual, weight, bias)]
+    sum_dtype = promoted(input, residual)
+    compute = promoted(*tensors, least=torch.float32)
+    total = None if residual is None else input.new_empty(input.shape, dtype=sum_dtype)
+    out = input.new_empty(input.shape, dtype=promoted(*tensors))
+    if out.numel():
+        num_rows, width = size_of_rows(input)
+        tile = tile_of(width, widest=WIDEST_FORWARD // compute.itemsize)
+        kernel = kernels.forward_kernel if tile.whole else kernels.wide_forward_kernel
+        kernel[(tiles_over(num_rows, tile),)](
+            *tensors, total, out, num_rows, width, STORED=_type_of(sum_dtype), **_options(norm, tile, compute)
+        )
+    return (out,) if total is None else (total, out)
+
+
+def normalize_backward(
+    norm: Norm, wanted: Wanted, grad: torch.Tensor, grad_sum: Maybe, input: torch.Tensor, weight: Maybe, bias: Maybe
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the input (with ``grad_sum`` added), of the weight and of the bias (which is not read)."""
+    given = [None if tensor is None else tensor.contiguous() for tensor in (grad, grad_sum, input, weight)]
+    compute = promoted(*given, least=torch.float32)
+    grad_input = input.new_empty(input.shape) if wanted.input else None
+    if input.numel():
+        tile = tile_of(input.shape[-1], widest=WIDEST_BACKWARD // compute.itemsize)
+        launch = _launch_backward if tile.whole else _launch_wide_backward
+        partials = launch(norm, wanted, tile, given, grad_input, compute)
+    else:
+        partials = _partials(input, 0, wanted, compute)
+    grads = [
+        input.new_empty(0) if partial is None or like is None else sum_partials(partial, like.dtype)
+        for partial, like in zip(partials, (weight, bias), strict=True)
+    ]
+    return input.new_empty(0) if grad_input is None else grad_input, grads[0], grads[1]
+
+
+def _launch_backward(
+    norm: Norm, wanted: Wanted, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+) -> list[Maybe]:
+    """Fill ``grad_input``; gives the partial sums of the weight's and bias's gradients."""
+    input = _present(given[2])
+    num_rows, width = size_of_rows(input)
+    programs = tiles_over(num_rows, tile)
+    if wanted.weight or wanted.bias:
+        programs = walkers_over(num_rows, tile, input.device)
+    partials = _partials(input, programs, wanted, compute)
+    kernels.backward_kernel[(programs,)](
+        *given, grad_input, *partials, num_rows, width, **_options(norm, tile, compute)
+    )
+    return partials
+
+
+def _launch_wide_backward(
+    norm: Norm, wanted: Wanted, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+) -> list[Maybe]:
+    """The same in two launches: row by row, which keeps the statistics, and then down the columns."""
+    grad, _, input, _ = given
+    input = _present(input)
+    num_rows, width = size_of_rows(input)
+    statistics = [input.new_empty(num_rows, dtype=compute) for _ in range(2)]
+    kernels.wide_backward_kernel[(num_rows,)](
+        *given, grad_input, *statistics, num_rows, width, **_options(norm, tile, compute)
+    )
+    if not (wanted.weight or wanted.bias):
+        return [None, None]
+    columns = tiles_over(width, Tile(rows=_PARAMETERS_TILE.columns, columns=1, num_warps=1, whole=True))
+    programs = max(1, walkers_over(num_rows, _PARAMETERS_TILE, input.device) // columns)
+    partials = _partials(input, programs, wanted, compute)
+    kernels.wide_parameters_kernel[(columns, programs)](
+        grad, input, *statistics, *partials, num_rows, width, **_shape(_PARAMETERS_TILE, compute)
+    )
+    return partials
+
+
+def _present(tensor: Maybe) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _partials(like: torch.Tensor, programs: int, wanted: Wanted, compute: torch.dtype) -> list[Maybe]:
+    shape = (programs, like.shape[-1])
+    return [like.new_empty(shape, dtype=compute) if wants else None for wants in (wanted.weight, wanted.bias)]
+
+
+def _options(norm: Norm, tile: Tile, compute: torch.dtype) -> dict[str, Any]:
+    return {"CENTERED": norm.centered, "EPS": norm.eps, "OFFSET": norm.offset, **_shape(tile, compute)}
+
+
+def _shape(tile: Tile, compute: torch.dtype) -> dict[str, Any]:
+    return {"WIDE": _type_of(compute), "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.num_warps}
+
+
+def _type_of(dtype: torch.dtype) -> Any:
+    """The dtype as the kernels call it."""
+    return getattr(tl, str(dtype).removeprefix("torch."))

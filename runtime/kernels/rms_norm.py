@@ -1,0 +1,212 @@
+"""RMS normalization over the last dim (Zhang and Sennrich, 2019), alone and after the addition of a residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtime.kernels.library import differentiable, register
+from runtime.kernels.normalization import (
+    Maybe,
+    Norm,
+    Wanted,
+    addends_grads,
+    check_rows,
+    normalize,
+    normalize_backward,
+    promoted,
+    wanted_grads,
+)
+from runtime.kernels.rows import size_of_rows
+
+
+def rms_norm(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``input · rsqrt(mean(input², -1) + eps) · (weight + offset)``, rounded once.
+
+    Args:
+        weight: ``[width]``, with ``width`` that of the last dim; None for ones.
+        offset: 1 where weights are stored as their difference from one (Gemma).
+
+    Returns:
+        Of the dtype that input and weight promote to.
+
+    Raises:
+        ValueError: if the weight's shape does not fit.
+    """
+    check_rows(input, weight=weight)
+    result: torch.Tensor = _forward(input, weight, eps, offset)
+    return result
+
+
+def add_rms_norm(
+    input: torch.Tensor, residual: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(sum, rms_norm(sum, weight, eps, offset))`` with ``sum = input + residual``, rounded to its dtype.
+
+    Raises:
+        ValueError: if the shapes of residual or weight do not fit.
+    """
+    check_rows(input, residual=residual, weight=weight)
+    total, normal = _add_forward(input, residual, weight, eps, offset)
+    return total, normal
+
+
+def _normalized(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``values · scale`` and ``scale = rsqrt(mean(values², -1) + eps)``, of values in the dtype computed in."""
+    squares = values.square()
+    scale = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.mul(values, scale, out=squares), scale
+
+
+def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> torch.Tensor:
+    """``weight + offset`` in the dtype computed in."""
+    return weight.to(compute) + offset if offset else weight.to(compute)
+
+
+def _aten(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
+    compute = promoted(input, weight, least=torch.float32)
+    values = input.contiguous().to(compute)
+    normal, _ = _normalized(values, eps)
+    if weight is not None:
+        normal.mul_(_factor_of(weight, offset, compute))
+    return normal.to(promoted(input, weight))
+
+
+def _aten_add(
+    input: torch.Tensor, residual: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = input.contiguous() + residual.contiguous()
+    return total, _aten(total, weight, eps, offset)
+
+
+def _aten_backward(
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    eps: float,
+    offset: float,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    compute = promoted(grad, input, weight, least=torch.float32)
+    values, grad = input.contiguous().to(compute), grad.contiguous().to(compute)
+    normal, scale = _normalized(values, eps)
+    product = grad * normal
+    grad_input, grad_weight = input.new_empty(0), input.new_empty(0)
+    if weight is not None and wants_weight:
+        grad_weight = product.view(size_of_rows(product)).sum(0).to(weight.dtype)
+    if wants_input:
+        if weight is not None:
+            factor = _factor_of(weight, offset, compute)
+            product.mul_(factor)
+            grad = grad * factor
+        change = torch.addcmul(grad, normal, product.mean(-1, keepdim=True), value=-1, out=product).mul_(scale)
+        if grad_sum is not None:
+            change.add_(grad_sum)
+        grad_input = change.to(input.dtype)
+    return grad_input, grad_weight
+
+
+def _triton(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
+    return normalize(Norm(eps, offset), input, None, weight, None)[0]
+
+
+def _triton_add(
+    input: torch.Tensor, residual: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, ...]:
+    return normalize(Norm(eps, offset), input, residual, weight, None)
+
+
+def _triton_backward(
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    eps: float,
+    offset: float,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted = Wanted(input=wants_input, weight=wants_weight)
+    grad_input, grad_weight, _ = normalize_backward(Norm(eps, offset), wanted, grad, grad_sum, input, weight, None)
+    return grad_input, grad_weight
+
+
+def _shape(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
+    return input.new_empty(input.shape, dtype=promoted(input, weight))
+
+
+def _shapes_add(
+    input: torch.Tensor, residual: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = input.new_empty(input.shape, dtype=promoted(input, residual))
+    return total, _shape(total, weight, eps, offset)
+
+
+def _shapes_backward(
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    eps: float,
+    offset: float,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_weight = input.new_empty(0) if weight is None or not wants_weight else weight.new_empty(weight.shape)
+    return input.new_empty(input.shape if wants_input else 0), grad_weight
+
+
+_forward = register(
+    "rms_norm(Tensor input, Tensor? weight, float eps, float offset=0.0) -> Tensor",
+    aten=_aten,
+    triton=_triton,
+    shapes=_shape,
+)
+_add_forward = register(
+    "add_rms_norm(Tensor input, Tensor residual, Tensor? weight, float eps, float offset=0.0) -> (Tensor, Tensor)",
+    aten=_aten_add,
+    triton=_triton_add,
+    shapes=_shapes_add,
+)
+_backward = register(
+    "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor input, Tensor? weight, float eps, float offset, "
+    "bool wants_input, bool wants_weight) -> (Tensor, Tensor)",
+    aten=_aten_backward,
+    triton=_triton_backward,
+    shapes=_shapes_backward,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    input, weight, *ctx.constants = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Maybe, ...]:
+    wants_input, wants_weight, *_ = ctx.needs_input_grad
+    grads = _backward(grad, None, *ctx.saved_tensors, *ctx.constants, wants_input, wants_weight)
+    return *wanted_grads(grads, (wants_input, wants_weight)), None, None
+
+
+def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    input, residual, weight, *ctx.constants = inputs
+    ctx.dtypes = input.dtype, residual.dtype
+    ctx.save_for_backward(output[0], weight)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient_add(ctx: Any, grad_sum: Maybe, grad: Maybe) -> tuple[Maybe, ...]:
+    wants_input, wants_residual, wants_weight, *_ = ctx.needs_input_grad
+    grad_total, grad_weight = grad_sum, None
+    if grad is not None:
+        wants = wants_input or wants_residual, wants_weight
+        grads = _backward(grad, grad_sum, *ctx.saved_tensors, *ctx.constants, *wants)
+        grad_total, grad_weight = wanted_grads(grads, wants)
+    return *addends_grads(grad_total, ctx.dtypes, (wants_input, wants_residual)), grad_weight, None, None
+
+
+differentiable(_forward, save=_save, backward=_gradient)
+differentiable(_add_forward, save=_save_add, backward=_gradient_add)
