@@ -20,7 +20,9 @@ from passes.plan_data import (
     CollectivePlan,
     ConversionPlan,
     Costs,
+    FusionPlan,
     NodePlan,
+    PatternPlan,
     PlanData,
     TensorPlan,
 )
@@ -33,7 +35,9 @@ __all__ = [
     "CollectivePlan",
     "ConversionPlan",
     "Costs",
+    "FusionPlan",
     "NodePlan",
+    "PatternPlan",
     "Plan",
     "TensorPlan",
 ]

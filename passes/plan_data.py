@@ -110,6 +110,29 @@ class Certificate:
 
 
 @dataclass(frozen=True)
+class PatternPlan:
+    """A pattern of fused operators: how often it was found (or nearly: then why not), and in which modules."""
+
+    pattern: str
+    count: int
+    modules: tuple[str, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What the pattern pass did: operators, and bytes kept for the backward pass of the whole model, (before, after).
+
+    Programs of the plan are made of graphs that went through it.
+    """
+
+    matches: tuple[PatternPlan, ...]
+    near_misses: tuple[PatternPlan, ...]
+    operators: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PlanData:
     """The fields of a plan; see the module docstring for the naming of its parts.
 
@@ -133,4 +156,5 @@ class PlanData:
     constraints: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     step: StepPlan | None = None
+    fusion: FusionPlan | None = None
     version: int = PLAN_VERSION

@@ -18,6 +18,7 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
     parts = [
         *(summarise_step(plan, plan.step) if plan.step is not None else [_headline(plan)]),
         _blocks(plan),
+        _fusion(plan),
         _tensors("Inputs", plan, plan.inputs),
         _tensors(_states_title(plan), plan, plan.states),
         _tensors("Outputs", plan, plan.outputs),
@@ -49,6 +50,26 @@ def _blocks(plan: PlanData) -> str:
         for block in plan.blocks
     ]
     return format_table("Repeated blocks", ("first copy", "copies", "passed from copy to copy as"), rows)
+
+
+def _fusion(plan: PlanData) -> str:
+    """Fused operators, with what they save, and what nearly was one."""
+    if plan.fusion is None:
+        return ""
+    (before, after), (kept_before, kept_after) = plan.fusion.operators, plan.fusion.saved_bytes
+    title = (
+        f"Fused operators ({before:,} operators before, {after:,} after; kept for backward of the whole batch "
+        f"{format_bytes(kept_before)} before, {format_bytes(kept_after)} after)"
+    )
+    rows = [[entry.pattern, str(entry.count), ", ".join(entry.modules)] for entry in plan.fusion.matches]
+    parts = [format_table(title, ("operator", "count", "modules"), rows)]
+    if plan.fusion.near_misses:
+        missed = [
+            [entry.pattern, str(entry.count), ", ".join(entry.modules), entry.reason]
+            for entry in plan.fusion.near_misses
+        ]
+        parts.append(format_table("Nearly fused", ("operator", "count", "modules", "why not"), missed))
+    return "\n\n".join(parts)
 
 
 def _states_title(plan: PlanData) -> str:

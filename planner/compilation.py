@@ -49,6 +49,7 @@ def compile(
     memory_limit: float | None = None,
     plan: Plan | str | Path | None = None,
     precision: str | torch.dtype | None = None,
+    fuse: bool = False,
     **options: Any,
 ) -> ParallelModule:
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
@@ -77,6 +78,7 @@ def compile(
         plan: a plan to run instead of searching.
         precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
             masters that the optimizer updates; gradients are added up and reduced in float32. A whole step is planned.
+        fuse: plan and run fused operators, as in ``planner.plan``; a plan that is given says so itself.
         options: on a mesh, other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …); on a
             cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
@@ -100,7 +102,7 @@ def compile(
         given = target if given is None else given
     elif given is None and (asks_for_step(target, options) or compute is not None):
         given = plan_on_devices(
-            captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, **demands
+            captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse, **demands
         )
     if given is not None and given.step is not None:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
@@ -116,7 +118,7 @@ def compile(
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return agreed_plan(
-            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, **demands), device_mesh=device_mesh
+            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse, **demands), device_mesh=device_mesh
         )
 
     return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster, CostModel
 from passes.ir.types import MeshShape
-from passes.plan import Plan
+from passes.plan import FusionPlan, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ def plan(
     optimizer: str = "adamw",
     gradient_dtype: str | None = None,
     compiled: bool = False,
+    fuse: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how a training step of ``model`` runs on ``cluster``.
@@ -76,6 +78,7 @@ def plan(
             of those that were solved on the way are in any case.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
+        fuse: plan and run the fused operators of ``runtime.kernels`` wherever a pattern of them is found.
         progress: called with a ``planner.step.progress.Report`` at every phase and now and then while searching.
 
     Raises:
@@ -127,8 +130,10 @@ def plan(
             constraints=constraints,
             forbid_collectives=forbid_collectives,
             time_limit=time_limit,
+            fuse=fuse,
         )
-    return plan_step(
+    graph, fusion = _fused(graph) if fuse else (graph, None)
+    found = plan_step(
         graph,
         hardware,
         demands,
@@ -137,6 +142,13 @@ def plan(
         target_seconds=target_seconds,
         progress=progress,
     )
+    return dataclasses.replace(found, fusion=fusion)
+
+
+def _fused(graph: Graph) -> tuple[Graph, FusionPlan]:
+    from planner.fusing import fused_for_planning
+
+    return fused_for_planning(graph)
 
 
 def _one_of(batch_size: int | None, global_batch: int | None) -> int | None:
@@ -154,12 +166,17 @@ def _refuse(condition: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} means something only if {condition}: drop one of the two")
 
 
-def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, **options: Any) -> Plan:
-    """Plan a captured graph; ``options`` are those of ``planner.search.search``."""
+def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = False, **options: Any) -> Plan:
+    """Plan a captured graph; ``options`` are those of ``planner.search.search``.
+
+    With ``fuse`` the plan is of the fused graph, as ``Plan.fusion`` then says.
+    """
     from planner.search import search
 
+    graph, fusion = _fused(graph) if fuse else (graph, None)
     cost_model = CostModel(cluster, mesh.as_dict())
-    return search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
+    found = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
+    return dataclasses.replace(found, fusion=fusion)
 
 
 def as_mesh_shape(mesh: MeshShape | Mapping[str, int] | str) -> MeshShape:

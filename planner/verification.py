@@ -125,6 +125,7 @@ def verify(
     cluster: Cluster | str | None = None,
     seed: int = 0,
     learning_rate: float = 1e-3,
+    fuse: bool = False,
     **options: Any,
 ) -> VerifyReport:
     """Train ``model`` for some steps on one device and, sharded, on every rank of ``mesh``, all in this process.
@@ -138,6 +139,7 @@ def verify(
         steps: AdamW steps after which the weights are compared.
         dtype: of the parameters in this run.
         cluster: the hardware to plan for (default: slow devices on fast links, so that a tiny model is split too).
+        fuse: plan and run fused operators; a plan that is given says so itself.
         options: constraints, memory_limit and the like, for the search.
 
     Returns:
@@ -162,12 +164,14 @@ def verify(
         if asks_for_step(shape, options):
             fix = {**fixed_axes(shape), **options.pop("fix", {})}
             with keep_float64():
-                given = make_plan(single, hardware, example_inputs=batch, loss_fn=loss_fn, fix=fix, **options)
+                given = make_plan(
+                    single, hardware, example_inputs=batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
+                )
     if given is not None:
         _check_size(given.step.num_devices if given.step is not None else given.mesh.num_devices, given.mesh)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
-        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, **options)
+        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse, **options)
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
         whole = copy.deepcopy(single)

@@ -28,7 +28,7 @@ from passes.ir.graph import Node, Ref, Value
 from passes.ir.types import I, MeshShape, P, Placement, R, local_shape, shard_dim
 from passes.rules import rule_for
 from passes.rules.rule import AxisChoice, ShardingRule, axis_choices
-from runtime import ops
+from runtime import kernels, ops
 
 MESH = MeshShape(("a", "b"), (2, 2))
 RANKS = 4
@@ -244,7 +244,7 @@ def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) 
 
 def evaluate(source: str, operands: dict[str, Any]) -> list[Any]:
     names = {
-        "torch": torch, "F": F, "spmd": spmd, "ops": ops, "math": math,
+        "torch": torch, "F": F, "spmd": spmd, "ops": ops, "kernels": kernels, "math": math,
         "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V,
     }  # fmt: skip
     result = eval(source, names, operands)

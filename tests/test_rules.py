@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import rules_samples_fused  # noqa: F401  (registers its samplers)
 import rules_samples_layers  # noqa: F401  (registers its samplers)
 import rules_samples_parts  # noqa: F401  (registers its samplers)
 import torch

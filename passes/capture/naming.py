@@ -9,8 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-#: Names that mean something else in emitted source.
-_TAKEN = {"torch", "F", "spmd", "ops", "math", "I", "P", "R", "S", "V", "w", "self", *keyword.kwlist, *dir(builtins)}
+#: Names that emitted source uses itself.
+_OURS = ("torch", "F", "spmd", "ops", "kernels", "math", "I", "P", "R", "S", "V", "w", "self")
+#: Names that mean something else there.
+_TAKEN = {*_OURS, *keyword.kwlist, *dir(builtins)}
 
 
 class Namer:

@@ -114,6 +114,16 @@ FUNCTIONS: dict[str, str] = {
             "bilinear2d": "bilinear", "bicubic2d": "bicubic",
         }.items()
     },
+    # fused operators (runtime.kernels)
+    "meshwright.rms_norm.default": "kernels.rms_norm(input, weight, eps=eps, offset=offset)",
+    "meshwright.add_rms_norm.default": "kernels.add_rms_norm(input, residual, weight, eps=eps, offset=offset)",
+    "meshwright.layer_norm.default": "kernels.layer_norm(input, weight, bias, eps=eps)",
+    "meshwright.add_layer_norm.default": "kernels.add_layer_norm(input, residual, weight, bias, eps=eps)",
+    "meshwright.swiglu.default": "kernels.swiglu(gate, up)",
+    "meshwright.geglu.default": "kernels.geglu(gate, up, approximate=approximate)",
+    "meshwright.bias_gelu.default": "kernels.bias_gelu(input, bias, approximate=approximate)",
+    "meshwright.rotary.default": "kernels.rotary(input, cos, sin, interleaved=interleaved)",
+    "meshwright.rotary_pair.default": "kernels.rotary_pair(query, key, cos, sin, interleaved=interleaved)",
     # made from nothing (constants, whole on every rank)
     **_each("arange arange.start arange.start_step zeros ones full eye linspace scalar_tensor", "torch."),
     "aten.scalar_tensor.default": "torch.tensor(s, dtype=dtype)",

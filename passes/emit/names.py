@@ -10,7 +10,25 @@ from passes.ir.graph import Node
 
 #: Names that emitted source uses itself.
 RESERVED = frozenset(
-    {"torch", "F", "spmd", "ops", "math", "I", "P", "R", "S", "V", "w", "self", "Block", "Program", "layer", "layers"}
+    [
+        "torch",
+        "F",
+        "spmd",
+        "ops",
+        "kernels",
+        "math",
+        "I",
+        "P",
+        "R",
+        "S",
+        "V",
+        "w",
+        "self",
+        "Block",
+        "Program",
+        "layer",
+        "layers",
+    ]
 )
 #: Names for values whose operator is called like a builtin.
 _INSTEAD = {

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from spmd_types import I, P, R, S, V
 
-from runtime import ops
+from runtime import {modules}
 from runtime.program import Block
 '''
 
@@ -45,12 +45,15 @@ def render(sharded: ShardedGraph, expression: Expression) -> str:
         batch_axis=sharded.batch_axis,
     )
     program = _program_class(sharded, renderer, expression)
-    parts = [_HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh, part=sharded.part)]
+    parts = []
     for loop in loops:
         key = id(loop.block.section)
         name, arguments = block_names[key], renderer.entry_names[key]
         parts.append(_block_class(loop.block, name, arguments, sharded, expression))
-    return "\n\n".join([*parts, program])
+    parts.append(program)
+    modules = "kernels, ops" if any("kernels." in part for part in parts) else "ops"
+    header = _HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh, part=sharded.part, modules=modules)
+    return "\n\n".join([header, *parts])
 
 
 def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:

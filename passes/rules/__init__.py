@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.ir.graph import Node, Ref, Value
-from passes.rules import layers, reductions, structure, views
+from passes.rules import fused, layers, reductions, structure, views
 from passes.rules.call import Call, bind
 from passes.rules.flops import FLOPS
 from passes.rules.notation import instantiate
@@ -23,6 +23,7 @@ COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     **reductions.COMPUTED,
     **structure.COMPUTED,
     **layers.COMPUTED,
+    **fused.COMPUTED,
 }
 _CACHE: dict[Any, ShardingRule | None] = {}
 _CACHE_LIMIT = 4096

@@ -22,6 +22,8 @@ _OPERATORS: dict[str, str] = {
 }
 KINDS: dict[str, str] = {f"aten.{name}": kind for kind, names in _OPERATORS.items() for name in names.split()}
 KINDS["meshwright.cross_entropy"] = NORM
+KINDS.update((f"meshwright.{name}", NORM) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"))
+KINDS["meshwright.embedding"] = GATHER
 
 
 def kind_of(node: Node) -> str:

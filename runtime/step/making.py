@@ -18,7 +18,7 @@ from passes.shard import PlanMismatch, input_key
 from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.calls import Call, Path
-from runtime.engine import Planner, as_seen_by
+from runtime.engine import Planner, as_fused, as_seen_by
 from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
@@ -169,7 +169,8 @@ class Maker:
     def _capture(self, call: Call) -> Graph:
         key = (call.signature, self.model.training)
         if key not in self._graphs:
-            self._graphs[key] = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+            graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+            self._graphs[key] = as_fused(graph, self.plan)
         return self._graphs[key]
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:

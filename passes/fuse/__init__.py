@@ -1,0 +1,36 @@
+"""The pattern pass: what models spell out in many operators becomes calls of the fused ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.fuse.fuse import Match, NearMiss, Rewriter, already_fused
+from passes.fuse.table import ACTIVATIONS, OPERATORS
+from passes.ir.graph import Graph
+
+__all__ = ["Fused", "Match", "NearMiss", "fuse"]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A graph with fused operators: what was matched, and what nearly was."""
+
+    graph: Graph
+    matches: tuple[Match, ...]
+    near_misses: tuple[NearMiss, ...]
+
+
+def fuse(graph: Graph) -> Fused:
+    """``graph`` with every known pattern as the operator that computes it at once.
+
+    Every match is checked: the operators found and the fused one run on small random tensors, with gradients, and must
+    agree. The operators must be registered with torch (``runtime.kernels`` does that); patterns of others are left out.
+    """
+    first = Rewriter(graph, ACTIVATIONS)
+    named = first.run()
+    second = Rewriter(named, OPERATORS)
+    fused = second.run()
+    matches = [Match(each.row.name, each.root.module_path) for each in reversed(second.replaced.values())]
+    misses = [miss for name, miss in first.near_misses.items() if name not in second.taken]
+    misses += reversed(second.near_misses.values())
+    return Fused(fused, (*matches, *already_fused(fused)), tuple(misses))

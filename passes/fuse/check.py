@@ -1,0 +1,180 @@
+"""Is a match one: what was matched and what shall stand for it, run side by side on random tensors, with gradients.
+
+Both run in float64, casts and all, so that what is compared is what they mean. Dims are made small first: every large
+size becomes a small one of its own wherever it stands, also in the arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from passes.capture.interpret import run_node
+from passes.ir.graph import Node, Ref, Value, map_refs
+
+#: Sizes up to this stay as they are.
+LARGE = 4
+#: Most elements that a tensor of the check may have.
+MOST_ELEMENTS = 1 << 19
+#: Largest difference, relative to the largest entry, that rounding in float64 explains.
+EXACT = 1e-11
+#: The same for constants that are written with fewer digits than float64 has.
+ROUNDED = 1e-6
+#: Scales of the random inputs: at the smaller one, what is added under a root counts.
+_SCALES = (1.0, 1e-2)
+_FORCED = "MESHWRIGHT_KERNELS"
+
+#: Shape and dtype of an input.
+_Spec = tuple[tuple[int, ...], str]
+_Nodes = Sequence[Node]
+
+
+class CannotRun(Exception):
+    """The two sides cannot be run: why."""
+
+
+def difference(matched: _Nodes, fused: _Nodes, values: Mapping[str, Value]) -> float:
+    """Largest difference of results and gradients relative to the largest entry; each distinct pair is run once.
+
+    Args:
+        matched: the operators found, in order; the last one makes the result.
+        fused: what shall stand for them, the last one with the same result.
+        values: every value that either side takes.
+
+    Raises:
+        CannotRun: if an operator fails, or a tensor is too large whatever is made smaller.
+    """
+    made = {value.name for node in matched for value in node.outputs}
+    inputs = list(dict.fromkeys(name for node in matched for name in node.inputs if name not in made))
+    names = _short_names(inputs, matched, fused)
+    failure = "a tensor is too large to be tried out"
+    for sizes in _ways_to_shrink(inputs, matched, values):
+        specs = tuple((_resized(values[name].shape, sizes), values[name].dtype) for name in inputs)
+        if any(math.prod(shape) > MOST_ELEMENTS for shape, _ in specs):
+            continue
+        sides = tuple(tuple(_small(node, sizes, names) for node in nodes) for nodes in (matched, fused))
+        found = _compared(repr(sides), specs, _Hidden(sides))
+        if not isinstance(found, str):
+            return found
+        failure = found
+    raise CannotRun(failure)
+
+
+def _ways_to_shrink(inputs: Sequence[str], nodes: _Nodes, values: Mapping[str, Value]) -> list[dict[int, int]]:
+    """Large size → small size: of all dims that are nowhere the last one; of all."""
+    shapes = [values[name].shape for name in inputs] + [value.shape for node in nodes for value in node.outputs]
+    large = sorted({size for shape in shapes for size in shape if size > LARGE})
+    last = {shape[-1] for shape in shapes if shape}
+    outer = {size: 2 + place for place, size in enumerate(each for each in large if each not in last)}
+    return [outer, {size: LARGE + 2 + 2 * place for place, size in enumerate(large)}]
+
+
+def _resized(sizes: Sequence[int], small: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(small.get(size, size) for size in sizes)
+
+
+def _short_names(inputs: Sequence[str], matched: _Nodes, fused: _Nodes) -> dict[str, str]:
+    """Names that do not depend on where in the graph the match stands."""
+    names = {name: f"input{place}" for place, name in enumerate(inputs)}
+    for side, nodes in (("matched", matched), ("fused", fused)):
+        made = [value.name for node in nodes for value in node.outputs]
+        names.update((name, f"{side}{place}") for place, name in enumerate(made) if name not in inputs)
+    return names
+
+
+def _small(node: Node, sizes: Mapping[int, int], names: Mapping[str, str]) -> Node:
+    """The call in float64 with sizes made small, and without what says where it came from."""
+    outputs = tuple(Value(names[value.name], (), "float64") for value in node.outputs)
+    args, kwargs = (
+        _constants(map_refs(given, lambda ref: Ref(names[ref.name])), sizes) for given in (node.args, dict(node.kwargs))
+    )
+    return Node("call", node.op, args, kwargs, outputs)
+
+
+def _constants(argument: Any, sizes: Mapping[int, int]) -> Any:
+    if isinstance(argument, str) and argument.startswith(("dtype:float", "dtype:bfloat")):
+        return "dtype:float64"
+    if isinstance(argument, (list, tuple)):
+        return tuple(_constants(item, sizes) for item in argument)
+    if isinstance(argument, dict):
+        return {name: _constants(item, sizes) for name, item in argument.items()}
+    return sizes.get(argument, argument) if type(argument) is int else argument
+
+
+class _Hidden:
+    """The two sides, which a cache does not look at: their text is its key."""
+
+    def __init__(self, sides: tuple[_Nodes, ...]) -> None:
+        self.sides = sides
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hidden)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _compared(text: str, specs: tuple[_Spec, ...], hidden: _Hidden) -> float | str:
+    try:
+        with _alone():
+            return max(_difference_at(scale, specs, hidden.sides) for scale in _SCALES)
+    except Exception as error:  # whatever an operator raises for shapes that it does not take
+        return f"cannot be run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No mode, no dtype and no choice of kernels of the caller's counts."""
+    forced = os.environ.pop(_FORCED, None)
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            yield
+    finally:
+        if forced is not None:
+            os.environ[_FORCED] = forced
+
+
+def _difference_at(scale: float, specs: Sequence[_Spec], sides: tuple[_Nodes, ...]) -> float:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [_random(shape, dtype, scale, generator) for shape, dtype in specs]
+    results = [_run(nodes, inputs) for nodes in sides]
+    upstream = torch.randn(results[0].shape, dtype=torch.float64, generator=generator)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    gradients = [torch.autograd.grad(result, wanted, upstream, allow_unused=True) for result in results]
+    pairs = [(results[0].detach(), results[1].detach()), *zip(*gradients)]
+    return max(_relative(first, second) for first, second in pairs)
+
+
+def _random(shape: tuple[int, ...], dtype: str, scale: float, generator: torch.Generator) -> torch.Tensor:
+    if "float" not in dtype:
+        return torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
+    drawn = torch.randn(shape, dtype=torch.float64, generator=generator) * scale
+    return drawn.requires_grad_()
+
+
+def _run(nodes: _Nodes, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    values: dict[str, Any] = {f"input{place}": tensor for place, tensor in enumerate(inputs)}
+    for node in nodes:
+        values.update(zip((value.name for value in node.outputs), run_node(node, values)))
+    result: torch.Tensor = values[nodes[-1].output.name]
+    return result
+
+
+def _relative(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
+    if first is None or second is None:
+        given = first if first is not None else second
+        return 0.0 if given is None or not given.any() else math.inf
+    if first.shape != second.shape:
+        return math.inf
+    if not first.numel():
+        return 0.0
+    largest = float(first.abs().max())
+    distance = float((first - second).abs().max())
+    return distance / largest if largest else (math.inf if distance else 0.0)

@@ -1,0 +1,256 @@
+"""The pattern pass: what there are fused operators for becomes calls of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from passes.capture.naming import Namer, name_wishes
+from passes.fuse.build import CannotBuild, build, is_registered
+from passes.fuse.check import EXACT, ROUNDED, CannotRun, difference
+from passes.fuse.match import Found, Matcher
+from passes.fuse.table import ALREADY, Row
+from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
+
+#: A pattern of which this share is found, and at least so many operators, was nearly matched.
+NEARLY = 0.7
+AT_LEAST = 4
+#: Operators that cost nothing if they are done beside a fused operator that does them too.
+_FREE = frozenset(
+    (
+        "aten.slice.Tensor", "aten.select.int", "aten.split_with_sizes.default", "aten.unbind.int",
+        "aten.reshape.default", "aten.detach.default", "aten.to.dtype",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Match:
+    """What became a fused operator: the name of the pattern, and the module that computed it."""
+
+    pattern: str
+    module_path: str
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """What nearly matched, and why not."""
+
+    pattern: str
+    module_path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One match in the graph: the nodes that go, those that come, and the root whose place they take."""
+
+    row: Row
+    root: Node
+    gone: frozenset[str]
+    nodes: tuple[Node, ...]
+
+
+class Rewriter:
+    """Replaces what one table of patterns finds in one graph.
+
+    Attributes:
+        replaced: by the name of the root.
+        near_misses: by the name of the node at which the pattern ends.
+    """
+
+    def __init__(self, graph: Graph, rows: Sequence[Row]) -> None:
+        self.graph = graph
+        self.matcher = Matcher(graph)
+        self.rows = _by_root(rows)
+        self.users: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.inputs):
+                self.users.setdefault(name, []).append(node.name)
+        self.results = frozenset(graph.outputs.values())
+        self.order = {node.name: place for place, node in enumerate(graph.nodes)}
+        self.by_name = {node.name: node for node in graph.nodes}
+        self.tolerance = EXACT if any(value.dtype == "float64" for value in self._floats()) else ROUNDED
+        self.taken: set[str] = set()
+        self.replaced: dict[str, Replaced] = {}
+        self.near_misses: dict[str, NearMiss] = {}
+        self.inside_of_misses: set[str] = set()
+
+    def _floats(self) -> list[Value]:
+        return [value for value in self.graph.values.values() if "float" in value.dtype]
+
+    def run(self) -> Graph:
+        """The graph with everything replaced that can be."""
+        for node in reversed(self.graph.nodes):
+            if not node.constant and node.name not in self.taken:
+                self._at(node)
+        covered = self.taken | self.inside_of_misses
+        self.near_misses = {name: miss for name, miss in self.near_misses.items() if name not in covered}
+        return self._rewritten() if self.replaced else self.graph
+
+    def _at(self, node: Node) -> None:
+        """Try every pattern that may end in ``node``, or in what it casts."""
+        end = self.matcher.without_casts(node)
+        best: tuple[float, NearMiss] | None = None
+        for row in self.rows.get(end.op, ()):
+            found, attempt = self.matcher.find(row.tree, node)
+            if found is None:
+                share = attempt.reached / row.tree.size
+                if node is end and attempt.reached >= AT_LEAST and share >= NEARLY and (not best or share > best[0]):
+                    best = share, NearMiss(row.name, node.module_path, attempt.reason)
+                continue
+            reason = self._replace(row, node, found)
+            if reason is None:
+                return
+            if reason and node is end and (best is None or best[0] < 1):
+                best = 1.0, NearMiss(row.name, node.module_path, reason)
+                self.inside_of_misses |= found.inside - {node.name}
+        if best is not None:
+            self.near_misses[node.name] = best[1]
+
+    def _replace(self, row: Row, root: Node, found: Found) -> str | None:
+        """Replace a match, or say why not ("" if it is part of another)."""
+        if found.inside & self.taken:
+            return ""
+        shapes = {name: self.matcher.values[value].shape for name, value in found.tensors.items()}
+        failed = next((condition.text for condition in row.conditions if not condition.holds(shapes)), None)
+        if failed is not None:
+            return f"not so: {failed}"
+        outside = self._used_outside(root, found.inside)
+        if outside:
+            return outside
+        prefix = f"{root.name}__"
+        try:
+            nodes = build(row.result, found.tensors, found.constants, self.matcher.values, prefix=prefix)
+        except CannotBuild as error:
+            return str(error)
+        given, wanted = nodes[-1].output, root.output
+        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+            return f"it gives {list(wanted.shape)} {wanted.dtype}, the fused operator {list(given.shape)} {given.dtype}"
+        reason = self._differs(found, nodes)
+        if reason:
+            return reason
+        self._accept(row, root, found, nodes)
+        return None
+
+    def _used_outside(self, root: Node, inside: frozenset[str]) -> str:
+        """Why values of the pattern are needed besides its result, "" if none is."""
+        for name in inside - {root.name}:
+            node = self.by_name[name]
+            if node.op in _FREE:
+                continue
+            for value in node.outputs:
+                if value.name in self.results:
+                    return f"{value.name} inside of it is an output of the model"
+                others = [user for user in self.users.get(value.name, ()) if user not in inside]
+                if others:
+                    return f"{value.name} inside of it is used by {others[0]} too"
+        return ""
+
+    def _differs(self, found: Found, nodes: Sequence[Node]) -> str:
+        matched = [self.by_name[name] for name in sorted(found.inside | found.casts, key=self.order.__getitem__)]
+        try:
+            distance = difference(matched, nodes, self.matcher.values)
+        except CannotRun as error:
+            return str(error)
+        if distance <= self.tolerance:
+            return ""
+        return f"the fused operator gives something else: {distance:.1e} relative, {self.tolerance:.0e} allowed"
+
+    def _accept(self, row: Row, root: Node, found: Found, nodes: Sequence[Node]) -> None:
+        gone = {name for name in found.inside if self.by_name[name].op not in _FREE} | {root.name}
+        self.taken |= gone
+        self.replaced[root.name] = Replaced(row, root, frozenset(gone), tuple(nodes))
+
+    def _rewritten(self) -> Graph:
+        nodes: list[Node] = []
+        gone = {name for each in self.replaced.values() for name in each.gone}
+        for node in self.graph.nodes:
+            if node.name in self.replaced:
+                nodes.extend(self._placed(self.replaced[node.name]))
+            elif node.name not in gone:
+                nodes.append(node)
+        return renamed(without_dead(self.graph.replace(nodes=tuple(nodes)), among=self.graph), known=self.by_name)
+
+    def _placed(self, each: Replaced) -> list[Node]:
+        """The new nodes, each in the module of the operator that it stands for."""
+        old = {self.by_name[name].op: self.by_name[name] for name in each.gone}
+        placed = []
+        for node in each.nodes:
+            last = node is each.nodes[-1]
+            origin = each.root if last else old.get(node.op, each.root)
+            outputs = (each.root.output,) if last else node.outputs
+            placed.append(
+                replace(
+                    node,
+                    name=outputs[0].name,
+                    outputs=outputs,
+                    module_path=origin.module_path,
+                    module_class=origin.module_class,
+                )
+            )
+        return placed
+
+
+def _by_root(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the operator that they end in, the largest pattern first; without those whose result torch lacks."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: -row.tree.size):
+        if is_registered(row.result.ops[0]):
+            for op in row.tree.ops:
+                found.setdefault(op, []).append(row)
+    return found
+
+
+def without_dead(graph: Graph, *, among: Graph) -> Graph:
+    """``graph`` without the nodes that nothing uses and that something used in ``among``."""
+    used_before = {name for node in among.nodes for name in node.inputs} | set(among.outputs.values())
+    used = set(graph.outputs.values())
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        names = {value.name for value in node.outputs}
+        if names & used or not names & used_before:
+            used.update(node.inputs)
+            kept.append(node)
+    return graph.replace(nodes=tuple(reversed(kept)))
+
+
+def renamed(graph: Graph, *, known: Mapping[str, Node]) -> Graph:
+    """The graph with keys set, and values of new nodes named after their operator or module."""
+    namer = Namer()
+    for name in [*(v.name for v in graph.inputs), *(state.value.name for state in graph.states)]:
+        namer.name(name)
+    new = [node.name not in known or known[node.name].op != node.op for node in graph.nodes]
+    for node, is_new in zip(graph.nodes, new):
+        if not is_new:
+            for value in node.outputs:
+                namer.name(value.name)
+    names: dict[str, str] = {}
+    wishes = name_wishes([(node.module_path, node.op) for node in graph.nodes])
+    for node, is_new, wish in zip(graph.nodes, new, wishes):
+        if is_new:
+            several = len(node.outputs) > 1
+            for place, value in enumerate(node.outputs):
+                names[value.name] = namer.name(f"{wish}_{place}" if several else wish)
+    nodes = assign_keys(tuple(_with_names(node, names) for node in graph.nodes))
+    outputs = {path: names.get(name, name) for path, name in graph.outputs.items()}
+    return graph.replace(nodes=nodes, outputs=outputs)
+
+
+def _with_names(node: Node, names: Mapping[str, str]) -> Node:
+    if not any(name in names for name in (*node.inputs, *(value.name for value in node.outputs))):
+        return node
+
+    def rename(given: Any) -> Any:
+        return map_refs(given, lambda ref: Ref(names.get(ref.name, ref.name)))
+
+    outputs = tuple(replace(value, name=names.get(value.name, value.name)) for value in node.outputs)
+    return replace(
+        node, name=outputs[0].name, args=rename(node.args), kwargs=rename(dict(node.kwargs)), outputs=outputs
+    )
+
+
+def already_fused(graph: Graph) -> list[Match]:
+    """Operators of a graph that are fused as they were captured."""
+    return [Match(ALREADY[node.op], node.module_path) for node in graph.nodes if node.op in ALREADY]

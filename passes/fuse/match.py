@@ -1,0 +1,211 @@
+"""Does a pattern stand in a graph: a tree laid over the operators that make a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from passes.fuse.notation import Call, Literal, Sequence, Tensor, Tree
+from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref
+from passes.rules.call import REQUIRED, signature
+
+_CAST = "aten.to.dtype"
+#: Operators whose dims count from the end of a tensor with one more dim than their first operand's.
+_ADDS_DIM = ("aten.stack.default", "aten.unsqueeze.default")
+_DIMS = ("dim", "dims", "dim0", "dim1")
+#: What comes back for an argument that is not there.
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A pattern laid over a graph.
+
+    Attributes:
+        tensors: name in the pattern → value of the graph.
+        constants: name in the pattern → constant.
+        inside: names of the nodes that the pattern is made of.
+        casts: names of casts to a wider type before the tensors that the pattern takes.
+        count: how many operators of the pattern are found.
+    """
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
+    casts: frozenset[str] = frozenset()
+    count: int = 0
+
+
+@dataclass
+class Attempt:
+    """How far one tree came: ``reached`` operators were found, and why no more."""
+
+    reached: int = 0
+    reason: str = ""
+
+    def stop(self, count: int, reason: str) -> None:
+        if count > self.reached:
+            self.reached, self.reason = count, reason
+
+
+class Matcher:
+    """Lays trees over one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values = graph.values
+        self.makers: dict[str, tuple[Node, int]] = {
+            value.name: (node, place) for node in graph.nodes for place, value in enumerate(node.outputs)
+        }
+
+    def find(self, tree: Call, node: Node) -> tuple[Found | None, Attempt]:
+        """``tree`` with ``node``'s first output as its result, and how far that came."""
+        attempt = Attempt()
+        found = next(self._tree(tree, Ref(node.output.name), Found(), attempt), None)
+        return found, attempt
+
+    def maker(self, name: str) -> Node | None:
+        """The node that makes a value."""
+        made = self.makers.get(name)
+        return made[0] if made is not None else None
+
+    def is_cast(self, node: Node) -> bool:
+        """Whether ``node`` changes a floating-point type into another."""
+        return node.op == _CAST and "float" in node.output.dtype and "float" in self.values[node.inputs[0]].dtype
+
+    def without_casts(self, node: Node) -> Node:
+        """What makes the value that casts only pass on."""
+        while self.is_cast(node):
+            maker = self.maker(node.inputs[0])
+            if maker is None:
+                break
+            node = maker
+        return node
+
+    def _tree(self, tree: Tree, argument: Any, found: Found, attempt: Attempt) -> Iterator[Found]:
+        if isinstance(tree, Tensor):
+            yield from self._tensor(tree, argument, found)
+        elif isinstance(tree, Call):
+            if isinstance(argument, Ref):
+                yield from self._call(tree, argument.name, found, attempt)
+        elif isinstance(tree, Sequence):
+            if isinstance(argument, (list, tuple)) and len(argument) == len(tree.items):
+                yield from self._all(list(zip(tree.items, argument)), found, attempt)
+        elif isinstance(tree, Literal):
+            if same_constant(tree.value, argument):
+                yield found
+        elif not _has_ref(argument):
+            known = found.constants.get(tree.name, _ABSENT)
+            if known is _ABSENT:
+                yield replace(found, constants={**found.constants, tree.name: argument})
+            elif same_constant(known, argument):
+                yield found
+
+    def _tensor(self, tree: Tensor, argument: Any, found: Found) -> Iterator[Found]:
+        if tree.name == "_":
+            yield found
+            return
+        if not isinstance(argument, Ref):
+            return
+        name, casts = self._before_widening(argument.name)
+        if found.tensors.get(tree.name, name) == name:
+            yield replace(found, tensors={**found.tensors, tree.name: name}, casts=found.casts | casts)
+
+    def _before_widening(self, name: str) -> tuple[str, set[str]]:
+        casts: set[str] = set()
+        while (maker := self.maker(name)) is not None and self.is_cast(maker):
+            source = self.values[maker.inputs[0]]
+            if ITEM_SIZE[source.dtype] >= ITEM_SIZE[maker.output.dtype]:
+                break
+            casts.add(maker.name)
+            name = source.name
+        return name, casts
+
+    def _call(self, tree: Call, name: str, found: Found, attempt: Attempt) -> Iterator[Found]:
+        node, place = self.makers.get(name, (None, 0))
+        if node is None or node.constant:
+            return
+        if node.op not in tree.ops or place != tree.output:
+            if self.is_cast(node):
+                inside = replace(found, inside=found.inside | {node.name})
+                yield from self._call(tree, node.inputs[0], inside, attempt)
+            else:
+                attempt.stop(found.count, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
+            return
+        inside = replace(found, inside=found.inside | {node.name}, count=found.count + 1)
+        orders = self._orders(tree, node)
+        if not orders:
+            attempt.stop(inside.count, f"{_short(node.op)} has other arguments")
+        before = attempt.reached
+        for pairs in orders:
+            yield from self._all(pairs, inside, attempt)
+        if attempt.reached == before:
+            attempt.stop(inside.count, f"{_short(node.op)} has other arguments")
+
+    def _orders(self, tree: Call, node: Node) -> list[list[tuple[Tree, Any]]]:
+        """The arguments of ``tree`` beside those of ``node``, in every order that means the same."""
+        arguments = _bound(node)
+        parameters = [name for name, _ in signature(node.op) or ()]
+        if len(tree.args) > len(parameters):
+            return []
+        wanted = dict(zip(parameters, tree.args)) | dict(tree.kwargs)
+        defaults = dict(signature(node.op) or ())
+        for name, argument in arguments.items():
+            if name not in wanted and not same_constant(defaults[name], argument):
+                return []
+        if not set(wanted) <= set(arguments):
+            return []
+        rank = self._rank(node)
+        pairs = [(each, _from_the_end(each, arguments[name], name, rank)) for name, each in wanted.items()]
+        if not tree.commutes:
+            return [pairs]
+        (first, left), (second, right) = pairs[:2]
+        return [pairs, [(first, right), (second, left)]]
+
+    def _rank(self, node: Node) -> int:
+        first = self.values[node.inputs[0]] if node.inputs else node.output
+        return len(first.shape) + (node.op in _ADDS_DIM)
+
+    def _all(self, pairs: list[tuple[Tree, Any]], found: Found, attempt: Attempt) -> Iterator[Found]:
+        if not pairs:
+            yield found
+            return
+        (tree, argument), *rest = pairs
+        for each in self._tree(tree, argument, found, attempt):
+            yield from self._all(rest, each, attempt)
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """Every argument of a call by name, defaults filled in."""
+    parameters = signature(node.op) or ()
+    arguments = {name: default for name, default in parameters if default is not REQUIRED}
+    arguments.update(zip((name for name, _ in parameters), node.args))
+    return arguments | dict(node.kwargs)
+
+
+def _from_the_end(tree: Tree, argument: Any, name: str, rank: int) -> Any:
+    """A dim as the pattern counts it: from the end if it is negative there, and alone if it is one in a list."""
+    if name not in _DIMS or not isinstance(tree, Literal):
+        return argument
+    dims = argument if isinstance(argument, (list, tuple)) else (argument,)
+    if len(dims) != 1 or not isinstance(dims[0], int):
+        return argument
+    return dims[0] - rank if tree.value < 0 <= dims[0] else dims[0]
+
+
+def same_constant(first: Any, second: Any) -> bool:
+    """Whether two constants are the same, floats to six digits."""
+    if isinstance(first, bool) or isinstance(second, bool) or not isinstance(first, (int, float)):
+        if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+            return len(first) == len(second) and all(map(same_constant, first, second))
+        return type(first) is type(second) and bool(first == second)
+    return isinstance(second, (int, float)) and math.isclose(first, second, rel_tol=1e-6)
+
+
+def _has_ref(argument: Any) -> bool:
+    return isinstance(argument, Ref) or (isinstance(argument, (list, tuple)) and any(map(_has_ref, argument)))
+
+
+def _short(op: str) -> str:
+    return op.split(".")[1] if op.count(".") else op

@@ -1,0 +1,81 @@
+"""Rules of the fused operators (``meshwright.*.default``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from passes.rules.call import Call, named_dims
+from passes.rules.rule import Dims, ShardingRule
+
+
+def _aligned(shape: tuple[int, ...], full: Dims) -> Dims:
+    """Factors of a tensor that broadcasts to one of factors ``full``."""
+    return tuple(() if size == 1 else factors for size, factors in zip(shape, full[len(full) - len(shape) :]))
+
+
+def norm(call: Call) -> ShardingRule:
+    """Norms of the last dim, with a sum in front or not: it stays whole, and so do weight and bias."""
+    shape = call.shape("input")
+    dims = named_dims(shape, whole=[len(shape) - 1])
+    return call.rule(call.by_slot({"input": dims, "residual": dims}), [dims for _ in call.outputs])
+
+
+def pointwise(call: Call) -> ShardingRule:
+    """Gated activations, and one of a sum with a bias."""
+    dims = named_dims(call.outputs[0].shape)
+    return call.rule([_aligned(value.shape, dims) for value in call.inputs], [dims])
+
+
+def rotary(call: Call) -> ShardingRule:
+    """Pairs of entries of the last dim are turned together: it stays whole, in the angles too."""
+    shape = call.shape("input")
+    dims = named_dims(shape, whole=[len(shape) - 1])
+    return call.rule([_aligned(value.shape, dims) for value in call.inputs], [dims])
+
+
+def rotary_pair(call: Call) -> ShardingRule | None:
+    """Two tensors with the same angles, alike but for one dim, the heads: the one with more has (head, member)."""
+    query, key = call.shape("query"), call.shape("key")
+    if len(query) != len(key):
+        return None
+    whole = [len(query) - 1]
+    dims = named_dims(query, whole=whole)
+    other: Dims = dims
+    sizes: dict[str, int] = {}
+    for dim, (heads, groups) in enumerate(zip(query, key)):
+        if heads == groups:
+            continue
+        if heads % groups or sizes:
+            return None
+        sizes = {"h": groups, "m": heads // groups} if groups > 1 else {"m": heads}
+        group: tuple[str, ...] = ("h",) if groups > 1 else ()
+        dims = (*dims[:dim], (*group, "m"), *dims[dim + 1 :])
+        other = (*other[:dim], group, *other[dim + 1 :])
+    angles = tuple(() if len(factors) > 1 or factors == ("m",) else factors for factors in dims)
+    factors = [
+        {"query": dims, "key": other}.get(slot, _aligned(value.shape, angles))
+        for slot, value in zip(call.slots, call.inputs)
+    ]
+    return call.rule(factors, [dims, other], sizes=sizes)
+
+
+def embedding(call: Call) -> ShardingRule:
+    """Indices, hidden dim, and the vocabulary (each rank looks up its rows, partial sums come out)."""
+    indices = named_dims(call.shape("indices"))
+    rows, hidden = call.shape("weight")
+    table: Dims = (("v",) if rows != 1 else (), ("h",) if hidden != 1 else ())
+    inputs = call.by_slot({"indices": indices, "weight": table})
+    return call.rule(inputs, [(*indices, table[1])], terms=((call.slots.index("weight"),),), passes_partial=False)
+
+
+COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+    f"meshwright.{name}.default": rule
+    for rule, names in {
+        norm: "rms_norm add_rms_norm layer_norm add_layer_norm",
+        pointwise: "swiglu geglu bias_gelu",
+        rotary: "rotary",
+        rotary_pair: "rotary_pair",
+        embedding: "embedding",
+    }.items()
+    for name in names.split()
+}

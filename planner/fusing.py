@@ -1,0 +1,81 @@
+"""Fuse a captured graph for planning, and say what that did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from passes.fuse import Fused, fuse
+from passes.ir.graph import Graph
+from passes.plan_data import FusionPlan, PatternPlan
+
+
+def fused_for_planning(graph: Graph) -> tuple[Graph, FusionPlan]:
+    """``graph`` with fused operators, and the report that goes into its plan."""
+    # Registers the operators; without torch at import, as all of planning.
+    import runtime.kernels  # noqa: F401
+
+    found = fuse(graph)
+    return found.graph, report(graph, found)
+
+
+def report(graph: Graph, found: Fused) -> FusionPlan:
+    """What fusing ``graph`` found and saved."""
+    return FusionPlan(
+        matches=_grouped((match.pattern, "", match.module_path) for match in found.matches),
+        near_misses=_grouped((miss.pattern, miss.reason, miss.module_path) for miss in found.near_misses),
+        operators=(_operators(graph), _operators(found.graph)),
+        saved_bytes=(saved_bytes(graph), saved_bytes(found.graph)),
+    )
+
+
+def saved_bytes(graph: Graph) -> int:
+    """Bytes of activations that autograd keeps for the backward pass of the whole model on one device."""
+    from passes.autograd import activations, kept_by_autograd, storage_roots
+    from planner.search.liveness import live_nodes
+
+    kept = kept_by_autograd(graph, live_nodes(graph))
+    roots = storage_roots(graph)
+    made = activations(graph)
+    held = {roots[name] for entry in kept.values() for name in entry.values} & made
+    values = graph.values
+    return sum(values[name].num_bytes for name in held) + sum(
+        extra.num_bytes for entry in kept.values() for extra in entry.extras
+    )
+
+
+def _operators(graph: Graph) -> int:
+    return sum(not node.constant for node in graph.nodes)
+
+
+def _grouped(entries: Iterable[tuple[str, str, str]]) -> tuple[PatternPlan, ...]:
+    """One entry for each pattern and reason, its modules folded."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for pattern, reason, path in entries:
+        modules.setdefault((pattern, re.sub(r"\b\w*\d\w*\b inside", "a value inside", reason)), []).append(path)
+    return tuple(
+        PatternPlan(pattern, len(paths), fold_paths(paths), reason) for (pattern, reason), paths in modules.items()
+    )
+
+
+def fold_paths(paths: Sequence[str]) -> tuple[str, ...]:
+    """Module paths that differ in numbers alone as one, ``model.layers.{0..31}.mlp``; "" is written "the model"."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for path in paths:
+        numbers = tuple(int(part) for part in path.split(".") if part.isdigit())
+        pattern = ".".join("{}" if part.isdigit() else part for part in path.split("."))
+        groups.setdefault(pattern or "the model", []).append(numbers)
+    return tuple(
+        pattern.format(*(_range(column) for column in zip(*dict.fromkeys(numbers))))
+        for pattern, numbers in groups.items()
+    )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """``{0..31}``; ``{0,2,4}`` where numbers are left out; one number as itself."""
+    found = sorted(set(numbers))
+    if len(found) == 1:
+        return str(found[0])
+    if found == list(range(found[0], found[-1] + 1)):
+        return f"{{{found[0]}..{found[-1]}}}"
+    return "{" + ",".join(map(str, found)) + "}"

@@ -1,0 +1,92 @@
+"""Samplers of the fused operators, for ``test_rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from rules_samples import SAMPLERS, Arguments, Draw, Sampler
+
+import runtime.kernels  # noqa: F401  (registers the operators)
+
+
+def fused(*names: str) -> Callable[[Sampler], Sampler]:
+    def register(function: Sampler) -> Sampler:
+        SAMPLERS.update((f"meshwright.{name}.default", function) for name in names)
+        return function
+
+    return register
+
+
+def _norm(draw: Draw, *, residual: bool, bias: bool) -> Arguments:
+    shape = [*draw.shape(0, 2), draw.of(2, 3, 4)]
+    vectors = [draw.normal(shape[-1]) if draw.flag() else None for _ in range(1 + bias)]
+    inputs = [draw.normal(*shape) for _ in range(1 + residual)]
+    return (*inputs, *vectors, 1e-3), {}
+
+
+@fused("rms_norm")
+def rms_norm(draw: Draw) -> Arguments:
+    args, _ = _norm(draw, residual=False, bias=False)
+    return args, {"offset": draw.of(0.0, 1.0)}
+
+
+@fused("add_rms_norm")
+def add_rms_norm(draw: Draw) -> Arguments:
+    args, _ = _norm(draw, residual=True, bias=False)
+    return args, {"offset": draw.of(0.0, 1.0)}
+
+
+@fused("layer_norm")
+def layer_norm(draw: Draw) -> Arguments:
+    return _norm(draw, residual=False, bias=True)
+
+
+@fused("add_layer_norm")
+def add_layer_norm(draw: Draw) -> Arguments:
+    return _norm(draw, residual=True, bias=True)
+
+
+@fused("swiglu")
+def swiglu(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.normal(*shape), draw.normal(*shape)), {}
+
+
+@fused("geglu")
+def geglu(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.normal(*shape), draw.normal(*shape)), {"approximate": draw.of("none", "tanh")}
+
+
+@fused("bias_gelu")
+def bias_gelu(draw: Draw) -> Arguments:
+    shape = draw.shape()
+    return (draw.normal(*shape), draw.normal(shape[-1])), {"approximate": draw.of("none", "tanh")}
+
+
+def _angles(draw: Draw, shape: list[int]) -> list[torch.Tensor]:
+    """Cosines and sines [length, width] for [..., length, width], with leading dims of size 1 or none."""
+    width = draw.of(*(width for width in (2, 4) if width <= shape[-1]))
+    leading = [1] * draw.int(0, len(shape) - 2)
+    return [draw.normal(*leading, shape[-2], width) for _ in range(2)]
+
+
+@fused("rotary")
+def rotary(draw: Draw) -> Arguments:
+    shape = [*draw.shape(1, 3), draw.of(2, 4, 6)]
+    return (draw.normal(*shape), *_angles(draw, shape), draw.flag()), {}
+
+
+@fused("rotary_pair")
+def rotary_pair(draw: Draw) -> Arguments:
+    batch, groups, members, length, width = draw.size(), draw.size(), draw.of(1, 2), draw.size(), draw.of(2, 4, 6)
+    query, key = [batch, groups * members, length, width], [batch, groups, length, width]
+    return (draw.normal(*query), draw.normal(*key), *_angles(draw, query), draw.flag()), {}
+
+
+@fused("embedding")
+def embedding(draw: Draw) -> Arguments:
+    rows = draw.of(2, 4, 6)
+    indices = draw.integers(0, rows, *draw.shape(1, 2))
+    return (indices, draw.normal(rows, draw.size())), {"padding_idx": draw.of(None, 0, rows - 1)}
