@@ -1,0 +1,210 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021).
+
+Pairs of elements are turned: ``(a, b) -> (a·cos_a - b·sin_a, b·cos_b + a·sin_b)``, with each element's own cos and sin.
+The gradient is turned back by the transposed rotation: ``(a, b) -> (a·cos_a + b·sin_b, b·cos_b - a·sin_a)``, so nothing
+but cos and sin is kept for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from runtime.kernels.library import differentiable, register, wide_dtype
+from runtime.kernels.rotary_kernels import Rotation, rotate
+
+
+def rotary(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first entries of each row of ``input``; the others pass through.
+
+    Args:
+        input: ``[..., width]``, in any layout; the result is laid out likewise, with whole rows.
+        cos, sin: ``[..., rotated]`` with ``rotated <= width`` even; broadcast against the other dims of ``input``.
+        interleaved: pairs are the entries 2i and 2i + 1 (as in GPT-J) instead of i and i + rotated / 2 (as in Llama).
+
+    Returns:
+        ``input``'s shape, rounded once to the type to which the three promote.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check(input, cos, sin)
+    result: torch.Tensor = _forward(input, cos, sin, interleaved)
+    return result
+
+
+def check(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Raises ValueError unless cos and sin can rotate the input."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not 0 < table.dim() <= input.dim() or any(
+            size not in (1, wanted) for size, wanted in zip(reversed(table.shape[:-1]), reversed(input.shape[:-1]))
+        ):
+            raise ValueError(
+                f"{name} is {tuple(table.shape)} and the input {tuple(input.shape)}: expected all dims but the last to "
+                "broadcast to the input's; unsqueeze the dim of the heads"
+            )
+    rotated = cos.shape[-1]
+    if sin.shape[-1] != rotated or rotated % 2 or rotated > input.shape[-1]:
+        raise ValueError(
+            f"cos and sin give {rotated} and {sin.shape[-1]} entries of a row of {input.shape[-1]}: expected the same "
+            "even number, at most the row's"
+        )
+
+
+def _pairs(tensor: torch.Tensor, rotated: int, *, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if interleaved:
+        return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
+    return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
+
+
+def out_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The type to which all promote."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a rotated tensor: laid out as that is, so that a later reshape copies nothing, but with whole rows."""
+    room = torch.empty_like(tensor, dtype=dtype)
+    return room if room.stride(-1) == 1 else tensor.new_empty(tensor.shape, dtype=dtype)
+
+
+def aten_rotate(
+    input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """``input`` rotated, in ``dtype``, laid out as it was."""
+    computed = wide_dtype(input, cos, sin)
+    input, cos, sin = (tensor.to(computed) for tensor in (input, cos, sin))
+    rotated = cos.shape[-1]
+    out = like(input, computed)
+    torch.mul(input[..., :rotated], cos, out=out[..., :rotated])
+    first, second = _pairs(input, rotated, interleaved=rotation.interleaved)
+    out_first, out_second = _pairs(out, rotated, interleaved=rotation.interleaved)
+    first_sin, second_sin = _pairs(sin, rotated, interleaved=rotation.interleaved)
+    if rotation.transposed:
+        out_first.addcmul_(second, second_sin)
+        out_second.addcmul_(first, first_sin, value=-1)
+    else:
+        out_first.addcmul_(second, first_sin, value=-1)
+        out_second.addcmul_(first, second_sin)
+    if rotated < input.shape[-1]:
+        out[..., rotated:] = input[..., rotated:]
+    return out.to(dtype)
+
+
+def triton_rotate(
+    inputs: Sequence[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotation: Rotation,
+    *,
+    dtypes: Sequence[torch.dtype],
+) -> list[torch.Tensor]:
+    """As ``aten_rotate`` of each, in one kernel."""
+    outputs = [like(tensor, dtype) for tensor, dtype in zip(inputs, dtypes, strict=True)]
+    rotate(inputs, outputs, cos, sin, rotation)
+    return outputs
+
+
+def _aten(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    return aten_rotate(input, cos, sin, Rotation(interleaved), dtype=out_dtype(input, cos, sin))
+
+
+def _triton(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    dtypes = [out_dtype(input, cos, sin)]
+    return triton_rotate([input], cos, sin, Rotation(interleaved), dtypes=dtypes)[0]
+
+
+def _shape(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    return like(input, out_dtype(input, cos, sin))
+
+
+def _aten_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return aten_rotate(grad, cos, sin, Rotation(interleaved, transposed=True), dtype=dtype)
+
+
+def _triton_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return triton_rotate([grad], cos, sin, Rotation(interleaved, transposed=True), dtypes=[dtype])[0]
+
+
+def _shape_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return like(grad, dtype)
+
+
+def _tables(
+    grad: torch.Tensor, input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of cos and sin, in the type computed in. Tables are seldom learned, so torch's operators will do."""
+    dtype, rotated = wide_dtype(grad, input, cos, sin), cos.shape[-1]
+    grad, input = grad[..., :rotated].to(dtype), input[..., :rotated].to(dtype)
+    first, second = _pairs(input, rotated, interleaved=interleaved)
+    grad_sin = torch.empty_like(grad)
+    first_sin, second_sin = _pairs(grad_sin, rotated, interleaved=interleaved)
+    first_grad, second_grad = _pairs(grad, rotated, interleaved=interleaved)
+    torch.mul(first_grad, second, out=first_sin).neg_()
+    torch.mul(second_grad, first, out=second_sin)
+    return (grad * input).sum_to_size(cos.shape).contiguous(), grad_sin.sum_to_size(sin.shape).contiguous()
+
+
+def _shapes_tables(
+    grad: torch.Tensor, input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = wide_dtype(grad, input, cos, sin)
+    return cos.new_empty(cos.shape, dtype=dtype), sin.new_empty(sin.shape, dtype=dtype)
+
+
+_forward = register(
+    "rotary(Tensor input, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
+    aten=_aten,
+    triton=_triton,
+    shapes=_shape,
+)
+_backward = register(
+    "rotary_backward(Tensor grad, Tensor cos, Tensor sin, bool interleaved, ScalarType dtype) -> Tensor",
+    aten=_aten_backward,
+    triton=_triton_backward,
+    shapes=_shape_backward,
+)
+_tables_backward = register(
+    "rotary_tables_backward(Tensor grad, Tensor input, Tensor cos, Tensor sin, bool interleaved) -> (Tensor, Tensor)",
+    aten=_tables,
+    triton=_tables,
+    shapes=_shapes_tables,
+)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep cos and sin; what was rotated only where these are learned."""
+    *tensors, cos, sin, ctx.interleaved = inputs
+    ctx.dtypes = [tensor.dtype for tensor in tensors]
+    ctx.learned = any(ctx.needs_input_grad[len(tensors) : len(tensors) + 2])
+    ctx.save_for_backward(cos, sin, *(tensors if ctx.learned else ()))
+
+
+def table_gradients(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of cos and sin, from those of all that they rotated."""
+    if not ctx.learned:
+        return None, None
+    cos, sin, *tensors = ctx.saved_tensors
+    parts = [
+        _tables_backward(grad, tensor, cos, sin, ctx.interleaved) for grad, tensor in zip(grads, tensors, strict=True)
+    ]
+    grad_cos, grad_sin = (sum(part[1:], start=part[0]) for part in zip(*parts, strict=True))
+    return grad_cos.to(cos.dtype), grad_sin.to(sin.dtype)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors[:2]
+    grad_input = _backward(grad, cos, sin, ctx.interleaved, *ctx.dtypes) if ctx.needs_input_grad[0] else None
+    return grad_input, *table_gradients(ctx, grad), None
+
+
+differentiable(_forward, save=save, backward=_gradient)
