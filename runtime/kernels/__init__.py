@@ -3,19 +3,10 @@
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
+from runtime.kernels.linear_cross_entropy import linear_cross_entropy
 from runtime.kernels.rms_norm import add_rms_norm, rms_norm
 from runtime.kernels.rotary import rotary
 from runtime.kernels.rotary_pair import rotary_pair
 from runtime.kernels.swiglu import swiglu
 
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "cross_entropy",
-    "geglu",
-    "layer_norm",
-    "rms_norm",
-    "rotary",
-    "rotary_pair",
-    "swiglu",
-]
+__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "geglu", "layer_norm", "linear_cross_entropy", "rms_norm", "rotary", "rotary_pair", "swiglu"]

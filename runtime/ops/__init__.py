@@ -5,6 +5,7 @@ All are written with torch operators that run on real process groups, on a fake 
 """
 
 from runtime.ops.attention import scaled_dot_product_attention
+from runtime.ops.linear_cross_entropy import linear_cross_entropy
 from runtime.ops.microbatch import (
     Microbatch,
     current_microbatch,
@@ -33,6 +34,7 @@ __all__ = [
     "embedding",
     "get_random_state",
     "in_microbatch",
+    "linear_cross_entropy",
     "of_first_microbatch",
     "of_microbatch",
     "rand_like",

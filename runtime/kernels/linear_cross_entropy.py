@@ -1,0 +1,343 @@
+"""Cross-entropy of a linear layer's logits, a chunk of tokens at a time, so that all logits are never held.
+
+Backward computes the logits of a chunk once more, makes them their own gradient in place, and adds up the weight's
+gradient (the idea of Liger Kernel: Hsu et al., "Liger Kernel: Efficient Triton kernels for LLM training", 2024). The
+products are torch's, the row work is that of ``runtime.kernels.logit_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.cross_entropy import check_classes, check_smoothing, check_target, losses_of
+from runtime.kernels.library import differentiable, register
+from runtime.kernels.logit_rows import aten_gradient, aten_sums, shapes_of_sums, triton_gradient, triton_sums
+
+#: Fewest tokens in a chunk. Each chunk reads and writes the float32 gradient of the weight once, 8 bytes for an
+#: element, and multiplies 2·tokens times for it: with fewer tokens a GPU would spend most of the time on the former.
+LEAST_CHUNK = 1024
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """``cross_entropy(linear(hidden, weight, bias), target)`` for each token.
+
+    Args:
+        hidden: [..., h].
+        weight, bias: [v, h] and [v], of the same dtype.
+        target: class indices [...].
+        chunk_tokens: tokens of which the logits are held at a time; by default ``tokens_at_a_time``.
+
+    Returns:
+        [...] in the dtype of ``hidden``; under autocast the product is in its dtype and losses are float32.
+
+    Raises:
+        ValueError: if shapes, dtypes or options are wrong.
+        IndexError: on a CPU, if a target is no class; elsewhere its loss is NaN.
+    """
+    check_linear(hidden, weight, bias, target, chunk_tokens)
+    check_smoothing(label_smoothing)
+    hidden, weight, bias, dtype = as_autocast(hidden, weight, bias)
+    losses: torch.Tensor = _forward(
+        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, chunk_tokens, dtype
+    )
+    return losses
+
+
+def tokens_at_a_time(tokens: int, hidden: int, vocabulary: int) -> int:
+    """Tokens in a chunk: so many that their logits are as large as ``hidden`` of all tokens, but not too few."""
+    return min(max(-(-tokens * hidden // max(vocabulary, 1)), LEAST_CHUNK), max(tokens, 1))
+
+
+def linear_row_sums(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    start: torch.Tensor | None,
+    *,
+    smoothing: bool,
+    chunk_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``runtime.kernels.cross_entropy.row_sums`` of the logits."""
+    sums: tuple[torch.Tensor, torch.Tensor] = _sums(hidden, weight, bias, target, start, smoothing, chunk_tokens)
+    return sums
+
+
+def linear_gradients(
+    wanted: Sequence[bool],
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    statistic: torch.Tensor | None,
+    start: torch.Tensor | None,
+    *,
+    vocabulary: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_tokens: int | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of hidden, weight and bias, None for those not ``wanted``.
+
+    ``statistic`` [2, ...] is that of ``losses_of``; without it each chunk's own logits give it (then they must have
+    all classes).
+    """
+    wanted = [needed and tensor is not None for needed, tensor in zip(wanted, (hidden, weight, bias))]
+    tensors = (grad, hidden, weight, bias, target, statistic, start)
+    found = _backward(*tensors, vocabulary, ignore_index, label_smoothing, z_loss, chunk_tokens, wanted)
+    return tuple(gradient if needed else None for gradient, needed in zip(found, wanted))
+
+
+def as_autocast(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype]:
+    """The operands as autocast would give them to a linear layer, and the dtype that it would give losses."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+        return hidden, weight, bias, hidden.dtype
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), torch.float32
+
+
+def check_linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    chunk_tokens: int | None,
+) -> None:
+    check_target(hidden.shape[:-1], target)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight is {list(weight.shape)}, expected [classes, {hidden.shape[-1]}] as hidden has")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)}, expected one number for each class, [{weight.shape[0]}]")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}, expected at least 1, or None to choose")
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_tokens: int | None) -> Iterator[slice]:
+    """Places of the tokens of each chunk among all."""
+    tokens = hidden.shape[:-1].numel()
+    step = chunk_tokens or tokens_at_a_time(tokens, hidden.shape[-1], weight.shape[0])
+    for first in range(0, tokens, step):
+        yield slice(first, min(first + step, tokens))
+
+
+def _sums_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
+    def run(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        start: torch.Tensor | None,
+        smoothing: bool,
+        chunk_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        largest, sums = shapes_of_sums(hidden, target, start, smoothing)
+        flat_largest, flat_sums = largest.view(-1), sums.view(len(sums), -1)
+        rows, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+        with _without_autocast(hidden):
+            for lines in _chunks(hidden, weight, chunk_tokens):
+                found = row_sums(F.linear(rows[lines], weight, bias), classes[lines], start, smoothing)
+                flat_largest[lines], flat_sums[:, lines] = found
+        return largest, sums
+
+    return run
+
+
+def _losses_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
+    sums_of = _sums_with(row_sums)
+
+    def run(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        chunk_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if target.device.type == "cpu":
+            check_classes(target, weight.shape[0], ignore_index)
+        losses, _ = losses_of(
+            *sums_of(hidden, weight, bias, target, None, label_smoothing > 0, chunk_tokens),
+            target,
+            vocabulary=weight.shape[0],
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
+        return losses.to(dtype or hidden.dtype)
+
+    return run
+
+
+def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., Any]) -> Callable[..., Any]:
+    def run(
+        grad: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        statistic: torch.Tensor | None,
+        start: torch.Tensor | None,
+        vocabulary: int,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        chunk_tokens: int | None,
+        wanted: Sequence[bool],
+    ) -> tuple[torch.Tensor, ...]:
+        options = (vocabulary, ignore_index, label_smoothing, z_loss)
+        rows, classes, grads = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), grad.reshape(-1)
+        known = None if statistic is None else statistic.reshape(2, -1)
+        by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, wanted)
+        with _without_autocast(hidden):
+            for lines in _chunks(hidden, weight, chunk_tokens):
+                logits = F.linear(rows[lines], weight, bias)
+                if known is None:
+                    sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
+                    _, of_chunk = losses_of(*sums, classes[lines], **_named(options))
+                else:
+                    of_chunk = known[:, lines]
+                row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *options)
+                if wanted[0]:
+                    torch.mm(logits, weight, out=by_hidden.view(rows.shape)[lines])
+                if wanted[1]:
+                    _add_product(by_weight, logits.t(), rows[lines])
+                if wanted[2]:
+                    by_bias += logits.sum(0, dtype=by_bias.dtype)
+        return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
+
+    return run
+
+
+def _named(options: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(("vocabulary", "ignore_index", "label_smoothing", "z_loss"), options))
+
+
+def _totals(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for the gradients; those of weight and bias are added up in at least float32. Nothing if not wanted."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    by_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
+    by_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=wide)
+    return by_hidden, by_weight, weight.new_zeros(weight.shape[:1] if wanted[2] else 0, dtype=wide)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """``total += left @ right``, not rounded to the dtype of the factors in between."""
+    if total.dtype != left.dtype and total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _without_autocast(hidden: torch.Tensor) -> torch.autocast:
+    """Backward is not under autocast either: both must compute the same logits."""
+    return torch.autocast(hidden.device.type, enabled=False)
+
+
+def _shapes_of_sums(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    start: torch.Tensor | None,
+    smoothing: bool,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return shapes_of_sums(hidden, target, start, smoothing)
+
+
+def _shape(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return hidden.new_empty(target.shape, dtype=dtype or hidden.dtype)
+
+
+def _shapes_of_gradients(
+    grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
+) -> tuple[torch.Tensor, ...]:
+    by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, options[-1])
+    return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
+
+
+_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+_forward = register(
+    f"linear_cross_entropy({_OPERANDS}, int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
+    "int? chunk_tokens=None, ScalarType? dtype=None) -> Tensor",
+    aten=_losses_with(aten_sums),
+    triton=_losses_with(triton_sums),
+    shapes=_shape,
+)
+_sums = register(
+    f"linear_cross_entropy_sums({_OPERANDS}, Tensor? start, bool smoothing, int? chunk_tokens=None)"
+    " -> (Tensor, Tensor)",
+    aten=_sums_with(aten_sums),
+    triton=_sums_with(triton_sums),
+    shapes=_shapes_of_sums,
+)
+_backward = register(
+    f"linear_cross_entropy_backward(Tensor grad, {_OPERANDS}, Tensor? statistic, Tensor? start, int vocabulary, "
+    "int ignore_index, float label_smoothing, float z_loss, int? chunk_tokens, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor)",
+    aten=_gradients_with(aten_sums, aten_gradient),
+    triton=_gradients_with(triton_sums, triton_gradient),
+    shapes=_shapes_of_gradients,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.chunk_tokens, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    hidden, weight, bias, target = ctx.saved_tensors
+    found = linear_gradients(
+        ctx.needs_input_grad[:3],
+        grad,
+        hidden,
+        weight,
+        bias,
+        target,
+        None,
+        None,
+        vocabulary=weight.shape[0],
+        ignore_index=ctx.ignore_index,
+        label_smoothing=ctx.label_smoothing,
+        z_loss=ctx.z_loss,
+        chunk_tokens=ctx.chunk_tokens,
+    )
+    return *found, None, None, None, None, None, None
+
+
+differentiable(_forward, save=_save, backward=_gradient)

@@ -1,0 +1,103 @@
+"""Cross-entropy of a linear layer's logits that are never all held, with the vocabulary sharded over mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+
+from runtime import kernels
+from runtime.kernels.cross_entropy import check_smoothing
+from runtime.kernels.linear_cross_entropy import as_autocast, check_linear, linear_gradients, linear_row_sums
+from runtime.ops.types import first_of_shard, groups_of
+from runtime.ops.vocabulary import LossOptions, reduced_losses, reduced_type
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    vocabulary: int | None = None,
+    axes: Sequence[str] = (),
+) -> torch.Tensor:
+    """``cross_entropy(linear(hidden, weight, bias), target)`` of each position, with few logits held at a time.
+
+    Args:
+        hidden: [..., h], R on ``axes``: its gradient is a partial sum.
+        weight, bias: [v, h] and [v], sharded along v over ``axes`` (outermost first), whole if there are none.
+        target: class indices, [...], the same on all ranks of ``axes``.
+        chunk_tokens: positions of which the logits are held at a time; None to choose.
+        vocabulary: size of v on all ranks together; required with ``axes``.
+
+    Returns:
+        Losses [...] as ``cross_entropy`` gives them, with its two all-reduces per axis for all positions together.
+    """
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    if not axes:
+        return kernels.linear_cross_entropy(hidden, weight, target, bias, **options, chunk_tokens=chunk_tokens)
+    assert vocabulary is not None, "a sharded vocabulary needs its whole size"
+    check_linear(hidden, weight, bias, target, chunk_tokens)
+    check_smoothing(label_smoothing)
+    start = first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
+    hidden, weight, bias, dtype = as_autocast(hidden, weight, bias)
+    losses: torch.Tensor = _ShardedLinearCrossEntropy.apply(
+        hidden, weight, bias, target, start, LossOptions(vocabulary, **options), chunk_tokens, dtype, groups_of(axes)
+    )
+    return losses
+
+
+class _ShardedLinearCrossEntropy(torch.autograd.Function):
+    """With local rows of the weight [v / ranks, h]; ``start`` [1] is the class of the first of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        start: torch.Tensor,
+        loss: LossOptions,
+        chunk_tokens: int | None,
+        dtype: torch.dtype,
+        groups: tuple[dist.ProcessGroup, ...],
+    ) -> torch.Tensor:
+        smoothing = loss.label_smoothing > 0
+        local = linear_row_sums(hidden, weight, bias, target, start, smoothing=smoothing, chunk_tokens=chunk_tokens)
+        losses, statistic = reduced_losses(*local, target, weight.shape[0], loss, groups)
+        ctx.save_for_backward(hidden, weight, bias, target, statistic, start)
+        ctx.options = {**loss._asdict(), "chunk_tokens": chunk_tokens}
+        return losses.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        found = linear_gradients(ctx.needs_input_grad[:3], grad, *ctx.saved_tensors, **ctx.options)
+        return *found, None, None, None, None, None, None
+
+    @staticmethod
+    def spmd_typecheck(
+        *,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        start: torch.Tensor,
+        groups: tuple[dist.ProcessGroup, ...],
+    ) -> Any:
+        spmd.rules.ignore(start)
+        if bias is None:
+            losses = spmd.rules.einsum("...h,vh,...->...", hidden, weight, target)
+        else:
+            losses = spmd.rules.einsum("...h,vh,v,...->...", hidden, weight, bias, target)
+        operands = (hidden, weight, bias)
+        has_gradient = any(operand is not None and operand.requires_grad for operand in operands)
+        return reduced_type(losses, groups, has_gradient=has_gradient)
