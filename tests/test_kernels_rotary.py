@@ -61,8 +61,8 @@ def test_rotary(
 ) -> None:
     table_sizes = [1 if one else size for size, one in zip(sizes, shared, strict=True)]
     check_accuracy(
-        lambda *tensors: kernels.rotary(*tensors, interleaved=interleaved),
-        lambda *tensors: _definition(*tensors, interleaved=interleaved),
+        lambda query, cos, sin: kernels.rotary(query, cos, sin, interleaved),
+        lambda query, cos, sin: _definition(query, cos, sin, interleaved),
         [random_tensor((*sizes, 2 * half + rest), 0), *_tables((*table_sizes, 2 * half))],
         dtype=dtype,
         implementation=implementation,
@@ -79,8 +79,8 @@ def test_rotary_pair(
 ) -> None:
     query, key = (random_tensor((2, count, 5, 6 + rest), count) for count in heads)
     check_accuracy(
-        lambda *tensors: kernels.rotary_pair(*tensors, interleaved=interleaved),
-        lambda *tensors: _pair_definition(*tensors, interleaved=interleaved),
+        lambda query, key, cos, sin: kernels.rotary_pair(query, key, cos, sin, interleaved),
+        lambda query, key, cos, sin: _pair_definition(query, key, cos, sin, interleaved),
         [query, key, *_tables((1, 1, 5, 6))],
         dtype=dtype,
         implementation=implementation,
@@ -144,16 +144,22 @@ def test_layouts_give_the_same(interleaved: bool) -> None:
 def test_what_is_laid_out_by_length_stays_so(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_KERNELS", implementation)
     query = _as_projected(random_tensor((2, 4, 5, 8), 0)).requires_grad_()
-    out = kernels.rotary(query, *_tables((5, 8)))
+    cos, sin = _tables((5, 8))
+    out = kernels.rotary(query, cos, sin)
     (grad,) = torch.autograd.grad(out, [query], torch.empty_like(out).fill_(1.0))
     assert out.stride() == query.stride() == grad.stride()
 
 
 def test_only_tables_are_kept() -> None:
     kept: list[tuple[int, ...]] = []
-    query, tables = random_tensor((2, 4, 5, 8), 0).requires_grad_(), _tables((5, 8))
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)), lambda _: None):
-        kernels.rotary_pair(query, query, *tables)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    query, (cos, sin) = random_tensor((2, 4, 5, 8), 0).requires_grad_(), _tables((5, 8))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kernels.rotary_pair(query, query, cos, sin)
     assert kept == [(5, 8), (5, 8)]
 
 

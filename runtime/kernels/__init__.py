@@ -1,5 +1,7 @@
 """Fused operators: ``torch.library`` operators with a Triton and an ATen implementation, one file each."""
 
+from runtime.kernels.adamw import AdamW
+from runtime.kernels.bias_gelu import bias_gelu
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
@@ -9,4 +11,17 @@ from runtime.kernels.rotary import rotary
 from runtime.kernels.rotary_pair import rotary_pair
 from runtime.kernels.swiglu import swiglu
 
-__all__ = ["add_layer_norm", "add_rms_norm", "cross_entropy", "geglu", "layer_norm", "linear_cross_entropy", "rms_norm", "rotary", "rotary_pair", "swiglu"]
+__all__ = [
+    "AdamW",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_gelu",
+    "cross_entropy",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary",
+    "rotary_pair",
+    "swiglu",
+]

@@ -13,8 +13,9 @@ SILU = "silu"
 #: ``F.gelu``'s ``approximate`` to the name used here.
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
-#: In GELU through tanh: 2·sqrt(2/π), and that times 0.044715.
-_TANH_SLOPE, _TANH_CUBE = 1.5957691216057308, 0.07135481282757285
+#: In GELU through tanh: 2·sqrt(2/π), and that times the factor of the cube.
+_TANH_SLOPE = 1.5957691216057308
+_TANH_CUBE = _TANH_SLOPE * 0.044715
 
 _aten: Any = torch.ops.aten
 

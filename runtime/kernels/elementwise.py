@@ -46,9 +46,9 @@ class Rows(NamedTuple):
     grid: tuple[int]
 
 
-def same_rows(*tensors: torch.Tensor) -> Rows:
-    """Rows as long as they can be: one where all are contiguous. Nothing is copied that can be read as rows."""
-    whole = all(tensor.is_contiguous() for tensor in tensors)
+def same_rows(*tensors: torch.Tensor, whole: bool = True) -> Rows:
+    """Rows of the last dim; nothing is copied that can be read as such. ``whole``: contiguous tensors as one row."""
+    whole = whole and all(tensor.is_contiguous() for tensor in tensors)
     width = tensors[0].numel() if whole else tensors[0].shape[-1]
     rows = [_side_by_side(tensor.reshape(-1, width)) for tensor in tensors]
     grid = (rows[0].shape[0] * triton.cdiv(width, BLOCK),)
