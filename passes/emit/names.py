@@ -10,31 +10,18 @@ from passes.ir.graph import Node
 
 #: Names that emitted source uses itself.
 RESERVED = frozenset(
-    [
-        "torch",
-        "F",
-        "spmd",
-        "ops",
-        "kernels",
-        "math",
-        "I",
-        "P",
-        "R",
-        "S",
-        "V",
-        "w",
-        "self",
-        "Block",
-        "Program",
-        "layer",
-        "layers",
-    ]
-)
+    (
+        "torch", "F", "spmd", "ops", "kernels", "math", "I", "P", "R", "S", "V", "w", "self", "Block", "Program",
+        "layer", "layers",
+    )
+)  # fmt: skip
 #: Names for values whose operator is called like a builtin.
 _INSTEAD = {
     "abs": "magnitude", "all": "all_true", "any": "any_true", "max": "largest", "min": "smallest", "pow": "power",
     "round": "rounded", "slice": "part", "sum": "total",
 }  # fmt: skip
+#: Names of the outputs of operators that give more than what their module is for.
+_OUTPUTS = {"meshwright.add_rms_norm.default": ("residual",), "meshwright.add_layer_norm.default": ("residual",)}
 _NOT_A_NAME = re.compile(r"\W+")
 _NUMBER_AT_END = re.compile(r"(_\d+)+$")
 
@@ -73,6 +60,9 @@ def base_name(text: str) -> str:
 def name_of_output(node: Node, index: int, *, has_state: bool) -> str:
     """A name for an output: that of its module where the operator is what the module is for, else the operator's."""
     value = node.outputs[index]
+    own = _OUTPUTS.get(node.op, ())
+    if index < len(own):
+        return own[index]
     if has_state and node.module_path:
         parts = [part for part in node.module_path.split(".") if not part.isdigit()]
         if parts:

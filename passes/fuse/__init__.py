@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from passes.fuse.fuse import Match, NearMiss, Rewriter, already_fused
+from passes.fuse.fuse import Rewriter, already_fused
+from passes.fuse.report import Match, NearMiss
+from passes.fuse.residuals import Folded, fold_residuals
 from passes.fuse.table import ACTIVATIONS, OPERATORS
 from passes.ir.graph import Graph
 
@@ -30,7 +33,23 @@ def fuse(graph: Graph) -> Fused:
     named = first.run()
     second = Rewriter(named, OPERATORS)
     fused = second.run()
-    matches = [Match(each.row.name, each.root.module_path) for each in reversed(second.replaced.values())]
+    folded = fold_residuals(fused, tolerance=second.tolerance)
+    matches = [
+        *(Match(each.row.name, each.root.module_path) for each in reversed(second.replaced.values())),
+        *already_fused(fused),
+    ]
     misses = [miss for name, miss in first.near_misses.items() if name not in second.taken]
     misses += reversed(second.near_misses.values())
-    return Fused(fused, (*matches, *already_fused(fused)), tuple(misses))
+    return Fused(folded.graph, _with_sums(matches, folded), (*misses, *folded.near_misses))
+
+
+def _with_sums(matches: list[Match], folded: Folded) -> tuple[Match, ...]:
+    """Norms that took a residual addition in are reported as what they became."""
+    became = Counter(folded.norms.values())
+    found = []
+    for match in matches:
+        of_sum = Match(f"add_{match.pattern}", match.module_path)
+        took = became[of_sum] > 0
+        became[of_sum] -= took
+        found.append(of_sum if took else match)
+    return tuple(found)

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +40,20 @@ class CannotRun(Exception):
     """The two sides cannot be run: why."""
 
 
-def difference(matched: _Nodes, fused: _Nodes, values: Mapping[str, Value]) -> float:
+def difference(
+    matched: _Nodes,
+    fused: _Nodes,
+    values: Mapping[str, Value],
+    *,
+    results: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> float:
     """Largest difference of results and gradients relative to the largest entry; each distinct pair is run once.
 
     Args:
-        matched: the operators found, in order; the last one makes the result.
-        fused: what shall stand for them, the last one with the same result.
+        matched: the operators found, in order.
+        fused: what shall stand for them.
         values: every value that either side takes.
+        results: what is compared, by name on either side; None for what each side's last operator gives.
 
     Raises:
         CannotRun: if an operator fails, or a tensor is too large whatever is made smaller.
@@ -53,12 +61,16 @@ def difference(matched: _Nodes, fused: _Nodes, values: Mapping[str, Value]) -> f
     made = {value.name for node in matched for value in node.outputs}
     inputs = list(dict.fromkeys(name for node in matched for name in node.inputs if name not in made))
     names = _short_names(inputs, matched, fused)
+    results = results or ([matched[-1].output.name], [fused[-1].output.name])
     failure = "a tensor is too large to be tried out"
     for sizes in _ways_to_shrink(inputs, matched, values):
         specs = tuple((_resized(values[name].shape, sizes), values[name].dtype) for name in inputs)
         if any(math.prod(shape) > MOST_ELEMENTS for shape, _ in specs):
             continue
-        sides = tuple(tuple(_small(node, sizes, names) for node in nodes) for nodes in (matched, fused))
+        sides = tuple(
+            _Side(tuple(_small(node, sizes, names) for node in nodes), tuple(names[name] for name in wanted))
+            for nodes, wanted in zip((matched, fused), results)
+        )
         found = _compared(repr(sides), specs, _Hidden(sides))
         if not isinstance(found, str):
             return found
@@ -107,10 +119,18 @@ def _constants(argument: Any, sizes: Mapping[int, int]) -> Any:
     return sizes.get(argument, argument) if type(argument) is int else argument
 
 
+@dataclass(frozen=True)
+class _Side:
+    """What is run, and which values of it are compared."""
+
+    nodes: tuple[Node, ...]
+    results: tuple[str, ...]
+
+
 class _Hidden:
     """The two sides, which a cache does not look at: their text is its key."""
 
-    def __init__(self, sides: tuple[_Nodes, ...]) -> None:
+    def __init__(self, sides: tuple[_Side, ...]) -> None:
         self.sides = sides
 
     def __eq__(self, other: object) -> bool:
@@ -141,15 +161,14 @@ def _alone() -> Iterator[None]:
             os.environ[_FORCED] = forced
 
 
-def _difference_at(scale: float, specs: Sequence[_Spec], sides: tuple[_Nodes, ...]) -> float:
+def _difference_at(scale: float, specs: Sequence[_Spec], sides: tuple[_Side, ...]) -> float:
     generator = torch.Generator().manual_seed(0)
     inputs = [_random(shape, dtype, scale, generator) for shape, dtype in specs]
-    results = [_run(nodes, inputs) for nodes in sides]
-    upstream = torch.randn(results[0].shape, dtype=torch.float64, generator=generator)
+    results = [_run(side, inputs) for side in sides]
+    upstream = [torch.randn(result.shape, dtype=torch.float64, generator=generator) for result in results[0]]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    gradients = [torch.autograd.grad(result, wanted, upstream, allow_unused=True) for result in results]
-    pairs = [(results[0].detach(), results[1].detach()), *zip(*gradients)]
-    return max(_relative(first, second) for first, second in pairs)
+    gradients = [torch.autograd.grad(given, wanted, upstream, allow_unused=True) for given in results]
+    return max(_relative(first, second) for first, second in (*zip(*results), *zip(*gradients)))
 
 
 def _random(shape: tuple[int, ...], dtype: str, scale: float, generator: torch.Generator) -> torch.Tensor:
@@ -159,12 +178,11 @@ def _random(shape: tuple[int, ...], dtype: str, scale: float, generator: torch.G
     return drawn.requires_grad_()
 
 
-def _run(nodes: _Nodes, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _run(side: _Side, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     values: dict[str, Any] = {f"input{place}": tensor for place, tensor in enumerate(inputs)}
-    for node in nodes:
+    for node in side.nodes:
         values.update(zip((value.name for value in node.outputs), run_node(node, values)))
-    result: torch.Tensor = values[nodes[-1].output.name]
-    return result
+    return [values[name] for name in side.results]
 
 
 def _relative(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
@@ -175,6 +193,7 @@ def _relative(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
         return math.inf
     if not first.numel():
         return 0.0
+    first, second = first.detach(), second.detach()
     largest = float(first.abs().max())
     distance = float((first - second).abs().max())
     return distance / largest if largest else (math.inf if distance else 0.0)

@@ -10,6 +10,7 @@ from passes.capture.naming import Namer, name_wishes
 from passes.fuse.build import CannotBuild, build, is_registered
 from passes.fuse.check import EXACT, ROUNDED, CannotRun, difference
 from passes.fuse.match import Found, Matcher
+from passes.fuse.report import Match, NearMiss
 from passes.fuse.table import ALREADY, Row
 from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
 
@@ -23,23 +24,6 @@ _FREE = frozenset(
         "aten.reshape.default", "aten.detach.default", "aten.to.dtype",
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Match:
-    """What became a fused operator: the name of the pattern, and the module that computed it."""
-
-    pattern: str
-    module_path: str
-
-
-@dataclass(frozen=True)
-class NearMiss:
-    """What nearly matched, and why not."""
-
-    pattern: str
-    module_path: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,9 @@ class Rewriter:
     def __init__(self, graph: Graph, rows: Sequence[Row]) -> None:
         self.graph = graph
         self.matcher = Matcher(graph)
-        self.rows = _by_root(rows)
+        found = {row.pattern: self.matcher.sieve(row.tree) for row in rows}
+        self.sieves = {pattern: sieve for pattern, sieve in found.items() if sieve is not None}
+        self.rows = _by_root([row for row in rows if row.pattern in self.sieves])
         self.users: dict[str, list[str]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -94,6 +80,8 @@ class Rewriter:
         end = self.matcher.without_casts(node)
         best: tuple[float, NearMiss] | None = None
         for row in self.rows.get(end.op, ()):
+            if not self.matcher.may_end(self.sieves[row.pattern], node):
+                continue
             found, attempt = self.matcher.find(row.tree, node)
             if found is None:
                 share = attempt.reached / row.tree.size

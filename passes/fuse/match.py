@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from passes.fuse.notation import Call, Literal, Sequence, Tensor, Tree
+from passes.fuse.notation import Call, Literal, Sequence, Tensor, Tree, depth_of, operators_of
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref
 from passes.rules.call import REQUIRED, signature
 
@@ -15,12 +16,13 @@ _CAST = "aten.to.dtype"
 #: Operators whose dims count from the end of a tensor with one more dim than their first operand's.
 _ADDS_DIM = ("aten.stack.default", "aten.unsqueeze.default")
 _DIMS = ("dim", "dims", "dim0", "dim1")
+#: How far above a node its operators are looked at before a pattern is tried, and how many casts may be among them.
+DEEPEST, CASTS = 12, 3
 #: What comes back for an argument that is not there.
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A pattern laid over a graph.
 
     Attributes:
@@ -31,11 +33,15 @@ class Found:
         count: how many operators of the pattern are found.
     """
 
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, str]
+    constants: Mapping[str, Any]
     inside: frozenset[str] = frozenset()
     casts: frozenset[str] = frozenset()
     count: int = 0
+
+    def with_node(self, name: str, *, count: int) -> Found:
+        """The same with one node more."""
+        return Found(self.tensors, self.constants, self.inside | {name}, self.casts, self.count + count)
 
 
 @dataclass
@@ -50,6 +56,13 @@ class Attempt:
             self.reached, self.reason = count, reason
 
 
+class Sieve(NamedTuple):
+    """Which operators must stand at most how far above the end of a pattern, each as bits of its overloads."""
+
+    depth: int
+    needed: tuple[int, ...]
+
+
 class Matcher:
     """Lays trees over one graph."""
 
@@ -59,10 +72,42 @@ class Matcher:
             value.name: (node, place) for node in graph.nodes for place, value in enumerate(node.outputs)
         }
 
+        self.bits: dict[str, int] = {}
+        self.upstream = self._upstream(graph)
+        self.arguments: dict[str, dict[str, Any]] = {}
+
+    def _upstream(self, graph: Graph) -> list[dict[str, int]]:
+        """For each depth, node → which operators make its value, as bits."""
+        for node in graph.nodes:
+            self.bits.setdefault(node.op, 1 << len(self.bits))
+        levels = [{node.name: self.bits[node.op] for node in graph.nodes}]
+        sources = [
+            (node.name, self.bits[node.op], {self.makers[name][0].name for name in node.inputs if name in self.makers})
+            for node in graph.nodes
+        ]
+        for _ in range(DEEPEST):
+            last = levels[-1]
+            levels.append({})
+            for name, mask, makers in sources:
+                for maker in makers:
+                    mask |= last[maker]
+                levels[-1][name] = mask
+        return levels
+
+    def sieve(self, tree: Call) -> Sieve | None:
+        """What tells nodes that ``tree`` may end in, None if the graph lacks one of its operators."""
+        needed = [functools.reduce(int.__or__, (self.bits.get(op, 0) for op in ops)) for ops in operators_of(tree)]
+        return Sieve(min(depth_of(tree) + CASTS, DEEPEST), tuple(needed)) if all(needed) else None
+
+    def may_end(self, sieve: Sieve, node: Node) -> bool:
+        """Whether everything that a tree is made of stands somewhere above ``node``."""
+        mask = self.upstream[sieve.depth][node.name]
+        return all(mask & needed for needed in sieve.needed)
+
     def find(self, tree: Call, node: Node) -> tuple[Found | None, Attempt]:
         """``tree`` with ``node``'s first output as its result, and how far that came."""
         attempt = Attempt()
-        found = next(self._tree(tree, Ref(node.output.name), Found(), attempt), None)
+        found = next(self._tree(tree, Ref(node.output.name), Found({}, {}), attempt), None)
         return found, attempt
 
     def maker(self, name: str) -> Node | None:
@@ -98,7 +143,7 @@ class Matcher:
         elif not _has_ref(argument):
             known = found.constants.get(tree.name, _ABSENT)
             if known is _ABSENT:
-                yield replace(found, constants={**found.constants, tree.name: argument})
+                yield found._replace(constants={**found.constants, tree.name: argument})
             elif same_constant(known, argument):
                 yield found
 
@@ -109,8 +154,11 @@ class Matcher:
         if not isinstance(argument, Ref):
             return
         name, casts = self._before_widening(argument.name)
-        if found.tensors.get(tree.name, name) == name:
-            yield replace(found, tensors={**found.tensors, tree.name: name}, casts=found.casts | casts)
+        known = found.tensors.get(tree.name)
+        if known is None:
+            yield found._replace(tensors={**found.tensors, tree.name: name}, casts=found.casts | casts)
+        elif known == name:
+            yield found._replace(casts=found.casts | casts) if casts else found
 
     def _before_widening(self, name: str) -> tuple[str, set[str]]:
         casts: set[str] = set()
@@ -128,12 +176,12 @@ class Matcher:
             return
         if node.op not in tree.ops or place != tree.output:
             if self.is_cast(node):
-                inside = replace(found, inside=found.inside | {node.name})
+                inside = found.with_node(node.name, count=0)
                 yield from self._call(tree, node.inputs[0], inside, attempt)
             else:
                 attempt.stop(found.count, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
             return
-        inside = replace(found, inside=found.inside | {node.name}, count=found.count + 1)
+        inside = found.with_node(node.name, count=1)
         orders = self._orders(tree, node)
         if not orders:
             attempt.stop(inside.count, f"{_short(node.op)} has other arguments")
@@ -145,7 +193,9 @@ class Matcher:
 
     def _orders(self, tree: Call, node: Node) -> list[list[tuple[Tree, Any]]]:
         """The arguments of ``tree`` beside those of ``node``, in every order that means the same."""
-        arguments = _bound(node)
+        arguments = self.arguments.get(node.name)
+        if arguments is None:
+            arguments = self.arguments[node.name] = _bound(node)
         parameters = [name for name, _ in signature(node.op) or ()]
         if len(tree.args) > len(parameters):
             return []

@@ -59,7 +59,7 @@ class Call:
     @functools.cached_property
     def size(self) -> int:
         """How many operators there are in the tree."""
-        return 1 + sum(size_of(tree) for tree in (*self.args, *(tree for _, tree in self.kwargs)))
+        return 1 + sum(map(size_of, _parts(self)))
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,24 @@ Tree = Tensor | Constant | Literal | Call | Sequence
 
 def size_of(tree: Tree) -> int:
     """How many operators there are in a tree."""
+    return tree.size if isinstance(tree, Call) else sum(map(size_of, _parts(tree)))
+
+
+def _parts(tree: Tree) -> tuple[Tree, ...]:
     if isinstance(tree, Call):
-        return tree.size
-    return sum(map(size_of, tree.items)) if isinstance(tree, Sequence) else 0
+        return (*tree.args, *(item for _, item in tree.kwargs))
+    return tree.items if isinstance(tree, Sequence) else ()
+
+
+def depth_of(tree: Tree) -> int:
+    """How many operators follow one another at most."""
+    return isinstance(tree, Call) + max(map(depth_of, _parts(tree)), default=0)
+
+
+def operators_of(tree: Tree) -> frozenset[tuple[str, ...]]:
+    """The overloads of every operator in a tree."""
+    own = frozenset({tree.ops}) if isinstance(tree, Call) else frozenset()
+    return own.union(*map(operators_of, _parts(tree)))
 
 
 def _aten(*names: str) -> tuple[str, ...]:
