@@ -3,6 +3,7 @@
 from runtime.kernels.adamw import AdamW
 from runtime.kernels.bias_gelu import bias_gelu
 from runtime.kernels.cross_entropy import cross_entropy
+from runtime.kernels.embedding import embedding
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
 from runtime.kernels.linear_cross_entropy import linear_cross_entropy
@@ -17,6 +18,7 @@ __all__ = [
     "add_rms_norm",
     "bias_gelu",
     "cross_entropy",
+    "embedding",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

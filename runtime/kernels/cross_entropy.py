@@ -8,7 +8,7 @@ with label smoothing s (Szegedy et al., "Rethinking the Inception architecture",
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,15 @@ from runtime.kernels.logit_rows import (
     triton_gradient,
     triton_sums,
 )
+
+
+class LossOptions(NamedTuple):
+    """What a loss is besides its logits and targets; see ``cross_entropy``."""
+
+    vocabulary: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
 
 
 def cross_entropy(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.cross_entropy import check_classes, check_smoothing, check_target, losses_of
+from runtime.kernels.cross_entropy import LossOptions, check_classes, check_smoothing, check_target, losses_of
 from runtime.kernels.library import differentiable, register
 from runtime.kernels.logit_rows import aten_gradient, aten_sums, shapes_of_sums, triton_gradient, triton_sums
 
@@ -206,7 +206,7 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
         chunk_tokens: int | None,
         wanted: Sequence[bool],
     ) -> tuple[torch.Tensor, ...]:
-        options = (vocabulary, ignore_index, label_smoothing, z_loss)
+        loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
         rows, classes, grads = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), grad.reshape(-1)
         known = None if statistic is None else statistic.reshape(2, -1)
         by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, wanted)
@@ -215,10 +215,10 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
                 logits = F.linear(rows[lines], weight, bias)
                 if known is None:
                     sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
-                    _, of_chunk = losses_of(*sums, classes[lines], **_named(options))
+                    _, of_chunk = losses_of(*sums, classes[lines], **loss._asdict())
                 else:
                     of_chunk = known[:, lines]
-                row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *options)
+                row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *loss)
                 if wanted[0]:
                     torch.mm(logits, weight, out=by_hidden.view(rows.shape)[lines])
                 if wanted[1]:
@@ -228,10 +228,6 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
         return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
 
     return run
-
-
-def _named(options: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("vocabulary", "ignore_index", "label_smoothing", "z_loss"), options))
 
 
 def _totals(

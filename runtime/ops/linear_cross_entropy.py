@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from runtime import kernels
-from runtime.kernels.cross_entropy import check_smoothing
+from runtime.kernels.cross_entropy import LossOptions, check_smoothing
 from runtime.kernels.linear_cross_entropy import as_autocast, check_linear, linear_gradients, linear_row_sums
 from runtime.ops.types import first_of_shard, groups_of
-from runtime.ops.vocabulary import LossOptions, reduced_losses, reduced_type
+from runtime.ops.vocabulary import reduced_losses, reduced_type
 
 
 def linear_cross_entropy(
@@ -41,16 +41,25 @@ def linear_cross_entropy(
     Returns:
         Losses [...] as ``cross_entropy`` gives them, with its two all-reduces per axis for all positions together.
     """
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     if not axes:
-        return kernels.linear_cross_entropy(hidden, weight, target, bias, **options, chunk_tokens=chunk_tokens)
+        return kernels.linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+        )
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     check_linear(hidden, weight, bias, target, chunk_tokens)
     check_smoothing(label_smoothing)
     start = first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
     hidden, weight, bias, dtype = as_autocast(hidden, weight, bias)
+    loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
     losses: torch.Tensor = _ShardedLinearCrossEntropy.apply(
-        hidden, weight, bias, target, start, LossOptions(vocabulary, **options), chunk_tokens, dtype, groups_of(axes)
+        hidden, weight, bias, target, start, loss, chunk_tokens, dtype, groups_of(axes)
     )
     return losses
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -14,6 +14,7 @@ from spmd_types import I, P, R, V
 
 from runtime import kernels
 from runtime.kernels.cross_entropy import (
+    LossOptions,
     check_smoothing,
     check_target,
     dtype_of_losses,
@@ -22,15 +23,6 @@ from runtime.kernels.cross_entropy import (
     row_sums,
 )
 from runtime.ops.types import first_of_shard, groups_of
-
-
-class LossOptions(NamedTuple):
-    """What a loss is besides its logits and targets; see ``cross_entropy``."""
-
-    vocabulary: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
 
 
 def embedding(

@@ -1,0 +1,132 @@
+"""The launch of AdamW over many tensors: they come as a table of addresses, sizes and factors.
+
+Every program steps one block of one tensor. Which one is in a list of the blocks' tensors, kept as long as the sizes
+are the same; the table is sent to the device at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from runtime.kernels.language import tl, triton
+
+#: Elements that one program steps.
+BLOCK = 2048
+#: Columns of the table: addresses of parameter, gradient, moments and float32 copy; elements, first block; factors.
+_ADDRESSES, _FIRST_FACTOR = 5, 7
+_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    table_ptr, factors_ptr, owners_ptr,
+    COLUMNS: tl.constexpr, FIRST_FACTOR: tl.constexpr, HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    first = tl.load(owners_ptr + block).to(tl.int64) * COLUMNS
+    param_ptr = tl.load(table_ptr + first).to(tl.pointer_type(PARAM))
+    grad_ptr = tl.load(table_ptr + first + 1).to(tl.pointer_type(GRAD))
+    average_ptr = tl.load(table_ptr + first + 2).to(tl.pointer_type(WIDE))
+    square_ptr = tl.load(table_ptr + first + 3).to(tl.pointer_type(WIDE))
+    master_ptr = tl.load(table_ptr + first + 4).to(tl.pointer_type(WIDE))
+    if ALIGNED:
+        # addresses from memory are not known to be: without this nothing would be read 16 bytes at a time
+        param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
+        average_ptr, square_ptr = tl.multiple_of(average_ptr, 16), tl.multiple_of(square_ptr, 16)
+        master_ptr = tl.multiple_of(master_ptr, 16)
+    num_elements = tl.load(table_ptr + first + 5)
+    places = (block - tl.load(table_ptr + first + 6)) * BLOCK + tl.arange(0, BLOCK)
+    exists = places < num_elements
+    factor_ptr = factors_ptr + first + FIRST_FACTOR
+    keep, new_average, old_square, new_square = (
+        tl.load(factor_ptr).to(WIDE), tl.load(factor_ptr + 1).to(WIDE),
+        tl.load(factor_ptr + 2).to(WIDE), tl.load(factor_ptr + 3).to(WIDE),
+    )  # fmt: skip
+    step_size, root, eps = (
+        tl.load(factor_ptr + 4).to(WIDE), tl.load(factor_ptr + 5).to(WIDE), tl.load(factor_ptr + 6).to(WIDE),
+    )  # fmt: skip
+    grad = tl.load(grad_ptr + places, mask=exists, other=0.0).to(WIDE)
+    average = tl.load(average_ptr + places, mask=exists, other=0.0)
+    square = tl.load(square_ptr + places, mask=exists, other=0.0)
+    if HAS_MASTER:
+        param = tl.load(master_ptr + places, mask=exists, other=0.0)
+    else:
+        param = tl.load(param_ptr + places, mask=exists, other=0.0).to(WIDE)
+    average += new_average * (grad - average)
+    square = square * old_square + new_square * grad * grad
+    param = param * keep - step_size * (average / (tl.sqrt(square) / root + eps))
+    tl.store(average_ptr + places, average, mask=exists)
+    tl.store(square_ptr + places, square, mask=exists)
+    if HAS_MASTER:
+        tl.store(master_ptr + places, param, mask=exists)
+    tl.store(param_ptr + places, param.to(PARAM), mask=exists)
+
+
+def is_launchable(moments: Any) -> bool:
+    """Whether the tensors fill memory without gaps and all in one order, as the kernel walks through them."""
+    param, grad, *rest = moments.param, moments.grad, moments.exp_avg, moments.exp_avg_sq
+    dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
+    rest = rest if moments.master is None else [*rest, moments.master]
+    wide = torch.promote_types(param.dtype, torch.float32)
+    known = param.dtype in _TYPES and grad.dtype in _TYPES
+    return dense and known and all(one.stride() == param.stride() and one.dtype == wide for one in rest)
+
+
+def adamw_launch(
+    moments: Sequence[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """Step tensors of one device and dtype, which are ``is_launchable``, in one launch."""
+    # kept until the launch: a gradient in another order than its parameter is copied to the parameter's
+    grads = [_in_order_of(entry.param, entry.grad) for entry in moments]
+    param, wide = moments[0].param, torch.promote_types(moments[0].param.dtype, torch.float32)
+    sizes = tuple(entry.param.numel() for entry in moments)
+    owners, first_blocks = _blocks(sizes, param.device)
+    rows, factors = [], []
+    for entry, grad, size, first in zip(moments, grads, sizes, first_blocks):
+        entry.step.add_(1)
+        tensors = (entry.param, grad, entry.exp_avg, entry.exp_avg_sq, entry.master)
+        rows.append([*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), size, first])
+        factors.append(_factors(float(entry.step), lr, betas, eps, weight_decay))
+    aligned = all(address % 16 == 0 for row in rows for address in row[:_ADDRESSES])
+    columns = torch.tensor(rows, dtype=torch.int64)
+    table = torch.cat([columns, torch.tensor(factors, dtype=torch.float64).view(torch.int64)], 1)
+    if param.is_cuda:
+        table = table.pin_memory().to(param.device, non_blocking=True)
+    _kernel[(len(owners),)](
+        table, table.view(torch.float64), owners,
+        COLUMNS=table.shape[1], FIRST_FACTOR=_FIRST_FACTOR, HAS_MASTER=moments[0].master is not None, ALIGNED=aligned,
+        PARAM=_type(param.dtype), GRAD=_type(grads[0].dtype), WIDE=_type(wide), BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def _factors(step: float, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> list[float]:
+    """In the order in which the kernel reads them, in float64."""
+    root = math.sqrt(1.0 - betas[1] ** step)
+    return [1.0 - lr * weight_decay, 1.0 - betas[0], betas[1], 1.0 - betas[1], lr / (1.0 - betas[0] ** step), root, eps]
+
+
+def _in_order_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Which tensor each block is of (int32, on the device), and the first block of each tensor."""
+    counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    return owners.to(device), (counts.cumsum(0) - counts).tolist()
+
+
+def _type(dtype: torch.dtype) -> Any:
+    return getattr(tl, _TYPES[dtype])
