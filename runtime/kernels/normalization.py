@@ -24,6 +24,8 @@ from runtime.kernels.rows import Tile, size_of_rows, sum_partials, tile_of, tile
 #: The widest row that one program holds, in bytes of the type it computes in: forward, and backward.
 WIDEST_FORWARD = 131072
 WIDEST_BACKWARD = 65536
+#: The largest tile of one tensor, in bytes, that backward reads ahead: three of them share a multiprocessor's memory.
+_WIDEST_AHEAD = 32768
 #: Tile of the weight's and bias's gradients where rows are too wide to be held.
 _PARAMETERS_TILE = Tile(rows=16, columns=128, num_warps=4, whole=False)
 
@@ -132,12 +134,18 @@ def _launch_backward(
     """Fill ``grad_input``; gives the partial sums of the weight's and bias's gradients."""
     input = _present(given[2])
     num_rows, width = size_of_rows(input)
-    programs = tiles_over(num_rows, tile)
+    programs, stages = tiles_over(num_rows, tile), 1
     if wanted.weight or wanted.bias:
         programs = walkers_over(num_rows, tile, input.device)
+        stages = (
+            2
+            if tile.rows * tile.columns * max(tensor.itemsize for tensor in given if tensor is not None)
+            <= _WIDEST_AHEAD
+            else 1
+        )
     partials = _partials(input, programs, wanted, compute)
     kernels.backward_kernel[(programs,)](
-        *given, grad_input, *partials, num_rows, width, **_options(norm, tile, compute)
+        *given, grad_input, *partials, num_rows, width, STAGES=stages, **_options(norm, tile, compute)
     )
     return partials
 

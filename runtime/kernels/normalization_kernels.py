@@ -81,12 +81,18 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """A program walks through the rows, ``ROWS`` at a time, and sums its share of the weight's and bias's gradients."""
+    """A program walks through the rows, ``ROWS`` at a time, and sums its share of the weight's and bias's gradients.
+
+    With ``STAGES`` of 2 the next rows are read while these are worked on.
+    """
     columns = tl.arange(0, COLUMNS)
     weight_total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
     bias_total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
-    for start in range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+    if weight_ptr is not None:
+        factor = (tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(WIDE) + OFFSET)[None, :]
+    for start in tl.range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         exists = (rows < num_rows)[:, None] & (columns < width)[None, :]
         offsets = rows[:, None] * width + columns[None, :]
@@ -102,7 +108,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if partial_bias_ptr is not None:
             bias_total += grad
         if grad_input_ptr is not None:
-            grad = _affine(grad, weight_ptr, None, columns, width, OFFSET, WIDE)
+            if weight_ptr is not None:
+                grad *= factor
             change = grad - normal * (tl.sum(grad * normal, 1) / width)[:, None]
             if CENTERED:
                 change -= (tl.sum(grad, 1) / width)[:, None]
