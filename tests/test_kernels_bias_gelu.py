@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,7 @@ def test_bias_gelu(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", ((5,), (100, 3)))
 def test_one_row_and_many(implementation: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kernels.bias_gelu._MOST_SHARES", 3)
+    monkeypatch.setattr(sys.modules["runtime.kernels.bias_gelu"], "_MOST_SHARES", 3)
     check_accuracy(kernels.bias_gelu, _definition, _tensors(shape), dtype=torch.float64, implementation=implementation)
 
 
