@@ -18,7 +18,7 @@ from runtime.kernels.normalization import (
     promoted,
     wanted_grads,
 )
-from runtime.kernels.rows import size_of_rows
+from runtime.kernels.rows import row_blocks
 
 
 def rms_norm(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -66,11 +66,15 @@ def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> tor
 
 def _aten(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
     compute = promoted(input, weight, least=torch.float32)
-    values = input.contiguous().to(compute)
-    normal, _ = _normalized(values, eps)
-    if weight is not None:
-        normal.mul_(_factor_of(weight, offset, compute))
-    return normal.to(promoted(input, weight))
+    factor = None if weight is None else _factor_of(weight, offset, compute)
+    out = input.new_empty(input.shape, dtype=promoted(input, weight))
+    for block, result in row_blocks(input, out):
+        normal, _ = _normalized(block.to(compute), eps)
+        if factor is None:
+            result.copy_(normal)
+        else:
+            torch.mul(normal, factor, out=result)
+    return out
 
 
 def _aten_add(
@@ -89,24 +93,31 @@ def _aten_backward(
     offset: float,
     wants_input: bool,
     wants_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     compute = promoted(grad, input, weight, least=torch.float32)
-    values, grad = input.contiguous().to(compute), grad.contiguous().to(compute)
-    normal, scale = _normalized(values, eps)
-    product = grad * normal
-    grad_input, grad_weight = input.new_empty(0), input.new_empty(0)
-    if weight is not None and wants_weight:
-        grad_weight = product.view(size_of_rows(product)).sum(0).to(weight.dtype)
-    if wants_input:
-        if weight is not None:
-            factor = _factor_of(weight, offset, compute)
+    factor = None if weight is None else _factor_of(weight, offset, compute)
+    grad_input = input.new_empty(input.shape) if wants_input else None
+    shares = []
+    for block, change, change_of_sum, result in row_blocks(input, grad, grad_sum, grad_input):
+        change = change.to(compute)
+        normal, scale = _normalized(block.to(compute), eps)
+        product = change * normal
+        if wants_weight:
+            shares.append(product.sum(0))
+        if result is None:
+            continue
+        if factor is not None:
             product.mul_(factor)
-            grad = grad * factor
-        change = torch.addcmul(grad, normal, product.mean(-1, keepdim=True), value=-1, out=product).mul_(scale)
-        if grad_sum is not None:
-            change.add_(grad_sum)
-        grad_input = change.to(input.dtype)
-    return grad_input, grad_weight
+            change = change * factor
+        change = torch.addcmul(change, normal, product.mean(-1, keepdim=True), value=-1, out=product)
+        if change_of_sum is None:
+            torch.mul(change, scale, out=result)
+        else:
+            torch.addcmul(change_of_sum, change, scale, out=result)
+    grad_weight = None
+    if weight is not None and wants_weight:
+        grad_weight = torch.stack(shares).sum(0).to(weight.dtype) if shares else torch.zeros_like(weight)
+    return tuple(input.new_empty(0) if one is None else one for one in (grad_input, grad_weight))
 
 
 def _triton(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +23,8 @@ _MOST_WARPS = 32
 _WALKING_WARPS = 16
 #: Multiprocessors of a device without any: few, so that every program walks through several tiles.
 _INTERPRETED_PROCESSORS = 1
+#: Elements that the ATen versions treat at a time on a processor.
+_ATEN_BLOCK = 2**17
 #: Rows and columns of the partial sums that one step of their reduction takes.
 _PARTIAL_ROWS, _PARTIAL_COLUMNS = 64, 32
 
@@ -74,6 +78,18 @@ def _multiprocessors(device: torch.device) -> int:
 def size_of_rows(tensor: torch.Tensor) -> tuple[int, int]:
     """``(rows, width)`` of a tensor whose rows are its last dim."""
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
+
+
+def row_blocks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Tensors of one shape as ``[rows, width]``, and of those a block at a time (what is None stays None).
+
+    Temporaries of a block stay in a processor's cache; elsewhere there is one block of all rows.
+    """
+    num_rows, width = size_of_rows(first)
+    flat = [None if tensor is None else tensor.reshape(num_rows, width) for tensor in (first, *others)]
+    step = max(1, _ATEN_BLOCK // max(1, width)) if first.device.type == "cpu" else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        yield tuple(None if tensor is None else tensor[start : start + step] for tensor in flat)
 
 
 @triton.jit
