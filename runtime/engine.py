@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.capture import capture
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
-from passes.fuse import fuse
+from passes.fuse import fuse, pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
@@ -139,7 +139,7 @@ class Engine:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.
         graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
         sharded = self._shard(graph)
-        program = emit(sharded)
+        program = emit(pair_rotaries(sharded))
         typecheck(program)
         weights = overlaid(self.shards.weights, self._literals(program))
         return _Runnable(program, program.load()[ENTRY_POINT](weights))

@@ -90,3 +90,13 @@ def embedding(draw: Draw) -> Arguments:
     rows = draw.of(2, 4, 6)
     indices = draw.integers(0, rows, *draw.shape(1, 2))
     return (indices, draw.normal(rows, draw.size())), {"padding_idx": draw.of(None, 0, rows - 1)}
+
+
+@fused("linear_cross_entropy")
+def linear_cross_entropy(draw: Draw) -> Arguments:
+    positions, width, classes = draw.shape(1, 2), draw.size(), draw.of(2, 4, 6)
+    target = draw.integers(0, classes, *positions)
+    target.masked_fill_(draw.bools(*positions) & draw.bools(*positions), -100)
+    bias = draw.normal(classes) if draw.flag() else None
+    options = {"label_smoothing": draw.of(0.0, 0.1), "z_loss": draw.of(0.0, 1e-2)}
+    return (draw.normal(*positions, width), draw.normal(classes, width), bias, target), options

@@ -173,13 +173,14 @@ def random_like(function: str) -> Callable[[Writer], str]:
 
 
 def embedding(writer: Writer) -> str:
-    """``F.embedding``; from ``runtime.ops`` where the vocabulary is cut."""
+    """``F.embedding`` or the fused one; from ``runtime.ops`` where the vocabulary is cut."""
     weight, indices = writer.tensor("weight"), writer.tensor("indices")
     padding = writer.arguments.get("padding_idx", -1)
     suffix = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
     axes = writer.axes_cutting("v")
     if not axes:
-        return f"F.embedding({indices.name}, {weight.name}{suffix})"
+        function = "kernels.embedding" if writer.op.startswith("meshwright.") else "F.embedding"
+        return f"{function}({indices.name}, {weight.name}{suffix})"
     writer.summed = True
     vocabulary = writer.global_shape(weight)[0]
     return f"ops.embedding({indices.name}, {weight.name}, vocabulary={vocabulary}{suffix}, axes={_axes(axes)})"
@@ -194,6 +195,18 @@ def cross_entropy(writer: Writer) -> str:
     if not axes:
         return source
     vocabulary = writer.global_shape(writer.tensor("logits"))[-1]
+    return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
+
+
+def linear_cross_entropy(writer: Writer) -> str:
+    """``ops.linear_cross_entropy`` (loss of each position); ``axes`` are those that cut the vocabulary."""
+    options = ("ignore_index", "label_smoothing", "z_loss", "chunk_tokens")
+    given = ", ".join(["hidden, weight, target, bias=bias", *(f"{name}={name}" for name in options)])
+    axes = writer.axes_cutting("v")
+    source = writer.function(f"{'ops' if axes else 'kernels'}.linear_cross_entropy({given})")
+    if not axes:
+        return source
+    vocabulary = writer.global_shape(writer.tensor("weight"))[0]
     return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
 
 
@@ -253,6 +266,8 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     "aten.dropout.default": dropout,
     **{f"aten.{name}.default": random_like(name) for name in ("rand_like", "randn_like", "bernoulli")},
     "aten.embedding.default": embedding,
+    "meshwright.embedding.default": embedding,
+    "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     "meshwright.cross_entropy": cross_entropy,
     **{
         f"aten.{name}.default": loss(f"F.{name}")

@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from passes.fuse.fuse import Rewriter, already_fused
+from passes.fuse.pairs import pair_rotaries, share_angles
 from passes.fuse.report import Match, NearMiss
 from passes.fuse.residuals import Folded, fold_residuals
 from passes.fuse.table import ACTIVATIONS, OPERATORS
 from passes.ir.graph import Graph
 
-__all__ = ["Fused", "Match", "NearMiss", "fuse"]
+__all__ = ["Fused", "Match", "NearMiss", "fuse", "pair_rotaries"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def fuse(graph: Graph) -> Fused:
     first = Rewriter(graph, ACTIVATIONS)
     named = first.run()
     second = Rewriter(named, OPERATORS)
-    fused = second.run()
+    fused = share_angles(second.run())
     folded = fold_residuals(fused, tolerance=second.tolerance)
     matches = [
         *(Match(each.row.name, each.root.module_path) for each in reversed(second.replaced.values())),

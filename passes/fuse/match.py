@@ -30,18 +30,18 @@ class Found(NamedTuple):
         constants: name in the pattern → constant.
         inside: names of the nodes that the pattern is made of.
         casts: names of casts to a wider type before the tensors that the pattern takes.
-        count: how many operators of the pattern are found.
+        num_found: how many operators of the pattern are found.
     """
 
     tensors: Mapping[str, str]
     constants: Mapping[str, Any]
     inside: frozenset[str] = frozenset()
     casts: frozenset[str] = frozenset()
-    count: int = 0
+    num_found: int = 0
 
     def with_node(self, name: str, *, count: int) -> Found:
         """The same with one node more."""
-        return Found(self.tensors, self.constants, self.inside | {name}, self.casts, self.count + count)
+        return Found(self.tensors, self.constants, self.inside | {name}, self.casts, self.num_found + count)
 
 
 @dataclass
@@ -179,17 +179,17 @@ class Matcher:
                 inside = found.with_node(node.name, count=0)
                 yield from self._call(tree, node.inputs[0], inside, attempt)
             else:
-                attempt.stop(found.count, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
+                attempt.stop(found.num_found, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
             return
         inside = found.with_node(node.name, count=1)
         orders = self._orders(tree, node)
         if not orders:
-            attempt.stop(inside.count, f"{_short(node.op)} has other arguments")
+            attempt.stop(inside.num_found, f"{_short(node.op)} has other arguments")
         before = attempt.reached
         for pairs in orders:
             yield from self._all(pairs, inside, attempt)
         if attempt.reached == before:
-            attempt.stop(inside.count, f"{_short(node.op)} has other arguments")
+            attempt.stop(inside.num_found, f"{_short(node.op)} has other arguments")
 
     def _orders(self, tree: Call, node: Node) -> list[list[tuple[Tree, Any]]]:
         """The arguments of ``tree`` beside those of ``node``, in every order that means the same."""

@@ -166,7 +166,8 @@ OPERATORS: tuple[Row, ...] = (
     Row("swiglu", "silu(g) * u", "fused.swiglu(g, u)", (_ALIKE,)),
     Row("geglu", "gelu(g, approximate=$form) * u", "fused.geglu(g, u, $form)", (_ALIKE,)),
     Row("bias_gelu", "gelu(linear(x, w, b), approximate=$form)", "fused.bias_gelu(linear(x, w), b, $form)"),
-    Row("embedding", "embedding(i, w, $padding)", "fused.embedding(i, w, $padding)"),
+    Row("embedding", "embedding(w, i)", "fused.embedding(i, w)"),
+    Row("embedding", "embedding(w, i, $padding)", "fused.embedding(i, w, $padding)"),
 )
 
 #: Operators that are fused as they are.

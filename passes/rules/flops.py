@@ -52,6 +52,10 @@ def grouped_matmul(call: Call) -> float:
     return 2.0 * math.prod(left) * columns
 
 
+def linear_cross_entropy(call: Call) -> float:
+    return 2.0 * math.prod(call.shape("hidden")) * call.shape("weight")[0]
+
+
 def convolution(call: Call) -> float:
     weight = call.shape("weight")
     positions = call.inputs[0].shape if "transpose" in call.node.op else call.outputs[0].shape
@@ -70,6 +74,7 @@ FLOPS: dict[str, Callable[[Call], float]] = {
     ),
     "aten.addbmm.default": lambda call: 2.0 * math.prod(call.inputs[1].shape) * call.inputs[2].shape[-1],
     **dict.fromkeys(("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"), grouped_matmul),
+    "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

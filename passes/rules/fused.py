@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from passes.ir.conversions import ALL_REDUCE
+from passes.ir.graph import ITEM_SIZE
 from passes.rules.call import Call, named_dims
-from passes.rules.rule import Dims, ShardingRule
+from passes.rules.rule import Dims, Reduction, ShardingRule
 
 
 def _aligned(shape: tuple[int, ...], full: Dims) -> Dims:
@@ -68,6 +70,19 @@ def embedding(call: Call) -> ShardingRule:
     return call.rule(inputs, [(*indices, table[1])], terms=((call.slots.index("weight"),),), passes_partial=False)
 
 
+def linear_cross_entropy(call: Call) -> ShardingRule:
+    """Positions; and the vocabulary, which costs an all-reduce of the maxima and one of the sums."""
+    shape = call.shape("hidden")
+    positions = named_dims(shape[:-1])
+    classes: tuple[str, ...] = ("v",) if call.shape("weight")[0] != 1 else ()
+    factors = {"hidden": (*positions, ()), "weight": (classes, ()), "target": positions, "bias": (classes,)}
+    tokens = tuple(factor for dims in positions for factor in dims)
+    item_size = max(ITEM_SIZE[call.outputs[0].dtype], 4)
+    sums = 3 if call["label_smoothing"] else 2  # of exp, of the target's logit, of all logits
+    reductions = tuple(Reduction("v", ALL_REDUCE, tokens, multiple, item_size) for multiple in (1, sums))
+    return call.rule(call.by_slot(factors), [positions], reductions=reductions if classes else ())
+
+
 COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
     f"meshwright.{name}.default": rule
     for rule, names in {
@@ -76,6 +91,7 @@ COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
         rotary: "rotary",
         rotary_pair: "rotary_pair",
         embedding: "embedding",
+        linear_cross_entropy: "linear_cross_entropy",
     }.items()
     for name in names.split()
 }

@@ -24,6 +24,7 @@ KINDS: dict[str, str] = {f"aten.{name}": kind for kind, names in _OPERATORS.item
 KINDS["meshwright.cross_entropy"] = NORM
 KINDS.update((f"meshwright.{name}", NORM) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"))
 KINDS["meshwright.embedding"] = GATHER
+KINDS["meshwright.linear_cross_entropy"] = MATMUL
 
 
 def kind_of(node: Node) -> str:
@@ -37,6 +38,8 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
 
     An operand with a batch of its own makes ``batch``; a plain weight makes one large product of all rows.
     """
+    if node.op == "meshwright.linear_cross_entropy.default":
+        return 1, math.prod(inputs[0][:-1]), *inputs[1]
     matrices = [shape for shape in inputs if len(shape) >= 2] or [(1, 1)]
     first = matrices[1] if node.op.startswith(("aten.addmm", "aten.baddbmm")) and len(matrices) > 2 else matrices[0]
     weights = [shape for shape in matrices if len(shape) == 2]

@@ -11,6 +11,7 @@ from torch import nn
 
 from passes.capture import capture
 from passes.emit import Program, emit
+from passes.fuse import pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import shard_dim
 from passes.plan import Plan
@@ -160,7 +161,8 @@ class Maker:
             graph = self._capture(whole)
             count = self._microbatches_of(graph) if training else 1
             programs = self._cut(graph, training=training, num_microbatches=count)
-            emitted = {stage.index: emit(stage.sharded) for stage in programs.stages if self._wants(stage.index)}
+            wanted = [stage for stage in programs.stages if self._wants(stage.index)]
+            emitted = {stage.index: emit(pair_rotaries(stage.sharded)) for stage in wanted}
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])

@@ -1,0 +1,122 @@
+"""Two rotary embeddings with the same angles as one call, once it is known how they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from passes.ir.graph import Graph, Node, Ref, map_refs
+from passes.rules.rule import AxisChoice
+from passes.shard import Compute, Convert, Local, Repeat, Section, ShardedGraph
+
+ROTARY = "meshwright.rotary.default"
+PAIR = "meshwright.rotary_pair.default"
+#: An operator whose name has one of these in it gives something else each time.
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial")
+
+
+def share_angles(graph: Graph) -> Graph:
+    """``graph`` with equal cosines and sines of a module made once.
+
+    GPT-J makes them anew for queries and for keys.
+    """
+    feeding: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.op == ROTARY:
+            feeding.update(node.inputs[1:])
+        elif any(value.name in feeding for value in node.outputs) and not node.op.startswith("meshwright."):
+            feeding.update(node.inputs)
+    first: dict[Any, Node] = {}
+    same: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        if same and any(name in same for name in node.inputs):
+            node = replace(node, args=_renamed(node.args, same), kwargs=_renamed(dict(node.kwargs), same))
+        if node.output.name in feeding and not any(word in node.op for word in _RANDOM):
+            known = first.setdefault((node.module_path, node.op, repr((node.args, node.kwargs))), node)
+            if known is not node:
+                same.update((value.name, other.name) for value, other in zip(node.outputs, known.outputs))
+                continue
+        nodes.append(node)
+    return graph.replace(nodes=tuple(nodes)) if same else graph
+
+
+def _renamed(given: Any, names: Mapping[str, str]) -> Any:
+    return map_refs(given, lambda ref: Ref(names.get(ref.name, ref.name)))
+
+
+def pair_rotaries(sharded: ShardedGraph) -> ShardedGraph:
+    """``sharded`` with rotary embeddings of the same angles, layout and sharding two by two in one call."""
+    return replace(sharded, main=_Pairing().section(sharded.main))
+
+
+class _Pairing:
+    """Rewrites sections; one that several loops run stays one."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, Section] = {}
+
+    def section(self, section: Section) -> Section:
+        if id(section) not in self.done:
+            self.done[id(section)] = replace(section, body=self._body(section.body))
+        return self.done[id(section)]
+
+    def _body(self, body: tuple[Compute | Convert | Repeat, ...]) -> tuple[Compute | Convert | Repeat, ...]:
+        done: list[Compute | Convert | Repeat | None] = []
+        waiting: dict[Any, int] = {}
+        for operation in body:
+            if isinstance(operation, Repeat):
+                operation = replace(
+                    operation, block=replace(operation.block, section=self.section(operation.block.section))
+                )
+            elif isinstance(operation, Compute) and operation.node.op == ROTARY:
+                key = _angles(operation)
+                place = waiting.pop(key, None)
+                first = done[place] if place is not None else None
+                if place is not None and isinstance(first, Compute) and not _used(first.outputs[0], done[place:]):
+                    done[place] = None
+                    operation = _pair(first, operation)
+                else:
+                    waiting[key] = len(done)
+            done.append(operation)
+        return tuple(operation for operation in done if operation is not None)
+
+
+def _angles(rotary: Compute) -> tuple[Any, ...]:
+    """What two calls must have in common: angles, layout, rank, dtype, and how every axis cuts them."""
+    turned = rotary.inputs[0]
+    types = tuple((choice.inputs, choice.outputs) for choice in rotary.choices)
+    return (*rotary.inputs[1:], rotary.node.constants, len(turned.shape), turned.value.dtype, types)
+
+
+def _used(local: Local, operations: list[Compute | Convert | Repeat | None]) -> bool:
+    for operation in operations:
+        if isinstance(operation, Compute):
+            used: tuple[Local, ...] = operation.inputs
+        elif isinstance(operation, Convert):
+            used = (operation.source,)
+        else:
+            used = () if operation is None else operation.entries
+        if local in used:
+            return True
+    return False
+
+
+def _pair(query: Compute, key: Compute) -> Compute:
+    node = replace(
+        query.node,
+        op=PAIR,
+        args=(query.node.args[0], *key.node.args),
+        outputs=(query.node.output, key.node.output),
+    )
+    choices = tuple(
+        AxisChoice(
+            choice.label,
+            (choice.inputs[0], *other.inputs),
+            (choice.outputs[0], other.outputs[0]),
+            choice.factor,
+        )
+        for choice, other in zip(query.choices, key.choices)
+    )
+    return Compute(node, (query.inputs[0], *key.inputs), (query.outputs[0], key.outputs[0]), choices, None)
