@@ -93,21 +93,17 @@ def losses_of(
     largest: torch.Tensor,
     sums: torch.Tensor,
     target: torch.Tensor,
-    *,
-    vocabulary: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    loss: LossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses [...] from sums over all classes, NaN where a target is no class; and what the gradient needs [2, ...]."""
     log_sum = sums[0].log()
-    losses = log_sum + (1.0 - label_smoothing) * (largest - sums[1])
-    if label_smoothing:
-        losses = losses - label_smoothing / vocabulary * sums[2]
-    if z_loss:
-        losses = losses + z_loss * (largest + log_sum).square()
-    losses = losses.masked_fill((target < 0) | (target >= vocabulary), torch.nan)
-    return losses.masked_fill(target == ignore_index, 0.0), torch.stack((largest, log_sum))
+    losses = log_sum + (1.0 - loss.label_smoothing) * (largest - sums[1])
+    if loss.label_smoothing:
+        losses = losses - loss.label_smoothing / loss.vocabulary * sums[2]
+    if loss.z_loss:
+        losses = losses + loss.z_loss * (largest + log_sum).square()
+    losses = losses.masked_fill((target < 0) | (target >= loss.vocabulary), torch.nan)
+    return losses.masked_fill(target == loss.ignore_index, 0.0), torch.stack((largest, log_sum))
 
 
 def logits_gradient(
@@ -116,18 +112,15 @@ def logits_gradient(
     target: torch.Tensor,
     statistic: torch.Tensor,
     start: torch.Tensor | None,
+    loss: LossOptions,
     *,
-    vocabulary: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     reuse_logits: bool,
 ) -> torch.Tensor:
     """Gradient of (a shard of) the logits from that of the losses, in their own memory if ``reuse_logits``.
 
     A compiler decides itself which memory to use again.
     """
-    options = (target, statistic, start, vocabulary, ignore_index, label_smoothing, z_loss)
+    options = (target, statistic, start, *loss)
     if reuse_logits and not torch.compiler.is_compiling() and logits.is_contiguous():
         logits = logits.detach()
         # so that whoever goes backward a second time is told
@@ -167,14 +160,9 @@ def _aten(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if target.device.type == "cpu":
         check_classes(target, logits.shape[-1], ignore_index)
-    losses, statistic = losses_of(
-        *aten_sums(logits, target, None, label_smoothing > 0),
-        target,
-        vocabulary=logits.shape[-1],
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    loss = LossOptions(logits.shape[-1], ignore_index, label_smoothing, z_loss)
+    largest, sums = aten_sums(logits, target, None, label_smoothing > 0)
+    losses, statistic = losses_of(largest, sums, target, loss)
     return losses.to(dtype or logits.dtype), statistic
 
 
@@ -295,25 +283,15 @@ _backward_in_place = register(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    logits, target, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.reuse_logits, _ = inputs
+    logits, target, *options, ctx.reuse_logits, _ = inputs
+    ctx.loss = LossOptions(logits.shape[-1], *options)
     ctx.save_for_backward(logits, target, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     logits, target, statistic = ctx.saved_tensors
-    result = logits_gradient(
-        grad,
-        logits,
-        target,
-        statistic,
-        None,
-        vocabulary=logits.shape[-1],
-        ignore_index=ctx.ignore_index,
-        label_smoothing=ctx.label_smoothing,
-        z_loss=ctx.z_loss,
-        reuse_logits=ctx.reuse_logits,
-    )
+    result = logits_gradient(grad, logits, target, statistic, None, ctx.loss, reuse_logits=ctx.reuse_logits)
     return result, None, None, None, None, None, None
 
 

@@ -80,27 +80,20 @@ def linear_row_sums(
 def linear_gradients(
     wanted: Sequence[bool],
     grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    statistic: torch.Tensor | None,
-    start: torch.Tensor | None,
+    saved: Sequence[torch.Tensor | None],
+    loss: LossOptions,
     *,
-    vocabulary: int,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of hidden, weight and bias, None for those not ``wanted``.
 
-    ``statistic`` [2, ...] is that of ``losses_of``; without it each chunk's own logits give it (then they must have
-    all classes).
+    Args:
+        grad: of the losses.
+        saved: hidden, weight, bias, target, ``statistic`` and ``start`` as of ``cross_entropy.logits_gradient``;
+            without a statistic each chunk's own logits give it (then they must have all classes).
     """
-    wanted = [needed and tensor is not None for needed, tensor in zip(wanted, (hidden, weight, bias))]
-    tensors = (grad, hidden, weight, bias, target, statistic, start)
-    found = _backward(*tensors, vocabulary, ignore_index, label_smoothing, z_loss, chunk_tokens, wanted)
+    wanted = [needed and tensor is not None for needed, tensor in zip(wanted, saved)]
+    found = _backward(grad, *saved, *loss, chunk_tokens, wanted)
     return tuple(gradient if needed else None for gradient, needed in zip(found, wanted))
 
 
@@ -177,14 +170,9 @@ def _losses_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
     ) -> torch.Tensor:
         if target.device.type == "cpu":
             check_classes(target, weight.shape[0], ignore_index)
-        losses, _ = losses_of(
-            *sums_of(hidden, weight, bias, target, None, label_smoothing > 0, chunk_tokens),
-            target,
-            vocabulary=weight.shape[0],
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-        )
+        loss = LossOptions(weight.shape[0], ignore_index, label_smoothing, z_loss)
+        largest, sums = sums_of(hidden, weight, bias, target, None, label_smoothing > 0, chunk_tokens)
+        losses, _ = losses_of(largest, sums, target, loss)
         return losses.to(dtype or hidden.dtype)
 
     return run
@@ -214,8 +202,8 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
             for lines in _chunks(hidden, weight, chunk_tokens):
                 logits = F.linear(rows[lines], weight, bias)
                 if known is None:
-                    sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
-                    _, of_chunk = losses_of(*sums, classes[lines], **loss._asdict())
+                    largest, sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
+                    _, of_chunk = losses_of(largest, sums, classes[lines], loss)
                 else:
                     of_chunk = known[:, lines]
                 row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *loss)
@@ -312,27 +300,14 @@ _backward = register(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.chunk_tokens, _ = inputs
-    ctx.save_for_backward(*tensors)
+    hidden, weight, bias, target, *options, ctx.chunk_tokens, _ = inputs
+    ctx.loss = LossOptions(weight.shape[0], *options)
+    ctx.save_for_backward(hidden, weight, bias, target)
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    hidden, weight, bias, target = ctx.saved_tensors
-    found = linear_gradients(
-        ctx.needs_input_grad[:3],
-        grad,
-        hidden,
-        weight,
-        bias,
-        target,
-        None,
-        None,
-        vocabulary=weight.shape[0],
-        ignore_index=ctx.ignore_index,
-        label_smoothing=ctx.label_smoothing,
-        z_loss=ctx.z_loss,
-        chunk_tokens=ctx.chunk_tokens,
-    )
+    saved = (*ctx.saved_tensors, None, None)
+    found = linear_gradients(ctx.needs_input_grad[:3], grad, saved, ctx.loss, chunk_tokens=ctx.chunk_tokens)
     return *found, None, None, None, None, None, None
 
 

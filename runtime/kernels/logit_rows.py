@@ -83,8 +83,9 @@ def aten_gradient(
     even = label_smoothing / vocabulary
     columns = [tensor.reshape(-1, 1) for tensor in (largest, log_sum, weight, penalty, one, place)]
     direct = out.dtype == statistic.dtype
-    out_rows = rows_of(out)
-    for rows, lines, (outer, inner) in _blocks(rows_of(logits)):
+    seen = rows_of(logits)
+    out_rows = seen if out is logits else out.view(seen.shape)
+    for rows, lines, (outer, inner) in _blocks(seen):
         top, spread, factor, extra, hit, where = (column[lines] for column in columns)
         held = out_rows[outer, inner]
         scores = torch.sub(rows, top, out=held) if direct else rows - top

@@ -81,15 +81,18 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
         groups: tuple[dist.ProcessGroup, ...],
     ) -> torch.Tensor:
         smoothing = loss.label_smoothing > 0
-        local = linear_row_sums(hidden, weight, bias, target, start, smoothing=smoothing, chunk_tokens=chunk_tokens)
-        losses, statistic = reduced_losses(*local, target, weight.shape[0], loss, groups)
+        largest, sums = linear_row_sums(
+            hidden, weight, bias, target, start, smoothing=smoothing, chunk_tokens=chunk_tokens
+        )
+        losses, statistic = reduced_losses(largest, sums, target, weight.shape[0], loss, groups)
         ctx.save_for_backward(hidden, weight, bias, target, statistic, start)
-        ctx.options = {**loss._asdict(), "chunk_tokens": chunk_tokens}
+        ctx.loss, ctx.chunk_tokens = loss, chunk_tokens
         return losses.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        found = linear_gradients(ctx.needs_input_grad[:3], grad, *ctx.saved_tensors, **ctx.options)
+        wanted = ctx.needs_input_grad[:3]
+        found = linear_gradients(wanted, grad, ctx.saved_tensors, ctx.loss, chunk_tokens=ctx.chunk_tokens)
         return *found, None, None, None, None, None, None
 
     @staticmethod

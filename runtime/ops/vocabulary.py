@@ -121,7 +121,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         logits, target, start, statistic = ctx.saved_tensors
         loss, reuse_logits = ctx.options
-        result = logits_gradient(grad, logits, target, statistic, start, **loss._asdict(), reuse_logits=reuse_logits)
+        result = logits_gradient(grad, logits, target, statistic, start, loss, reuse_logits=reuse_logits)
         return result, None, None, None, None, None
 
     @staticmethod
@@ -151,7 +151,7 @@ def reduced_losses(
     parts = [sums[0] * lower.exp(), sums[1]]
     if loss.label_smoothing:
         parts.append(sums[2] + width * lower)
-    return losses_of(highest, _reduced(torch.stack(parts), "sum", groups), target, **loss._asdict())
+    return losses_of(highest, _reduced(torch.stack(parts), "sum", groups), target, loss)
 
 
 def reduced_type(losses: Any, groups: tuple[dist.ProcessGroup, ...], *, has_gradient: bool) -> Any:
