@@ -29,6 +29,7 @@ def solve(
     gap: float = RELATIVE_GAP,
     cutoff: float | None = None,
     start: Mapping[int, float] | None = None,
+    presolve: bool = True,
 ) -> Solution:
     """Solve ``program`` within ``time_limit`` seconds with ``"highs"``, ``"cbc"`` or (None) whichever there is.
 
@@ -36,6 +37,8 @@ def solve(
         gap: relative gap at which a solution counts as optimal.
         cutoff: only solutions with a smaller objective are wanted; without one the program comes back as infeasible.
         start: column → value of a known solution to begin with; columns may be left out (HiGHS only).
+        presolve: whether the program is reduced first (HiGHS only), which a linear program of flows takes longer for
+            than to be solved as it is.
 
     Raises:
         ValueError: for an unknown solver name.
@@ -45,7 +48,9 @@ def solve(
     scale = LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
     if solver != "cbc":
         try:
-            return _solve_highs(program, scale=scale, time_limit=time_limit, gap=gap, cutoff=cutoff, start=start)
+            return _solve_highs(
+                program, scale=scale, time_limit=time_limit, gap=gap, cutoff=cutoff, start=start, presolve=presolve
+            )
         except ImportError:
             if solver == "highs":
                 raise
@@ -60,6 +65,7 @@ def _solve_highs(
     gap: float,
     cutoff: float | None,
     start: Mapping[int, float] | None,
+    presolve: bool,
 ) -> Solution:
     import highspy
     import numpy as np
@@ -74,12 +80,14 @@ def _solve_highs(
     model.a_matrix_.start_ = np.asarray(program.starts, dtype=np.int32)
     model.a_matrix_.index_ = np.asarray(program.columns, dtype=np.int32)
     model.a_matrix_.value_ = np.asarray(program.coefficients)
-    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    model.integrality_ = [kinds[integer] for integer in program.integers]
+    is_integer = any(program.integers)
+    if is_integer:
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        model.integrality_ = [kinds[integer] for integer in program.integers]
     highs = highspy.Highs()
     options: dict[str, Any] = {
         "output_flag": False, "random_seed": 0, "threads": 1, "parallel": "off", "time_limit": float(time_limit),
-        "mip_rel_gap": gap, "mip_abs_gap": 0.0,
+        "mip_rel_gap": gap, "mip_abs_gap": 0.0, "presolve": "choose" if presolve else "off",
     }  # fmt: skip
     if cutoff is not None:
         options["objective_bound"] = cutoff * scale
@@ -100,7 +108,7 @@ def _solve_highs(
         highspy.HighsModelStatus.kUnboundedOrInfeasible,
         highspy.HighsModelStatus.kObjectiveBound,
     )
-    bound = info.mip_dual_bound if any(program.integers) else info.objective_function_value
+    bound = info.mip_dual_bound if is_integer else info.objective_function_value
     return Solution(
         values=list(highs.getSolution().col_value) if found else None,
         bound=bound / scale if math.isfinite(bound) else 0.0,
