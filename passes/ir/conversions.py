@@ -6,6 +6,7 @@ Types and semantics are those of the ``spmd_types`` package.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,10 +55,15 @@ class Step:
     def target_type(self) -> SpmdType:
         return self.target[self.axis]
 
-    @property
+    @functools.cached_property
     def collectives(self) -> tuple[str | None, str | None]:
         """Forward and backward collective (None: no communication)."""
         return CONVERSIONS[_letter(self.source_type), _letter(self.target_type)]
+
+    @functools.cached_property
+    def whole(self) -> Placement:
+        """The placement of the tensor once it is whole on this step's axis."""
+        return (*self.source[: self.axis], R, *self.source[self.axis + 1 :])
 
     def num_bytes(self, shape: tuple[int, ...], item_size: int, mesh: MeshShape) -> int:
         """Bytes of the tensor as it is on one rank once it is whole on this step's axis.
@@ -65,9 +71,8 @@ class Step:
         It is what an all-reduce reduces, what an all-gather gives, what a reduce-scatter takes; an all-to-all
         holds 1/n of it on each rank. Forward and backward move the same.
         """
-        whole = tuple(R if axis == self.axis else spmd_type for axis, spmd_type in enumerate(self.source))
         elements = item_size
-        for size in local_shape(shape, whole, mesh):
+        for size in local_shape(shape, self.whole, mesh):
             elements *= size
         return elements
 

@@ -148,11 +148,11 @@ def _groups(problem: Problem, stream: Stream) -> _Groups:
     return _Groups(representatives, [(members, f, b) for members, (f, b) in merged.items()])
 
 
-def add_flow(ilp: ShardingIlp, stream: Stream, use_index: int, lattice: Lattice) -> list[int]:
+def add_flow(ilp: ShardingIlp, stream: Stream, use_index: int, lattice: Lattice) -> range:
     """(conserve): one unit from the placement given to the placement needed; returns the column of each arc."""
     problem, program = ilp.problem, ilp.program
     use = stream.uses[use_index]
-    columns = [program.variable() for _ in lattice.arcs]
+    columns = program.variables(len(lattice.arcs))
     terms: list[list[tuple[int, float]]] = [[] for _ in lattice.placements]
     for column, placement in zip(ilp.x[stream.source], problem.given(stream)):
         terms[lattice.index[placement]].append((column, 1.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from passes.ir.conversions import Step, steps_from
@@ -77,25 +77,30 @@ class Lattices:
         """
         key = (value.shape, value.dtype, value.requires_grad, types, live, saved, self.pricing.family(value))
         if (*key, detours) not in self._known:
-            arcs = self._arcs(value, types, live=live, saved=saved)
             placements = tuple(placements_of(value, types, self.pricing.mesh))
+            arcs = self._arcs(value, placements, types, live=live, saved=saved)
             index = {placement: position for position, placement in enumerate(placements)}
             self._known[*key, True] = Lattice(placements, index, tuple(arcs.values()))
             self._known[*key, False] = Lattice(placements, index, _without_detours(arcs))
         return self._known[*key, detours]
 
     def _arcs(
-        self, value: Value, types: Sequence[Sequence[SpmdType]], *, live: bool, saved: bool
+        self,
+        value: Value,
+        placements: tuple[Placement, ...],
+        types: tuple[tuple[SpmdType, ...], ...],
+        *,
+        live: bool,
+        saved: bool,
     ) -> dict[tuple[int, int], Arc]:
         mesh = self.pricing.mesh
-        placements = tuple(placements_of(value, types, mesh))
         divided = MeshShape(mesh.names, tuple(min(size, 2) for size in mesh.sizes))
         arcs: dict[tuple[int, int], Arc] = {}
-        for source, target, step in _steps_between(placements, divided, tuple(map(tuple, types))):
-            if self._is_forbidden(step, value, live):
+        for source, target, step in _steps_between(placements, divided, types):
+            if self.forbidden and self._is_forbidden(step, value, live):
                 continue
             forward, backward = self.pricing.step(step, value)
-            memory = self.pricing.step_memory(step, value, saved=saved)
+            memory = self.pricing.step_memory(step, value, saved=saved) if saved else 0
             arcs[source, target] = Arc(source, target, step, forward, backward if live else 0.0, memory)
         return arcs
 
@@ -120,23 +125,21 @@ def _steps_between(
 
 def _without_detours(arcs: dict[tuple[int, int], Arc]) -> tuple[Arc, ...]:
     """Drop every arc that two others (still there) replace at no more cost: all distances stay the same."""
-    left = dict(arcs)
-    out: dict[int, set[int]] = {}
-    for source, target in arcs:
-        out.setdefault(source, set()).add(target)
-    for key, arc in arcs.items():
-        for middle in out[arc.source]:
-            first, second = left.get((arc.source, middle)), left.get((middle, arc.target))
-            if first is not None and second is not None and _no_more(first, second, arc):
-                del left[key]
-                out[arc.source].discard(arc.target)
+    out: dict[int, dict[int, Arc]] = {}
+    for arc in arcs.values():
+        out.setdefault(arc.source, {})[arc.target] = arc
+    for arc in arcs.values():
+        forward, backward, memory = arc.forward, arc.backward, arc.memory
+        for middle, first in out[arc.source].items():
+            if first.forward > forward or first.backward > backward:
+                continue
+            second = out.get(middle, {}).get(arc.target)
+            if (
+                second is not None
+                and first.forward + second.forward <= forward
+                and first.backward + second.backward <= backward
+                and first.memory + second.memory <= memory
+            ):
+                del out[arc.source][arc.target]
                 break
-    return tuple(left.values())
-
-
-def _no_more(first: Arc, second: Arc, direct: Arc) -> bool:
-    return (
-        first.forward + second.forward <= direct.forward
-        and first.backward + second.backward <= direct.backward
-        and first.memory + second.memory <= direct.memory
-    )
+    return tuple(arc for arc in arcs.values() if arc.target in out[arc.source])

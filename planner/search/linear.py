@@ -41,6 +41,14 @@ class LinearProgram:
         self.integers.append(integer)
         return len(self.costs) - 1
 
+    def variables(self, count: int) -> range:
+        """Add so many unbounded variables ≥ 0 without cost and return their columns."""
+        first = len(self.costs)
+        self.costs.extend([0.0] * count)
+        self.uppers.extend([math.inf] * count)
+        self.integers.extend([False] * count)
+        return range(first, first + count)
+
     def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> int:
         """Add lower ≤ Σ coefficient·variable ≤ upper and return its row."""
         for column, coefficient in terms:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.ir.conversions import divides
 from passes.ir.graph import Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, SpmdType
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType, shard_dim
 from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices, pieces_of_work
 from planner.search.pricing import Collective, Pricing
 
@@ -58,77 +59,115 @@ def offered(
     return tuple((alone,) if size == 1 else choices for size in mesh.sizes)
 
 
-def joint_choices(
-    node: Node,
-    values: Mapping[str, Value],
-    rule: ShardingRule | None,
-    mesh: MeshShape,
-    *,
-    fixed: Mapping[str, str] | None = None,
-) -> list[tuple[AxisChoice, ...]]:
-    """Every combination of choices over the axes in which factors and tensors divide evenly.
+@dataclass(frozen=True)
+class Way:
+    """One combination of choices over the axes, before asking whether it divides.
 
-    ``fixed`` names the one choice (by label) that an axis is left with.
+    ``divided`` are extents (of factors and of tensor dims) with the axes (by index) that must divide each together;
+    ``cut_axes`` as in ``Option``.
     """
-    sizes = rule.sizes if rule is not None else {}
-    left = fixed or {}
-    per_axis = [
-        [
-            choice
-            for choice in choices
-            if (choice.factor is None or sizes[choice.factor] % size == 0)
-            and (size == 1 or choice.label == left.get(name, choice.label))
-        ]
-        for choices, name, size in zip(offered(node, values, rule, mesh), mesh.names, mesh.sizes)
-    ]
-    tensors = [*(values[name] for name in node.inputs), *node.outputs]
-    found = []
-    for joint in itertools.product(*per_axis):
-        pieces: dict[str, int] = {}
-        for choice, size in zip(joint, mesh.sizes):
+
+    joint: tuple[AxisChoice, ...]
+    labels: tuple[str, ...]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    divided: tuple[tuple[int, tuple[int, ...]], ...]
+    cut_axes: tuple[bool, ...]
+
+
+class Offers:
+    """What every operator of one graph may choose from, remembered: it is the same for all sizes of axes above 1."""
+
+    def __init__(self, values: Mapping[str, Value], *, rule_for: RuleFor, flops_of: FlopsOf) -> None:
+        self.values, self.rule_for, self.flops_of = values, rule_for, flops_of
+        self._facts: dict[str, tuple[ShardingRule | None, float]] = {}
+        self._ways: dict[tuple[object, ...], tuple[Way, ...]] = {}
+
+    def facts(self, node: Node) -> tuple[ShardingRule | None, float]:
+        """The sharding rule and the forward flops of ``node``."""
+        if node.name not in self._facts:
+            self._facts[node.name] = (self.rule_for(node, self.values), self.flops_of(node, self.values))
+        return self._facts[node.name]
+
+    def ways(self, node: Node, mesh: MeshShape, *, fixed: Mapping[str, str] | None = None) -> tuple[Way, ...]:
+        """Every combination of choices over axes of more than one device (those of one have nothing to choose).
+
+        ``fixed`` names the one choice (by label) that such an axis is left with.
+        """
+        left = fixed or {}
+        several = tuple(size > 1 for size in mesh.sizes)
+        key = (node.name, mesh.names, several, tuple(left.get(name) for name in mesh.names))
+        if key not in self._ways:
+            choices = offered(node, self.values, self.facts(node)[0], mesh)
+            per_axis = [
+                [choice for choice in each if not many or choice.label == left.get(name, choice.label)]
+                for each, name, many in zip(choices, mesh.names, several)
+            ]
+            self._ways[key] = tuple(self._way(node, joint, several) for joint in itertools.product(*per_axis))
+        return self._ways[key]
+
+    def _way(self, node: Node, joint: tuple[AxisChoice, ...], several: Sequence[bool]) -> Way:
+        placements = list(zip(*((*choice.inputs, *choice.outputs) for choice in joint)))
+        tensors = [*(self.values[name] for name in node.inputs), *node.outputs]
+        rule = self.facts(node)[0]
+        by_factor: dict[str, tuple[int, ...]] = {}
+        for axis, choice in enumerate(joint):
             if choice.factor is not None:
-                pieces[choice.factor] = pieces.get(choice.factor, 1) * size
-        if any(sizes[factor] % count for factor, count in pieces.items()):
-            continue
-        if all(divides(where, tensor.shape, mesh) for where, tensor in zip(_placements(joint), tensors)):
-            found.append(joint)
-    return found
+                by_factor[choice.factor] = (*by_factor.get(choice.factor, ()), axis)
+        divided = {(rule.sizes[factor], axes) for factor, axes in by_factor.items()} if rule is not None else set()
+        for where, tensor in zip(placements, tensors):
+            divided.update(_divided_dims(where, tensor.shape))
+        return Way(
+            joint=joint,
+            labels=tuple(choice.label for choice in joint),
+            inputs=tuple(placements[: len(node.inputs)]),
+            outputs=tuple(placements[len(node.inputs) :]),
+            divided=tuple(sorted(divided)),
+            cut_axes=tuple(choice.factor is not None or not many for choice, many in zip(joint, several)),
+        )
 
 
-def _placements(joint: Sequence[AxisChoice]) -> list[Placement]:
-    """Placements of all inputs, then all outputs."""
-    return list(zip(*((*choice.inputs, *choice.outputs) for choice in joint)))
+def _divided_dims(where: Placement, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The extent of every dim that a placement shards (one that is not there is divided by nothing), and its axes."""
+    by_dim: dict[int, tuple[int, ...]] = {}
+    for axis, spmd_type in enumerate(where):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            by_dim[dim] = (*by_dim.get(dim, ()), axis)
+    for dim, axes in by_dim.items():
+        yield (shape[dim] if dim < len(shape) else 1, axes)
 
 
 def operator_options(
     node: Node,
-    values: Mapping[str, Value],
+    offers: Offers,
     pricing: Pricing,
     *,
-    rule: ShardingRule | None,
-    flops: float,
     live: bool,
     kept: Sequence[bool],
     fixed: Mapping[str, str] | None = None,
 ) -> list[Option]:
-    """All options of an operator; of several that give the same placements only the cheapest.
+    """All options of an operator in which factors and tensors divide evenly; of several that give the same placements
+    only the cheapest.
 
-    ``kept`` says which outputs are kept in memory for the backward pass; ``fixed`` is as in ``joint_choices``.
+    ``kept`` says which outputs are kept in memory for the backward pass; ``fixed`` is as in ``Offers.ways``.
     """
-    mesh = pricing.mesh
+    sizes, values = pricing.mesh.sizes, offers.values
+    rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
-    for joint in joint_choices(node, values, rule, mesh, fixed=fixed):
-        placements = _placements(joint)
-        inputs, outputs = tuple(placements[: len(node.inputs)]), tuple(placements[len(node.inputs) :])
-        cut = pieces_of_work(rule, joint, mesh.sizes)
+    for way in offers.ways(node, pricing.mesh, fixed=fixed):
+        if any(extent % math.prod([sizes[axis] for axis in axes]) for extent, axes in way.divided):
+            continue
+        inputs, outputs = way.inputs, way.outputs
+        cut = pieces_of_work(rule, way.joint, sizes)
         option = Option(
-            labels=tuple(choice.label for choice in joint),
+            labels=way.labels,
             inputs=inputs,
             outputs=outputs,
             compute=pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live),
-            collectives=pricing.reductions(rule, joint, live=live),
+            collectives=pricing.reductions(rule, way.joint, live=live),
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, kept) if keep),
-            cut_axes=tuple(choice.factor is not None or size == 1 for choice, size in zip(joint, mesh.sizes)),
+            cut_axes=way.cut_axes,
         )
         known = best.get((inputs, outputs))
         if known is None or option.seconds < known.seconds:

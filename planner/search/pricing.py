@@ -50,7 +50,7 @@ class Pricing:
         self.cost_model = cost_model
         self.mesh = mesh
         self._collectives: dict[tuple[str, int, str], float] = {}
-        self._steps: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
 
     def collective(self, collective: str, num_bytes: int, axis: str) -> float:
         key = (collective, num_bytes, axis)
@@ -63,7 +63,8 @@ class Pricing:
         return ""
 
     def step_bytes(self, step: Step, value: Value) -> int:
-        return step.num_bytes(value.shape, ITEM_SIZE[value.dtype], self.mesh)
+        """Bytes that a step's collectives move, see ``Step.num_bytes``."""
+        return self.local_bytes(value, step.whole)
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         """Seconds of one conversion step, forward and backward (backward as if a gradient came)."""
@@ -81,8 +82,12 @@ class Pricing:
         return self.local_bytes(value, step.target) if saved and step.collectives[0] else 0
 
     def local_elements(self, value: Value, placement: Placement) -> int:
-        pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
-        return value.num_elements // pieces
+        key = (value.shape, placement)
+        found = self._elements.get(key)
+        if found is None:
+            pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
+            found = self._elements[key] = value.num_elements // pieces
+        return found
 
     def local_bytes(self, value: Value, placement: Placement) -> int:
         return self.local_elements(value, placement) * ITEM_SIZE[value.dtype]

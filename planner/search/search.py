@@ -26,7 +26,7 @@ from planner.search.extract import make_plan
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
 from planner.search.linear import OPTIMAL, Solution
-from planner.search.options import FlopsOf, RuleFor
+from planner.search.options import FlopsOf, Offers, RuleFor
 from planner.search.pricing import Prices, Pricing
 from planner.search.problem import Problem, build_structure
 from planner.search.solver import solve
@@ -81,7 +81,8 @@ def search(
     runs = alike(runs, layers)
     problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
     bound_frozen = memory_limit is not None or bool(pins) or baseline is not None or pinned is not None
-    fill_options(problem, pricing, rule_for=rules, flops_of=flops, bound_frozen=bound_frozen)
+    offers = Offers(graph.values, rule_for=rules, flops_of=flops)
+    fill_options(problem, pricing, offers=offers, bound_frozen=bound_frozen)
     demanded = user_constraints(problem, mesh, pins)
     if forbid_replicated_matmul:
         demanded.append(cut_every_matmul(problem, mesh))

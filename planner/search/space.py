@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
 from planner.search.options import (
-    FlopsOf,
+    Offers,
     Option,
-    RuleFor,
     operator_options,
     placement_option,
     placements_of,
@@ -40,17 +39,17 @@ def fill_options(
     problem: Problem,
     pricing: Pricing,
     *,
-    rule_for: RuleFor,
-    flops_of: FlopsOf,
+    offers: Offers,
     bound_frozen: bool,
     roles: Roles | None = None,
 ) -> None:
-    """Give every element its options; ``bound_frozen``: where parameters without gradient are
-    stored matters (to a memory limit or a constraint).
+    """Give every element its options, out of what ``offers`` says of operators.
+
+    ``bound_frozen``: where parameters without gradient are stored matters (to a memory limit or a constraint).
 
     Operators first, then what hands values on, then where values come from: those follow what is asked of them.
     """
-    filler = _Filler(problem, pricing, rule_for, flops_of, bound_frozen, roles or Roles())
+    filler = _Filler(problem, pricing, offers, bound_frozen, roles or Roles())
     for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
         for name, element in problem.elements.items():
             if element.kind == kind:
@@ -62,19 +61,16 @@ class _Filler:
         self,
         problem: Problem,
         pricing: Pricing,
-        rule_for: RuleFor,
-        flops_of: FlopsOf,
+        offers: Offers,
         bound_frozen: bool,
         roles: Roles,
     ) -> None:
         self.problem = problem
         self.pricing = pricing
         self.mesh: MeshShape = pricing.mesh
-        self.rule_for = rule_for
-        self.flops_of = flops_of
+        self.offers = offers
         self.bound_frozen = bound_frozen
         self.roles = roles
-        self.values = problem.graph.values
         self.live = {use.element for stream in problem.streams.values() for use in stream.uses if use.live}
         self.outputs = self._outputs_by_source()
 
@@ -99,15 +95,13 @@ class _Filler:
     def _operator(self, name: str, element: Element) -> list[Option]:
         node = element.node
         assert node is not None
-        rule, flops = self.rule_for(node, self.values), self.flops_of(node, self.values)
+        rule, flops = self.offers.facts(node)
         element.has_rule, element.matmul = rule is not None, flops > 0
         kept = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
         return operator_options(
             node,
-            self.values,
+            self.offers,
             self.pricing,
-            rule=rule,
-            flops=flops,
             live=name in self.live,
             kept=kept,
             fixed=self.roles.fixed.get(name),

@@ -102,6 +102,7 @@ class _Reader:
             if unit is not None:
                 self.streams_of[unit].append(stream)
         self.names = {id(stream): name for name, stream in self.problem.streams.items()}
+        self.places: dict[str, Placement] = {}
         self.weights_of = self._weights()
 
     def figures(self, index: int) -> UnitFigures:
@@ -194,6 +195,11 @@ class _Reader:
 
     def _made(self, name: str) -> Placement:
         """The placement in which a value is made (of a value carried from copy to copy: in which it is handed on)."""
+        if name not in self.places:
+            self.places[name] = self._find_made(name)
+        return self.places[name]
+
+    def _find_made(self, name: str) -> Placement:
         for index, run in enumerate(self.problem.runs):
             for slot, names in enumerate(run.carried):
                 if name == names[0] or name == names[-1]:
