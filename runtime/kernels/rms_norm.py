@@ -66,15 +66,10 @@ def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> tor
 
 def _aten(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
     compute = promoted(input, weight, least=torch.float32)
-    factor = None if weight is None else _factor_of(weight, offset, compute)
-    out = input.new_empty(input.shape, dtype=promoted(input, weight))
-    for block, result in row_blocks(input, out):
-        normal, _ = _normalized(block.to(compute), eps)
-        if factor is None:
-            result.copy_(normal)
-        else:
-            torch.mul(normal, factor, out=result)
-    return out
+    normal, _ = _normalized(input.contiguous().to(compute), eps)
+    if weight is not None:
+        normal.mul_(_factor_of(weight, offset, compute))
+    return normal.to(promoted(input, weight))
 
 
 def _aten_add(

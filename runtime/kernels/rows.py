@@ -24,7 +24,7 @@ _WALKING_WARPS = 16
 #: Multiprocessors of a device without any: few, so that every program walks through several tiles.
 _INTERPRETED_PROCESSORS = 1
 #: Elements that the ATen versions treat at a time on a processor.
-_ATEN_BLOCK = 2**17
+_ATEN_BLOCK = 2**18
 #: Rows and columns of the partial sums that one step of their reduction takes.
 _PARTIAL_ROWS, _PARTIAL_COLUMNS = 64, 32
 
