@@ -102,7 +102,7 @@ def as_autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype]:
     """The operands as autocast would give them to a linear layer, and the dtype that it would give losses."""
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+    if hidden.dtype == torch.float64 or hidden.is_meta or not torch.is_autocast_enabled(device):
         return hidden, weight, bias, hidden.dtype
     dtype = torch.get_autocast_dtype(device)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), torch.float32

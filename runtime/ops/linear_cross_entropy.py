@@ -105,11 +105,12 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
         start: torch.Tensor,
         groups: tuple[dist.ProcessGroup, ...],
     ) -> Any:
-        spmd.rules.ignore(start)
+        # Targets have no gradient: they are R where the others may be I.
+        spmd.rules.ignore(start, target)
         if bias is None:
-            losses = spmd.rules.einsum("...h,vh,...->...", hidden, weight, target)
+            losses = spmd.rules.einsum("...h,vh->...", hidden, weight)
         else:
-            losses = spmd.rules.einsum("...h,vh,v,...->...", hidden, weight, bias, target)
+            losses = spmd.rules.einsum("...h,vh,v->...", hidden, weight, bias)
         operands = (hidden, weight, bias)
         has_gradient = any(operand is not None and operand.requires_grad for operand in operands)
         return reduced_type(losses, groups, has_gradient=has_gradient)

@@ -128,8 +128,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def spmd_typecheck(
         *, logits: torch.Tensor, target: torch.Tensor, start: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]
     ) -> Any:
-        spmd.rules.ignore(start)
-        losses = spmd.rules.einsum("...v,...->...", logits, target)
+        # Targets have no gradient: they are R where logits may be I.
+        spmd.rules.ignore(start, target)
+        losses = spmd.rules.einsum("...v->...", logits)
         return reduced_type(losses, groups, has_gradient=logits.requires_grad)
 
 
