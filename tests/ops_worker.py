@@ -40,6 +40,29 @@ def losses() -> dict[str, float]:
     return found
 
 
+def linear_losses() -> dict[str, float]:
+    """With the vocabulary cut; a rank's gradient of the hidden states is its part of a sum."""
+    operands = {"hidden": (3, 5, HIDDEN), "weight": (VOCABULARY, HIDDEN), "bias": (VOCABULARY,)}
+    hidden, table, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in operands.values())
+    target = torch.randint(0, VOCABULARY, (3, 5))
+    target[0, :2] = -100
+    weight = torch.randn(3, 5, dtype=torch.float64)
+    logits = F.linear(hidden, table, bias)
+    whole = F.cross_entropy(logits.mT, target, reduction="none", label_smoothing=0.1)
+    whole = whole + 0.01 * logits.logsumexp(-1).square() * (target != -100)
+    wanted = torch.autograd.grad((whole * weight).sum(), (hidden, table, bias))
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    cut = [tensor.detach().chunk(ranks)[rank].contiguous().requires_grad_() for tensor in (table, bias)]
+    local = hidden.detach().requires_grad_(), *cut
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "chunk_tokens": 4}
+    result = ops.linear_cross_entropy(*local[:2], target, local[2], vocabulary=VOCABULARY, axes=("tp",), **options)
+    found = torch.autograd.grad((result * weight).sum(), local)
+    dist.all_reduce(found[0])
+    parts = zip(operands, found, wanted, (None, 0, 0))
+    differences = {f"linear {name} gradient": difference(one, other, dim) for name, one, other, dim in parts}
+    return {"linear loss": difference(result, whole, None), **differences}
+
+
 def rows() -> dict[str, float]:
     table = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64, requires_grad=True)
     indices = torch.randint(0, VOCABULARY, (3, 5))
@@ -74,4 +97,4 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     with spmd.set_current_mesh(mesh):
-        answer({**losses(), **rows(), **masks()})
+        answer({**losses(), **linear_losses(), **rows(), **masks()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import spmd_types as spmd
@@ -87,6 +88,54 @@ def test_collectives_are_those_of_the_rule(smoothing: float, mesh: DeviceMesh) -
         assert sum(entry.num_bytes for entry in counted) == sum(6 * r.multiple * r.item_size for r in rule.reductions)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_losses(has_bias: bool, smoothing: float, mesh: DeviceMesh) -> None:
+    """With both axes cutting the vocabulary: whole losses, and as many collectives for however many chunks."""
+    hidden, weight = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    bias = torch.randn(8, dtype=torch.float64) if has_bias else None
+    target = torch.tensor([0, 7, -100, 3, 4, 5])
+    wanted = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="none", label_smoothing=smoothing)
+    sums = 3 if smoothing else 2
+    for chunk_tokens in (None, 4):
+        with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
+            local = LocalTensor(distribute(weight, ("S(0)", "S(0)")))
+            parts = None if bias is None else LocalTensor(distribute(bias, ("S(0)", "S(0)")))
+            options = {"label_smoothing": smoothing, "chunk_tokens": chunk_tokens, "vocabulary": 8, "axes": BOTH}
+            losses = ops.linear_cross_entropy(hidden, local, target, parts, **options)
+        found = assemble({rank: losses._local_tensors[rank] for rank in range(RANKS)}, ("I", "I"), exact=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        for axis in BOTH:
+            counted = [entry for entry in counter.collectives if entry.axis == axis]
+            assert {entry.collective for entry in counted} == {"all_reduce"}
+            assert sum(entry.count for entry in counted) == 2
+            assert sum(entry.num_bytes for entry in counted) == 6 * 8 * (1 + sums)
+
+
+@pytest.mark.parametrize("spmd_type", [spmd.R, spmd.I, spmd.P])
+def test_linear_losses_take_hidden_states_that_are_whole(spmd_type: Any, mesh: DeviceMesh) -> None:
+    """R: its gradient is a partial sum. I has a whole gradient, and a partial sum has no loss of its own."""
+    shapes = {"hidden": (6, 4), "weight": (2, 4), "bias": (2,)}
+    types = {"hidden": spmd_type, "weight": spmd.V, "bias": spmd.V}
+    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=True):
+        typed = {
+            name: spmd.assert_type(
+                torch.empty(shape, device="meta", requires_grad=True), dict.fromkeys(BOTH, types[name])
+            )
+            for name, shape in shapes.items()
+        }
+        target = spmd.assert_type(torch.empty(6, dtype=torch.int64, device="meta"), dict.fromkeys(BOTH, spmd.R))
+
+        def losses() -> torch.Tensor:
+            return ops.linear_cross_entropy(**typed, target=target, vocabulary=8, axes=BOTH)
+
+        if spmd_type is spmd.R:
+            assert {spmd.get_axis_local_type(losses(), axis) for axis in BOTH} == {spmd.I}
+        else:
+            with pytest.raises(spmd.SpmdTypeError):
+                losses()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("enable_gqa", [False, True])
 def test_attention_that_drops(enable_gqa: bool, is_causal: bool, mesh: DeviceMesh) -> None:
@@ -122,5 +171,13 @@ def test_attention_without_drops_is_torchs() -> None:
 
 def test_on_real_processes() -> None:
     found = run_on_ranks("ops_worker", 2, None)
-    assert set(found) >= {"loss 0.0", "loss gradient 0.2", "rows", "rows gradient", "copies", "shards"}
+    assert set(found) >= {
+        "loss 0.0",
+        "loss gradient 0.2",
+        "linear hidden gradient",
+        "rows",
+        "rows gradient",
+        "copies",
+        "shards",
+    }
     assert max(found.values()) < 1e-12, found

@@ -134,7 +134,12 @@ def logits_gradient(
 def dtype_of_losses(logits: torch.Tensor) -> torch.dtype:
     """The logits' own, but float32 where autocast would compute losses."""
     narrow = logits.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if narrow and torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    return torch.float32 if narrow and autocasts(logits.device.type) else logits.dtype
+
+
+def autocasts(device: str) -> bool:
+    """Whether autocast is on; there is none on meta tensors."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def check_target(tokens: torch.Size, target: torch.Tensor) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.cross_entropy import LossOptions, check_classes, check_smoothing, check_target, losses_of
+from runtime.kernels.cross_entropy import (
+    LossOptions,
+    autocasts,
+    check_classes,
+    check_smoothing,
+    check_target,
+    losses_of,
+)
 from runtime.kernels.library import differentiable, register
 from runtime.kernels.logit_rows import aten_gradient, aten_sums, shapes_of_sums, triton_gradient, triton_sums
 
@@ -102,7 +109,7 @@ def as_autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype]:
     """The operands as autocast would give them to a linear layer, and the dtype that it would give losses."""
     device = hidden.device.type
-    if hidden.dtype == torch.float64 or hidden.is_meta or not torch.is_autocast_enabled(device):
+    if hidden.dtype == torch.float64 or not autocasts(device):
         return hidden, weight, bias, hidden.dtype
     dtype = torch.get_autocast_dtype(device)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), torch.float32
