@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from runtime.kernels.adamw_kernels import adamw_launch, is_launchable
+from runtime.kernels.adamw_kernels import adamw_launch, in_order_of, is_walkable
 from runtime.kernels.dispatch import runs_triton
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -127,29 +127,39 @@ def adamw_step_(
     groups: dict[Any, list[Moments]] = {}
     for entry in moments:
         if entry.param.numel():
-            launched = runs_triton(entry.param) and is_launchable(entry)
-            groups.setdefault((launched, entry.param.device, entry.param.dtype, entry.grad.dtype), []).append(entry)
+            key = (is_walkable(entry), entry.param.device, entry.param.dtype, entry.grad.dtype)
+            groups.setdefault(key, []).append(entry)
         else:
             entry.step.add_(1)
-    for (launched, *_), alike in groups.items():
-        run = adamw_launch if launched else _aten
-        run(alike, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    options: dict[str, Any] = {"betas": betas, "lr": lr, "eps": eps, "weight_decay": weight_decay}
+    for (walkable, *_), alike in groups.items():
+        if walkable and runs_triton(alike[0].param):
+            adamw_launch(alike, **options)
+        else:
+            _aten(alike, walkable=walkable, **options)
 
 
 def _aten(
-    moments: Sequence[Moments], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    moments: Sequence[Moments],
+    *,
+    walkable: bool,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> None:
-    """By torch's fused functional, on the float32 copies where there are some."""
+    """By torch's functional, on the float32 copies where there are some; its fused one walks through memory too."""
+    fused = walkable and moments[0].param.device.type == "cpu"
     stepped = [entry.param if entry.master is None else entry.master for entry in moments]
     adamw(
         stepped,
-        [entry.grad.to(param.dtype) for entry, param in zip(moments, stepped)],
+        [in_order_of(param, entry.grad).to(param.dtype) for entry, param in zip(moments, stepped)],
         [entry.exp_avg for entry in moments],
         [entry.exp_avg_sq for entry in moments],
         [],
         [entry.step for entry in moments],
-        fused=stepped[0].device.type == "cpu",
-        foreach=stepped[0].device.type != "cpu",
+        fused=fused,
+        foreach=not fused,
         amsgrad=False,
         beta1=betas[0],
         beta2=betas[1],

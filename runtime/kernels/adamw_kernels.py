@@ -73,7 +73,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(param_ptr + places, param.to(PARAM), mask=exists)
 
 
-def is_launchable(moments: Any) -> bool:
+def is_walkable(moments: Any) -> bool:
     """Whether the tensors fill memory without gaps and all in one order, as the kernel walks through them."""
     param, grad, *rest = moments.param, moments.grad, moments.exp_avg, moments.exp_avg_sq
     dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
@@ -86,9 +86,9 @@ def is_launchable(moments: Any) -> bool:
 def adamw_launch(
     moments: Sequence[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
-    """Step tensors of one device and dtype, which are ``is_launchable``, in one launch."""
+    """Step tensors of one device and dtype, which are ``is_walkable``, in one launch."""
     # kept until the launch: a gradient in another order than its parameter is copied to the parameter's
-    grads = [_in_order_of(entry.param, entry.grad) for entry in moments]
+    grads = [in_order_of(entry.param, entry.grad) for entry in moments]
     param, wide = moments[0].param, torch.promote_types(moments[0].param.dtype, torch.float32)
     sizes = tuple(entry.param.numel() for entry in moments)
     owners, first_blocks = _blocks(sizes, param.device)
@@ -101,12 +101,24 @@ def adamw_launch(
     aligned = all(address % 16 == 0 for row in rows for address in row[:_ADDRESSES])
     columns = torch.tensor(rows, dtype=torch.int64)
     table = torch.cat([columns, torch.tensor(factors, dtype=torch.float64).view(torch.int64)], 1)
-    if param.is_cuda:
-        table = table.pin_memory().to(param.device, non_blocking=True)
+    launch_table(
+        table,
+        owners,
+        HAS_MASTER=moments[0].master is not None,
+        ALIGNED=aligned,
+        PARAM=_type(param.dtype),
+        GRAD=_type(grads[0].dtype),
+        WIDE=_type(wide),
+    )
+
+
+def launch_table(table: torch.Tensor, owners: torch.Tensor, **constants: Any) -> None:
+    """Send the table [tensors, columns] to the device of the list of blocks, and step every block."""
+    if owners.is_cuda:
+        table = table.pin_memory().to(owners.device, non_blocking=True)
     _kernel[(len(owners),)](
         table, table.view(torch.float64), owners,
-        COLUMNS=table.shape[1], FIRST_FACTOR=_FIRST_FACTOR, HAS_MASTER=moments[0].master is not None, ALIGNED=aligned,
-        PARAM=_type(param.dtype), GRAD=_type(grads[0].dtype), WIDE=_type(wide), BLOCK=BLOCK, num_warps=8,
+        COLUMNS=table.shape[1], FIRST_FACTOR=_FIRST_FACTOR, **constants, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -116,7 +128,8 @@ def _factors(step: float, lr: float, betas: tuple[float, float], eps: float, wei
     return [1.0 - lr * weight_decay, 1.0 - betas[0], betas[1], 1.0 - betas[1], lr / (1.0 - betas[0] ** step), root, eps]
 
 
-def _in_order_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def in_order_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """``grad`` laid out as ``param``: copied if it is not."""
     return grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
