@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import CollectivePlan, Plan
-from passes.tables import format_table
 from planner.comparison import (
     ADAM_EPSILON,
     ADAM_EPSILON_LOW_PRECISION,
@@ -34,6 +32,7 @@ from planner.compilation import parallelise, parallelise_step
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.targets import asks_for_step, fixed_axes
+from planner.verify_report import VerifyReport
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks
 from runtime.parallel_module import ParallelModule
@@ -42,74 +41,6 @@ from runtime.step.places import VirtualPlaces
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 MAX_RANKS = 64
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What ``verify`` found.
-
-    Attributes:
-        comparisons: loss, gradients and weights, each with its relative error.
-        disagreement: largest difference between ranks that should hold the same.
-        counted, planned: the collectives of the first step, as issued and as the plan predicts them.
-    """
-
-    model: str
-    plan: Plan
-    tolerance: float
-    comparisons: tuple[Comparison, ...]
-    disagreement: float
-    counted: tuple[CollectivePlan, ...]
-    source: str = field(repr=False, default="")
-
-    @property
-    def planned(self) -> tuple[CollectivePlan, ...]:
-        return self.plan.collectives
-
-    @property
-    def largest_error(self) -> float:
-        return max((comparison.error for comparison in self.comparisons), default=0.0)
-
-    @property
-    def collectives_as_planned(self) -> bool:
-        """Whether what was issued is what the plan lists (a step's plan lists one micro-batch's: not judged)."""
-        if self.plan.step is not None:
-            return True
-        return set(self.counted) == {entry for entry in self.planned if entry.count}
-
-    @property
-    def ok(self) -> bool:
-        return (
-            self.largest_error <= self.tolerance and self.disagreement <= self.tolerance and self.collectives_as_planned
-        )
-
-    def table(self) -> str:
-        """The worst tensor of each kind, and the verdict."""
-        worst: dict[str, Comparison] = {}
-        count: dict[str, int] = {}
-        for comparison in self.comparisons:
-            count[comparison.what] = count.get(comparison.what, 0) + 1
-            if comparison.what not in worst or comparison.error > worst[comparison.what].error:
-                worst[comparison.what] = comparison
-        rows = [[what, str(count[what]), entry.name, f"{entry.error:.1e}"] for what, entry in worst.items()]
-        title = f"{self.model} on mesh {self.plan.mesh}: every rank in one process, against one device"
-        lines = [
-            format_table(title, ("compared", "tensors", "worst", "relative error"), rows),
-            f"largest relative error {self.largest_error:.1e} (allowed {self.tolerance:.0e}); ranks that should agree "
-            f"differ by {self.disagreement:.1e}",
-            f"collectives as planned: {'yes' if self.collectives_as_planned else self._collective_difference()}",
-            "ok" if self.ok else "FAILED",
-        ]
-        return "\n".join(lines)
-
-    def _collective_difference(self) -> str:
-        planned, counted = set(self.planned), set(self.counted)
-        entries = sorted(planned ^ counted, key=lambda entry: (entry.collective, entry.axis, entry.phase))
-        return "NO: " + "; ".join(
-            f"{entry.collective} on {entry.axis} {entry.phase} ×{entry.count} {entry.num_bytes} B "
-            f"{'planned' if entry in planned else 'issued'}"
-            for entry in entries
-        )
 
 
 def verify(
@@ -125,7 +56,7 @@ def verify(
     cluster: Cluster | str | None = None,
     seed: int = 0,
     learning_rate: float = 1e-3,
-    fuse: bool = False,
+    fuse: bool = True,
     **options: Any,
 ) -> VerifyReport:
     """Train ``model`` for some steps on one device and, sharded, on every rank of ``mesh``, all in this process.
@@ -171,7 +102,7 @@ def verify(
         _check_size(given.step.num_devices if given.step is not None else given.mesh.num_devices, given.mesh)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
-        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse, **options)
+        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
         whole = copy.deepcopy(single)
