@@ -28,6 +28,29 @@ _TYPES = {
 
 
 @triton.jit
+def _step_block(  # type: ignore[no-untyped-def]
+    param_ptr, grad_ptr, average_ptr, square_ptr, master_ptr, places, exists,
+    keep, new_average, old_square, new_square, step_size, root, eps,
+    HAS_MASTER: tl.constexpr, PARAM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    grad = tl.load(grad_ptr + places, mask=exists).to(WIDE)
+    average = tl.load(average_ptr + places, mask=exists)
+    square = tl.load(square_ptr + places, mask=exists)
+    if HAS_MASTER:
+        param = tl.load(master_ptr + places, mask=exists)
+    else:
+        param = tl.load(param_ptr + places, mask=exists).to(WIDE)
+    average += new_average * (grad - average)
+    square = square * old_square + new_square * grad * grad
+    param = param * keep - step_size * (average / (tl.sqrt(square) / root + eps))
+    tl.store(average_ptr + places, average, mask=exists)
+    tl.store(square_ptr + places, square, mask=exists)
+    if HAS_MASTER:
+        tl.store(master_ptr + places, param, mask=exists)
+    tl.store(param_ptr + places, param.to(PARAM), mask=exists)
+
+
+@triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
     table_ptr, factors_ptr, owners_ptr,
     COLUMNS: tl.constexpr, FIRST_FACTOR: tl.constexpr, HAS_MASTER: tl.constexpr, ALIGNED: tl.constexpr,
@@ -46,8 +69,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         average_ptr, square_ptr = tl.multiple_of(average_ptr, 16), tl.multiple_of(square_ptr, 16)
         master_ptr = tl.multiple_of(master_ptr, 16)
     num_elements = tl.load(table_ptr + first + 5)
-    places = (block - tl.load(table_ptr + first + 6)) * BLOCK + tl.arange(0, BLOCK)
-    exists = places < num_elements
+    places_before = (block - tl.load(table_ptr + first + 6)) * BLOCK
+    places = places_before + tl.arange(0, BLOCK)
     factor_ptr = factors_ptr + first + FIRST_FACTOR
     keep, new_average, old_square, new_square = (
         tl.load(factor_ptr).to(WIDE), tl.load(factor_ptr + 1).to(WIDE),
@@ -56,21 +79,17 @@ def _kernel(  # type: ignore[no-untyped-def]
     step_size, root, eps = (
         tl.load(factor_ptr + 4).to(WIDE), tl.load(factor_ptr + 5).to(WIDE), tl.load(factor_ptr + 6).to(WIDE),
     )  # fmt: skip
-    grad = tl.load(grad_ptr + places, mask=exists, other=0.0).to(WIDE)
-    average = tl.load(average_ptr + places, mask=exists, other=0.0)
-    square = tl.load(square_ptr + places, mask=exists, other=0.0)
-    if HAS_MASTER:
-        param = tl.load(master_ptr + places, mask=exists, other=0.0)
+    # most blocks are whole: where none of a block is masked, 16 bytes are read and written at a time
+    if places_before + BLOCK <= num_elements:
+        _step_block(
+            param_ptr, grad_ptr, average_ptr, square_ptr, master_ptr, places, None,
+            keep, new_average, old_square, new_square, step_size, root, eps, HAS_MASTER, PARAM, WIDE,
+        )  # fmt: skip
     else:
-        param = tl.load(param_ptr + places, mask=exists, other=0.0).to(WIDE)
-    average += new_average * (grad - average)
-    square = square * old_square + new_square * grad * grad
-    param = param * keep - step_size * (average / (tl.sqrt(square) / root + eps))
-    tl.store(average_ptr + places, average, mask=exists)
-    tl.store(square_ptr + places, square, mask=exists)
-    if HAS_MASTER:
-        tl.store(master_ptr + places, param, mask=exists)
-    tl.store(param_ptr + places, param.to(PARAM), mask=exists)
+        _step_block(
+            param_ptr, grad_ptr, average_ptr, square_ptr, master_ptr, places, places < num_elements,
+            keep, new_average, old_square, new_square, step_size, root, eps, HAS_MASTER, PARAM, WIDE,
+        )  # fmt: skip
 
 
 def is_walkable(moments: Any) -> bool:
