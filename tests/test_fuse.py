@@ -1,0 +1,275 @@
+"""The pattern pass: spellings that match, what blocks a match, and that a wrong pattern is found out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_graphs import found, fused, graph_of, operators
+from torch import nn
+
+from passes.capture import capture
+from passes.fuse import fuse
+from passes.fuse.check import difference
+from passes.fuse.fuse import Rewriter
+from passes.fuse.notation import parse
+from passes.fuse.table import Row
+
+EPS = 1e-6
+X = (2, 3, 8)
+
+
+def rms(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def rms_in_float32(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+SPELLINGS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...], str]] = {
+    "rms norm": (lambda x, w, b: w * rms(x), (X,), "rms_norm"),
+    "rms norm by the root": (
+        lambda x, w, b: x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * w,
+        (X,),
+        "rms_norm",
+    ),
+    "rms norm of squares": (lambda x, w, b: x * (x.square().mean(-1, True) + EPS) ** -0.5 * w, (X,), "rms_norm"),
+    "rms norm without a weight": (lambda x, w, b: rms(x), (X,), "rms_norm"),
+    "rms norm about one": (lambda x, w, b: rms(x) * (1.0 + w), (X,), "rms_norm"),
+    "torch's rms norm": (lambda x, w, b: F.rms_norm(x, (8,), w, EPS), (X,), "rms_norm"),
+    "torch's layer norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (X,), "layer_norm"),
+    "torch's layer norm without a bias": (lambda x, w, b: F.layer_norm(x, (8,), w), (X,), "layer_norm"),
+    "layer norm": (
+        lambda x, w, b: w * (centred(x) * torch.rsqrt(centred(x).pow(2).mean(-1, True) + EPS)) + b,
+        (X,),
+        "layer_norm",
+    ),
+    "layer norm by the variance": (
+        lambda x, w, b: centred(x) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + EPS) * w + b,
+        (X,),
+        "layer_norm",
+    ),
+    "swiglu": (lambda g, u, w, b: F.silu(g) * u, (X, X), "swiglu"),
+    "swiglu by the sigmoid": (lambda g, u, w, b: u * (g * torch.sigmoid(g)), (X, X), "swiglu"),
+    "geglu": (lambda g, u, w, b: F.gelu(g) * u, (X, X), "geglu"),
+    "geglu by tanh": (lambda g, u, w, b: tanh_gelu(g) * u, (X, X), "geglu"),
+    "geglu by erf": (lambda g, u, w, b: g * 0.5 * (1.0 + torch.erf(g / math.sqrt(2.0))) * u, (X, X), "geglu"),
+    "bias and gelu": (lambda x, v, w, b: F.gelu(F.linear(x, v, b)), (X, (8, 8)), "bias_gelu"),
+    "embedding": (lambda v, w, b: F.embedding(torch.arange(4), v), ((6, 8),), "embedding"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spelling_is_one_operator(spelling: str) -> None:
+    function, shapes, operator = SPELLINGS[spelling]
+    result = fused(function, *shapes)
+    assert found(result) == {operator: 1}
+    assert [op for op in operators(result.graph) if op.startswith("meshwright.")] == [f"meshwright.{operator}.default"]
+    assert not result.near_misses
+
+
+def half_turned(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def chunk_turned(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def neighbours_turned(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def pairs_turned(x: torch.Tensor) -> torch.Tensor:
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((-odd, even), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("turned", [half_turned, chunk_turned, neighbours_turned, pairs_turned])
+@pytest.mark.parametrize("width", [8, 4])
+def test_rotary(turned: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
+    """Of all of the tensor, and of a part of it."""
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        part, rest = x[..., :width], x[..., width:]
+        rotated = part * cos + turned(part) * sin
+        return torch.cat((rotated, rest), -1) if width < 8 else rotated
+
+    result = fused(rotate, (2, 3, 5, 8), (5, width), (5, width))
+    assert found(result) == {"rotary": 1}
+    assert operators(result.graph) == ["meshwright.rotary.default"]
+    rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
+    assert rotary.args[3] is (turned in (neighbours_turned, pairs_turned))
+
+
+def test_casts_around_and_inside_are_part_of_the_operator() -> None:
+    result = fused(rms_in_float32, X, dtype=torch.bfloat16)
+    assert operators(result.graph)[0] == "meshwright.rms_norm.default"
+    (norm,) = (node for node in result.graph.nodes if node.op.startswith("meshwright."))
+    assert norm.output.dtype == "bfloat16"
+    assert [result.graph.values[name].dtype for name in norm.inputs] == ["bfloat16", "bfloat16"]
+
+
+def test_a_result_that_is_left_in_float32_is_no_match() -> None:
+    """The fused operator would round it."""
+    result = fused(lambda x, w, b: rms(x.float()) * w.float(), X, dtype=torch.bfloat16)
+    assert found(result) == {}
+    (miss,) = result.near_misses
+    assert (miss.pattern, miss.module_path) == ("rms_norm", "layer")
+    assert miss.reason == "it gives [2, 3, 8] float32, the fused operator [2, 3, 8] bfloat16"
+
+
+def test_a_value_inside_that_is_used_elsewhere_blocks() -> None:
+    def norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return w * (x * scale) + scale
+
+    result = fused(norm, X)
+    assert found(result) == {}
+    (miss,) = result.near_misses
+    assert miss.pattern == "rms_norm" and "rsqrt inside of it is used by add_1 too" in miss.reason
+
+
+def test_an_inner_value_that_the_model_returns_blocks() -> None:
+    class Both(nn.Module):
+        def forward(self, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            activated = F.silu(gate)
+            return (activated * up).sum(), activated
+
+    tensors = tuple(torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    result = fuse(capture(Both(), args=tensors))
+    assert found(result) == {}
+    assert [miss.reason for miss in result.near_misses] == ["silu inside of it is an output of the model"]
+
+
+def test_what_only_looks_like_a_weight_is_none() -> None:
+    """A gate of the tensor's own shape times a norm: the norm alone is fused."""
+    result = fused(lambda x, gate, w, b: gate * rms(x), X, X)
+    assert found(result) == {"rms_norm": 1}
+    assert operators(result.graph) == ["meshwright.rms_norm.default", "aten.mul.Tensor"]
+
+
+def test_another_constant_is_a_near_miss() -> None:
+    """The factor of the cubic term is not that of any GELU."""
+
+    def almost(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.05 * torch.pow(x, 3.0))))
+
+    result = fused(almost, X)
+    assert found(result) == {}
+    assert [(miss.pattern, miss.reason) for miss in result.near_misses] == [("gelu", "mul has other arguments")]
+
+
+def test_a_dim_that_is_not_the_last_is_no_norm() -> None:
+    result = fused(lambda x, w, b: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS) * w, X)
+    assert found(result) == {}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wrong"),
+    [
+        ("silu(g) * u", "fused.geglu(g, u)"),
+        ("silu(g) * u", "fused.swiglu(u, g)"),
+        ("silu(g) * u", "fused.swiglu(g, g)"),
+    ],
+)
+def test_a_wrong_pattern_is_found_out(pattern: str, wrong: str) -> None:
+    """Whatever a row claims, the operator must compute what was there."""
+    graph = graph_of(lambda g, u, w, b: F.silu(g) * u, X, X)
+    rewriter = Rewriter(graph, [Row("wrong", pattern, wrong)])
+    assert rewriter.run() is graph
+    (miss,) = rewriter.near_misses.values()
+    assert miss.reason.startswith("the fused operator gives something else")
+
+
+def test_a_wrong_gradient_is_found_out() -> None:
+    """A value that stands still for backward gives the same result."""
+    graph = graph_of(lambda g, u, w, b: F.silu(g) * u, X, X)
+    rewriter = Rewriter(graph, [Row("wrong", "silu(g) * u", "fused.swiglu(g, detach(u))")])
+    assert rewriter.run() is graph
+    (miss,) = rewriter.near_misses.values()
+    assert miss.reason.startswith("the fused operator gives something else: inf")
+
+
+def test_large_sizes_are_checked_on_small_tensors() -> None:
+    class Wide(nn.Module):
+        def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            return (F.silu(gate) * up).sum()
+
+    tensors = tuple(torch.empty(2048, 8192, 53248, device="meta", requires_grad=True) for _ in range(2))
+    assert found(fuse(capture(Wide(), args=tensors))) == {"swiglu": 1}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.inner(self.first(x))
+        return x + self.outer(self.second(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).sum()
+
+
+def test_an_addition_folds_into_the_norm_of_its_own_layer_only() -> None:
+    graph = capture(Stack(), args=(torch.randn(2, 8),))
+    result = fuse(graph)
+    assert found(result) == {"layer_norm": 4, "add_layer_norm": 3}
+    sums = [node for node in result.graph.nodes if node.op == "meshwright.add_layer_norm.default"]
+    assert [node.module_path for node in sums] == [f"layers.{layer}.second" for layer in range(3)]
+    assert [len(node.outputs) for node in sums] == [2, 2, 2]
+
+
+def test_nothing_to_fuse_leaves_the_graph_as_it_is() -> None:
+    graph = graph_of(lambda x, w, b: torch.exp(x) * w, X)
+    result = fuse(graph)
+    assert result.graph is graph and not result.matches and not result.near_misses
+
+
+def test_keys_and_names_stay_unique() -> None:
+    graph = fuse(capture(Stack(), args=(torch.randn(2, 8),))).graph
+    names = [value.name for node in graph.nodes for value in node.outputs]
+    assert len(set(names)) == len(names) and len({node.key for node in graph.nodes}) == len(graph.nodes)
+    made: set[str] = {value.name for value in graph.inputs} | {state.value.name for state in graph.states}
+    for node in graph.nodes:
+        assert set(node.inputs) <= made, f"{node.name} uses what is not there yet"
+        made.update(value.name for value in node.outputs)
+
+
+def test_difference_of_what_is_alike_is_rounding() -> None:
+    graph = graph_of(rms_in_float32, X, dtype=torch.bfloat16)
+    nodes = [node for node in graph.nodes if node.module_path]
+    assert difference(nodes, nodes, graph.values) == 0.0
+
+
+@pytest.mark.parametrize("text", ["x +", "x", "x @ y", "a.b(x)", "lambda: x"])
+def test_what_is_not_in_the_notation_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        parse(text)
