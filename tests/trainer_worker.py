@@ -120,20 +120,24 @@ def a_cluster_in_the_place_of_a_mesh() -> float:
     return difference(losses, reference_losses(1))
 
 
-def a_killed_run_goes_on() -> float:
+def killed_and_gone_on(**more: Any) -> float:
     """Killed in the second epoch, after a checkpoint in its middle."""
-    folder = shared_folder()
-    options: dict[str, Any] = {"checkpoint_dir": folder, "save_every": 2}
+    options: dict[str, Any] = {"checkpoint_dir": shared_folder(), "save_every": 2, **more}
     read = BATCH + 5 * BATCH // 2  # an example to plan for, then each rank's share of five batches
+    first = trainer(**options)
     try:
-        trainer(**options).fit(EndsAfter(samples(), read), num_epochs=3)
+        first.fit(EndsAfter(samples(), read), num_epochs=3)
         raise AssertionError("it was not killed")
     except Killed:
-        pass
+        first.wait_for_checkpoints()
     again = trainer(**options)
     losses = again.fit(samples(), num_epochs=3).losses
     assert again.step == 9 and len(losses) == 5
     return difference(losses, reference_losses(3)[4:])
+
+
+def a_killed_run_goes_on() -> float:
+    return killed_and_gone_on()
 
 
 def a_run_killed_after_its_best_goes_on() -> float:
@@ -146,6 +150,11 @@ def a_run_killed_after_its_best_goes_on() -> float:
     result = trainer(**options).fit(samples(), samples(), num_steps=6)
     assert list(result.evaluations) == [3, 4, 5, 6]
     return difference([*result.losses, result.best], [*wanted.losses[2:], wanted.best])
+
+
+def a_killed_run_that_saves_in_the_background_goes_on() -> float:
+    """With the weights at the moment of saving, not those of the step during which they were written."""
+    return killed_and_gone_on(save_asynchronously=True)
 
 
 def another_mesh_goes_on() -> float:
@@ -272,6 +281,7 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     a_cluster_in_the_place_of_a_mesh,
     a_killed_run_goes_on,
     a_run_killed_after_its_best_goes_on,
+    a_killed_run_that_saves_in_the_background_goes_on,
     another_mesh_goes_on,
     dropout_goes_on,
     nothing_is_left_to_do,

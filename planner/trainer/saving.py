@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Saver:
     """Checkpoints of a trainer: ``last/`` to go on from, ``best/`` with the lowest evaluation loss."""
 
-    def __init__(self, directory: str | Path, *, keep_last: int) -> None:
-        self._last = CheckpointManager(Path(directory) / "last", keep_last=keep_last)
-        self._best = CheckpointManager(Path(directory) / "best", keep_last=1)
+    def __init__(self, directory: str | Path, *, keep_last: int, asynchronous: bool = False) -> None:
+        self._last = CheckpointManager(Path(directory) / "last", keep_last=keep_last, asynchronous=asynchronous)
+        self._best = CheckpointManager(Path(directory) / "best", keep_last=1, asynchronous=asynchronous)
         self.best = math.inf
 
     def save(self, trainer: Trainer, loader: Any) -> None:

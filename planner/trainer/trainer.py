@@ -76,6 +76,7 @@ class Trainer:
         seed: of the order of samples, dropout, and the initialisation of a model on the meta device.
         checkpoint_dir: where the last ``keep_last`` checkpoints (``last/``) and the one with the lowest evaluation loss
             (``best/``) are kept. ``fit`` goes on from the last one there is.
+        save_asynchronously: checkpoints are copied, and written while training goes on.
         eval_every, save_every: steps between evaluations, and between checkpoints; None: at the end of each epoch. The
             last step of ``fit`` has both in any case.
         log_every: steps between lines of the log; 0: silence.
@@ -106,6 +107,7 @@ class Trainer:
         seed: int = 0,
         checkpoint_dir: str | Path | None = None,
         keep_last: int = 2,
+        save_asynchronously: bool = False,
         eval_every: int | None = None,
         save_every: int | None = None,
         log_every: int = 10,
@@ -140,7 +142,8 @@ class Trainer:
         self._make_schedule = lr_schedule
         self._loss_fn = loss_fn
         self.loader_options = dict(loader or {})
-        self._checkpoints = (checkpoint_dir, keep_last)
+        self._save: dict[str, Any] = {"keep_last": keep_last, "asynchronous": save_asynchronously}
+        self._checkpoint_dir = checkpoint_dir
         self._options = options
         self._parallel: ParallelModule | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -188,8 +191,7 @@ class Trainer:
                     self._saver.save(self, loader)
             reporter.check()
         self._position = loader.state_dict()
-        if self._saver is not None:
-            self._saver.wait()
+        self.wait_for_checkpoints()
         best = min((found["loss"] for found in evaluations.values()), default=None)
         if self._saver is not None and self._saver.best < math.inf:
             best = self._saver.best
@@ -209,6 +211,11 @@ class Trainer:
         self._prepare(dataset)
         with self._evaluating():
             return predict(self, dataset)
+
+    def wait_for_checkpoints(self) -> None:
+        """Until checkpoints that are written in the background are complete; ``fit`` ends with it."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def load_best(self) -> float:
         """Go back to the weights of the lowest evaluation loss, and return it.
@@ -265,8 +272,8 @@ class Trainer:
         if any(parameter.is_meta for parameter in self._parallel.parameters()):
             self._parallel.initialise(seed=self.seed)
         self.loader_options.setdefault("last", "pad" if batches.has_labels(example, self.label_fields) else "drop")
-        directory, keep_last = self._checkpoints
-        self._saver = Saver(directory, keep_last=keep_last) if directory is not None else None
+        if self._checkpoint_dir is not None:
+            self._saver = Saver(self._checkpoint_dir, **self._save)
 
     def _loader(self, dataset: Any) -> DataLoader:
         return DataLoader(
