@@ -229,7 +229,18 @@ def test_masked_and_huge_logits(implementation: str, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), y)[0] for x, y in ((losses, ours), (wanted, theirs))))
 
 
-def test_forward_holds_no_second_copy_of_the_logits() -> None:
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.05)])
+def test_second_derivatives(label_smoothing: float, z_loss: float) -> None:
+    logits, target = random_tensor((2, 3, 5), 0).requires_grad_(), random_target((2, 3), 5, 1)
+
+    def losses(logits: torch.Tensor) -> torch.Tensor:
+        return kernels.cross_entropy(logits, target, label_smoothing=label_smoothing, z_loss=z_loss, reuse_logits=True)
+
+    assert torch.autograd.gradgradcheck(losses, (logits,))
+
+
+def test_forward_holds_no_second_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.kernels.logit_rows._ATEN_BLOCK", 2**16)
     logits = random_tensor((2048, 1000), 0).bfloat16().requires_grad_()
     target = random_target((2048,), 1000, 1)
     assert peak_bytes(lambda: kernels.cross_entropy(logits, target, label_smoothing=0.1).sum()) < logits.nbytes

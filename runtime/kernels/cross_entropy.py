@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, register, wide
 from runtime.kernels.logit_rows import (
     add_up_row,
     aten_gradient,
@@ -118,10 +118,10 @@ def logits_gradient(
 ) -> torch.Tensor:
     """Gradient of (a shard of) the logits from that of the losses, in their own memory if ``reuse_logits``.
 
-    A compiler decides itself which memory to use again.
+    A compiler decides itself which memory to use again; a second derivative needs the logits.
     """
     options = (target, statistic, start, *loss)
-    if reuse_logits and not torch.compiler.is_compiling() and logits.is_contiguous():
+    if reuse_logits and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and logits.is_contiguous():
         logits = logits.detach()
         # so that whoever goes backward a second time is told
         torch.autograd.graph.increment_version(logits)
@@ -300,4 +300,29 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
     return result, None, None, None, None, None, None
 
 
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    grad, logits, target, _, start, *options = inputs
+    ctx.loss, ctx.whole = LossOptions(*options), start is None
+    ctx.save_for_backward(grad, logits, target)
+
+
+def _second_gradient(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of ``sum(outer · logits_gradient)``, in torch's operators: it is rare, and may hold copies."""
+    if not ctx.whole:
+        raise RuntimeError("cross-entropy over a sharded vocabulary has no second derivative")
+    grad, logits, target = ctx.saved_tensors
+    loss, x, outer = ctx.loss, wide(logits), wide(outer)
+    counts = (target != loss.ignore_index).unsqueeze(-1)
+    share = x.softmax(-1)
+    log_sum = x.logsumexp(-1, keepdim=True)
+    wanted = torch.zeros_like(x).scatter(-1, target.masked_fill(~counts.squeeze(-1), 0).unsqueeze(-1), 1.0)
+    wanted = (1.0 - loss.label_smoothing) * wanted + loss.label_smoothing / loss.vocabulary
+    slope = 1.0 + 2.0 * loss.z_loss * log_sum
+    along = (outer * share).sum(-1, keepdim=True)
+    by_grad = (counts * outer * (slope * share - wanted)).sum(-1)
+    by_logits = counts * wide(grad).unsqueeze(-1) * share * (slope * (outer - along) + 2.0 * loss.z_loss * along)
+    return by_grad.to(grad.dtype), by_logits.to(logits.dtype), *[None] * 7
+
+
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable(_backward, save=_save_gradient, backward=_second_gradient)

@@ -318,4 +318,13 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *found, None, None, None, None, None, None
 
 
+def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """There is no second derivative to keep anything for."""
+
+
+def _no_second_gradient(ctx: Any, *grads: torch.Tensor) -> None:
+    raise RuntimeError("linear_cross_entropy has no second derivative: use cross_entropy of a linear layer's output")
+
+
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable(_backward, save=_save_nothing, backward=_no_second_gradient)

@@ -17,8 +17,8 @@ from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
 from runtime.kernels.library import wide
 
-#: Logits that the ATen versions treat at a time: their temporaries stay in a processor's cache.
-_ATEN_BLOCK = 2**18
+#: Logits that the ATen versions treat at a time: few enough for a cache, enough for every core to have some.
+_ATEN_BLOCK = 2**20
 _MAX_BLOCK = 4096
 
 
