@@ -8,7 +8,9 @@ of a larger one's time.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,8 +31,31 @@ ROUNDING = 1e-9
 
 #: Devices from which on so many tensor sizes stand beside a context axis that its conversions are worth pricing apart.
 SHARED_FROM = 256
-#: (context, tensor) → pieces → seconds of one micro-batch.
-Known = dict[tuple[int, int], dict[int, float]]
+
+
+class Known:
+    """Seconds of one micro-batch by cut, as far as they are known, and the largest share of them for any other cut."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Cut, float] = {}
+        self._totals: list[tuple[Cut, float]] = []
+        self._most: dict[Cut, tuple[int, float]] = {}
+
+    def add(self, cut: Cut, seconds: float) -> None:
+        """Take over what ``cut`` takes, if that is not known."""
+        if cut not in self.seconds:
+            self.seconds[cut] = seconds
+            self._totals.append((cut, seconds * cut.parts))
+
+    def most(self, cut: Cut) -> float:
+        """The largest share of ``cut`` in what is known of cuts into no more parts; looks at what is new only."""
+        looked_at, most = self._most.get(cut, (0, 0.0))
+        if looked_at < len(self._totals):
+            for known, total in itertools.islice(self._totals, looked_at, None):
+                if not (cut.context % known.context or cut.tensor % known.tensor or cut.pieces % known.pieces):
+                    most = max(most, total)
+            self._most[cut] = (len(self._totals), most)
+        return most / cut.parts
 
 
 @dataclass(frozen=True)
@@ -47,9 +72,9 @@ class Bounds:
 
     def __init__(self, level_one: LevelOne, training: Training) -> None:
         self.level_one, self.training = level_one, training
-        self.known: Known = {}
+        self.known = Known()
         #: By the devices of the tensor axis beside it: what the context axis converts.
-        self.conversions: dict[int, Known] = {}
+        self.conversions: defaultdict[int, Known] = defaultdict(Known)
         self.impossible: set[Cut] = set()
         self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
@@ -176,12 +201,12 @@ class Bounds:
         both axes the context axis does at every operator what it does alone (``planner.step.sharding``), so its
         conversions come on top of all that the tensor axis costs, each of at least 1/n of the bytes.
         """
-        least = _most(self.known, cut)
+        least = self.known.most(cut)
         if cut.context == 1 or cut.tensor == 1:
             return least
-        tensor = _most(self.known, Cut(cut.pieces, 1, cut.tensor)) / cut.context
+        tensor = self.known.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
         along = Cut(cut.pieces, cut.context)
-        between = max(_most(self.conversions.get(beside, {}), along) for beside in (1, cut.tensor))
+        between = max(self.conversions[beside].most(along) for beside in (1, cut.tensor))
         return max(least, tensor + between / cut.tensor)
 
     def by_axis(self, cut: Cut, enough: float) -> float:
@@ -197,14 +222,13 @@ class Bounds:
                 least = max(least, self.scaled(cut))
         if cut.context == 1 or cut.tensor == 1 or least >= enough or self.level_one.cluster.num_devices < SHARED_FROM:
             return least
-        between = self.level_one.beside(Cut(cut.pieces, cut.context), cut.tensor)
-        by_context = self.conversions.setdefault(cut.tensor, {})
-        by_context.setdefault((cut.context, 1), {})[cut.pieces] = between
+        along = Cut(cut.pieces, cut.context)
+        self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))
         return max(least, self.scaled(cut))
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Remember what a cut takes on the best links, for cuts into more parts."""
-        self.known.setdefault((cut.context, cut.tensor), {}).setdefault(cut.pieces, seconds)
+        self.known.add(cut, seconds)
 
     def memory(self, candidate: Candidate) -> float:
         """Bytes that the fullest device holds at least: state divided over all devices, one micro-batch in flight."""
@@ -244,31 +268,17 @@ class Bounds:
         return total
 
     def _alone(self, cut: Cut) -> float:
-        known = self.known.setdefault((cut.context, cut.tensor), {})
         if cut in self.impossible:
             return math.inf
-        if cut.pieces not in known:
+        if cut not in self.known.seconds:
             sharded = self.level_one.alone(cut)
             if sharded is None:
                 self.impossible.add(cut)
                 return math.inf
-            known[cut.pieces] = sharded.without_samples
+            self.known.add(cut, sharded.without_samples)
             if cut.context > 1:
-                self.conversions.setdefault(1, {}).setdefault((cut.context, 1), {})[cut.pieces] = sharded.between
-        return known[cut.pieces]
-
-
-def _most(known: Known, cut: Cut) -> float:
-    """The largest share of ``cut`` in what is known of cuts into no more parts."""
-    least = 0.0
-    for (context, tensor), by_pieces in known.items():
-        if cut.context % context or cut.tensor % tensor:
-            continue
-        share = context * tensor / (cut.context * cut.tensor * cut.pieces)
-        for pieces, seconds in by_pieces.items():
-            if cut.pieces % pieces == 0:
-                least = max(least, seconds * share * pieces)
-    return least
+                self.conversions[1].add(cut, sharded.between)
+        return self.known.seconds[cut]
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

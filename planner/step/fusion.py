@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from passes.ir.graph import Graph
+from passes.ir.graph import Graph, Node
 from passes.rules.kinds import COPY, ELEMENTWISE, NORM, REDUCTION, kind_of
 from planner.search.pricing import is_view
 from planner.step.pricing import Fusion
 
 #: Kinds that a compiler joins with their neighbours.
 FUSIBLE = frozenset((ELEMENTWISE, NORM, REDUCTION, COPY))
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether a compiler calls the operator as it is: fused operators are kernels of their own."""
+    return node.op.startswith("meshwright.") and node.op.endswith(".default")
 
 
 def fuse(graph: Graph) -> Fusion:
@@ -29,7 +34,7 @@ def fuse(graph: Graph) -> Fusion:
         if is_view(node):
             source.update((value.name, source.get(node.inputs[0], node.inputs[0])) for value in node.outputs)
             continue
-        cheap = kind_of(node) in FUSIBLE
+        cheap = kind_of(node) in FUSIBLE and not _is_opaque(node)
         for name in node.inputs:
             made = source.get(name, name)
             users[made].append(cheap)

@@ -58,11 +58,12 @@ def plan_step(
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
     """
     check_objective(objective, target_seconds)
-    planner = _Planner(graph, demands, pins, progress)
-    if objective == "devices":
-        assert target_seconds is not None
-        return planner.fewest_devices(cluster, target_seconds)
-    return planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+    with no_collection():
+        planner = _Planner(graph, demands, pins, progress)
+        if objective == "devices":
+            assert target_seconds is not None
+            return planner.fewest_devices(cluster, target_seconds)
+        return planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
 
 
 def check_objective(objective: str, target_seconds: float | None) -> None:
@@ -88,8 +89,7 @@ class _Planner:
 
     def search(self, cluster: Cluster, demands: Demands) -> tuple[Search, Outcome]:
         search = Search(LevelOne(cluster, self.space, self.kept), cluster, demands, progress=self.progress)
-        with no_collection():
-            return search, search.run()
+        return search, search.run()
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
         search, outcome = self.search(cluster, demands)
@@ -146,7 +146,7 @@ class _Planner:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector, which a tenth of a search goes to: it makes hardly any cycles, and with a
+    """Without the cyclic garbage collector, to which a tenth of a search goes: it makes hardly any cycles, and with a
     model's libraries loaded there are millions of objects to look through."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -20,6 +20,7 @@ from cost_models.schedules import SCHEDULES
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import Chunk, LayerCosts, PipelineStep
 from cost_models.step_time import StepSeconds, step_memory, step_seconds
+from passes.fuse import as_planned
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -59,7 +60,7 @@ def price_step(graph: Graph, plan: Plan, cluster: Cluster) -> PricedStep:
     """
     if plan.step is None:
         raise ValueError(f"the plan of {plan.model!r} is not of a whole step: price it with planner.search.price")
-    return _Pricer(graph, plan, plan.step, cluster).run()
+    return _Pricer(as_planned(graph, plan), plan, plan.step, cluster).run()
 
 
 class _Pricer:

@@ -18,6 +18,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
+from planner.search.linear import OPTIMAL
 from planner.step.bounds import Bounds
 from planner.step.candidates import Candidate, candidates
 from planner.step.choices import Setting, unit_runs
@@ -27,7 +28,7 @@ from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import memory_shortfall
 from planner.step.stage_ilp import CUTOFF, StageSolution, bound_within_memory, quick_bound, solve_stages
-from planner.step.stage_problem import Assignment, StageProblem
+from planner.step.stage_problem import Assignment, StageProblem, UnitRun
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
@@ -44,10 +45,11 @@ TIES = 0.02
 DIVE_EVERY = 128
 #: Schedules that they are solved under.
 PLAIN = ("1f1b", "interleaved_1f1b")
-#: Seconds for one stage program; where they do not suffice its bound stays in the certificate.
-STAGE_SECONDS = 2.0
-#: The stage of an entry whose stages are to be cut.
-_SOLVE = 6
+#: Seconds for a stage program when it is solved for the first time: little for those before the search begins. Where
+#: they do not suffice the candidate waits under the bound that was proved, and is then given twice as long.
+DIVE_SECONDS, STAGE_SECONDS = 0.25, 1.0
+#: The stage of an entry from which on its own stages are looked at, to be cut in the next.
+_WITHIN = 5
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class _Entry:
     sharded: Sharded | None = field(compare=False, default=None)
     weight: float = field(compare=False, default=0.0)
     recompute: float = field(compare=False, default=0.0)
+    solver_seconds: float = field(compare=False, default=0.0)
 
 
 class Search:
@@ -110,6 +113,7 @@ class Search:
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[Solution] = []
         self.links: dict[Layout, Links] = {}
+        self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
         self.order = itertools.count()
         self.told = (0.0, float("inf"))
         self.least = float("inf")
@@ -167,16 +171,19 @@ class Search:
         if min((entry.bound for entry in ready), default=float("inf")) > far:
             ready += self._ready(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
         self.diving = True
-        for entry in sorted(ready):
-            if self.solutions and time.monotonic() > deadline:
+        heapq.heapify(ready)
+        while ready:
+            entry = heapq.heappop(ready)
+            if entry.bound >= self._cutoff() or (self.solutions and time.monotonic() > deadline):
                 self._leave(entry.bound)
                 continue
-            self._finish(heap, entry)
+            for follower in self._advance(entry):
+                heapq.heappush(heap if follower.solver_seconds else ready, follower)
             self._tell(heap)
         self.diving = False
 
     def _ready(self, heap: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
-        """The first candidate in ``order`` for every three sizes, bounded by its stages."""
+        """The first candidate in ``order`` for every three sizes, bounded by its stages with what memory all have."""
         best: dict[tuple[int, ...], _Entry] = {}
         for entry in [each for each in heap if self._is_plain(each.candidate)] or heap:
             layout = entry.candidate.layout
@@ -185,7 +192,7 @@ class Search:
             if order(entry) < order(known):
                 best[key] = entry
         firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
-        return [entry for first in firsts for entry in self._finish(heap, first, until=_SOLVE)]
+        return [entry for first in firsts for entry in self._finish(heap, first, until=_WITHIN)]
 
     def _is_plain(self, candidate: Candidate) -> bool:
         """Whether a candidate may be solved before the search begins, where the demands leave any such."""
@@ -206,8 +213,8 @@ class Search:
                 reached.append(entry)
                 continue
             for follower in self._advance(entry):
-                if follower.weight:
-                    heapq.heappush(heap, follower)  # the same in fewer bytes: later
+                if follower.weight or follower.solver_seconds:
+                    heapq.heappush(heap, follower)  # the same in fewer bytes, or solved for longer: later
                 else:
                     stack.append(follower)
         return reached
@@ -358,23 +365,27 @@ class Search:
 
     def _solve(self, entry: _Entry) -> Iterable[_Entry]:
         assert entry.sharded is not None and entry.problem is not None
-        self.counts["solved"] += 1
+        if not entry.solver_seconds:
+            self.counts["solved"] += 1
         cutoff = self._cutoff()
+        limit = entry.solver_seconds or (DIVE_SECONDS if self.diving else STAGE_SECONDS)
         solved = solve_stages(
             entry.problem,
-            time_limit=min(STAGE_SECONDS, self.demands.time_limit),
+            time_limit=min(limit, self.demands.time_limit),
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=self.demands.gap / 2,
         )
         if solved is None:
             self.counts["out of memory"] += 1
-            return ()
-        self._leave(cutoff if solved.status == CUTOFF else max(entry.bound, solved.bound))
-        if solved.assignment is None:
-            self.counts["pruned by bound"] += 1
-            return ()
-        self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
-        return ()
+            return
+        if solved.assignment is not None:
+            self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
+        bound = cutoff if solved.status == CUTOFF else max(entry.bound, solved.bound)
+        if solved.status in (CUTOFF, OPTIMAL) or bound >= self._cutoff():
+            self._leave(bound)
+            self.counts["pruned by bound"] += solved.assignment is None
+        else:
+            yield replace(entry, bound=bound, order=next(self.order), solver_seconds=2 * limit)
 
     def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
         """The candidate again, under the sharding for which a byte is worth more: slower, but it may recompute, gather
@@ -418,10 +429,18 @@ class Search:
     def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
         """The stage problem of one candidate under one sharding."""
         return StageProblem(
-            runs=unit_runs(sharded.figures, self.setting(candidate)),
+            runs=self._runs(candidate, sharded),
             schedule=candidate.schedule,
             num_ranks=candidate.layout.pipeline,
             num_chunks=candidate.num_chunks,
             num_microbatches=candidate.num_microbatches,
             memory=(self.memory,) * candidate.layout.pipeline,
         )
+
+    def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
+        """The chain with all choices of every unit: the same for all schedules that do not differ in the setting."""
+        setting = self.setting(candidate)
+        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.tied_apart)
+        if key not in self.runs:
+            self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
+        return self.runs[key][1]

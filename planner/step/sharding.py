@@ -55,6 +55,11 @@ class Cut:
     tensor: int = 1
 
     @property
+    def parts(self) -> int:
+        """Into how many parts the whole work is cut."""
+        return self.pieces * self.context * self.tensor
+
+    @property
     def mesh(self) -> MeshShape:
         return MeshShape((DATA, CONTEXT, TENSOR), (self.pieces, self.context, self.tensor))
 

@@ -6,6 +6,7 @@ runs (embedding, layers, head) whatever the number of layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -48,6 +49,11 @@ class UnitRun:
     choices: tuple[UnitChoice, ...]
     receive_forward: float = 0.0
     receive_backward: float = 0.0
+
+    @functools.cached_property
+    def folded(self) -> UnitRun:
+        """The run with each choice's hidden communication in its compute: what the closed form makes of the two."""
+        return replace(self, choices=tuple(replace(choice, costs=_fold(choice.costs)) for choice in self.choices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +124,8 @@ class StageProblem:
 
 
 def folded(problem: StageProblem) -> StageProblem:
-    """The problem with each layer's hidden communication in its compute: what the closed form makes of the two."""
-    return replace(
-        problem,
-        runs=tuple(
-            replace(run, choices=tuple(replace(choice, costs=_fold(choice.costs)) for choice in run.choices))
-            for run in problem.runs
-        ),
-    )
+    """The problem with all its runs folded."""
+    return replace(problem, runs=tuple(run.folded for run in problem.runs))
 
 
 def _fold(costs: LayerCosts) -> LayerCosts:
