@@ -33,10 +33,10 @@ integral by itself; w is integer because trees with three or more ends are not a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir.types import R
+from passes.ir.types import Placement, R
 from planner.search.lattice import Lattice, Lattices, types_used
 from planner.search.linear import LinearProgram
 from planner.search.problem import Problem, Stream
@@ -104,18 +104,41 @@ def is_free(problem: Problem, stream: Stream) -> bool:
 
 def stream_lattice(problem: Problem, stream: Stream, lattices: Lattices, *, detours: bool = False) -> Lattice:
     """The lattice of a stream, over the types that its source gives and its uses need."""
-    ends = [*problem.given(stream), *(where for use in stream.uses for where in problem.needed(use))]
-    types = types_used(stream.value, ends, len(ends[0]), settled=problem.settled)
+    return _lattice(problem, stream, problem.given(stream), _needs(problem, stream), lattices, detours=detours)
+
+
+def _needs(problem: Problem, stream: Stream) -> list[list[Placement]]:
+    """What each use of a stream needs under each option of its element."""
+    return [problem.needed(use) for use in stream.uses]
+
+
+def _lattice(
+    problem: Problem,
+    stream: Stream,
+    given: Sequence[Placement],
+    needs: Sequence[Sequence[Placement]],
+    lattices: Lattices,
+    *,
+    detours: bool = False,
+) -> Lattice:
+    ends = set(given).union(*needs)
+    types = types_used(stream.value, ends, settled=problem.settled)
     live = any(use.live for use in stream.uses)
     return lattices.of(stream.value, types, live=live, saved=stream.saved, detours=detours)
 
 
 def add_stream(ilp: ShardingIlp, name: str, stream: Stream, lattices: Lattices) -> None:
     """Flows of all uses of a stream, shared by group."""
-    lattice = stream_lattice(ilp.problem, stream, lattices)
+    given, needs = ilp.problem.given(stream), _needs(ilp.problem, stream)
+    lattice = _lattice(ilp.problem, stream, given, needs, lattices)
     ilp.lattices[name] = lattice
-    groups = _groups(ilp.problem, stream)
-    flows = [add_flow(ilp, stream, use, lattice) for use in groups.representatives]
+    groups = _groups(ilp.problem, stream, needs)
+    source = [(lattice.index[where], column) for where, column in zip(given, ilp.x[stream.source])]
+    flows = []
+    for use in groups.representatives:
+        columns = ilp.x[stream.uses[use].element]
+        target = [(lattice.index[where], column) for where, column in zip(needs[use], columns)]
+        flows.append(add_flow(ilp.program, lattice, source, target))
     used: list[list[int]] = [[] for _ in lattice.arcs]
     for members, forward, backward in groups.parts:
         add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward, used)
@@ -130,13 +153,13 @@ class _Groups:
     parts: list[tuple[tuple[int, ...], int, int]]
 
 
-def _groups(problem: Problem, stream: Stream) -> _Groups:
+def _groups(problem: Problem, stream: Stream, needs: Sequence[Sequence[Placement]]) -> _Groups:
     """Uses that need the same under every option of the same element, and count alike, are one."""
     alike: dict[tuple[object, ...], int] = {}
     position: list[int] = []
     representatives: list[int] = []
     for index, use in enumerate(stream.uses):
-        key = (use.element, tuple(problem.needed(use)), use.scope, use.live)
+        key = (use.element, tuple(needs[index]), use.scope, use.live)
         if key not in alike:
             alike[key] = len(representatives)
             representatives.append(index)
@@ -148,16 +171,22 @@ def _groups(problem: Problem, stream: Stream) -> _Groups:
     return _Groups(representatives, [(members, f, b) for members, (f, b) in merged.items()])
 
 
-def add_flow(ilp: ShardingIlp, stream: Stream, use_index: int, lattice: Lattice) -> range:
-    """(conserve): one unit from the placement given to the placement needed; returns the column of each arc."""
-    problem, program = ilp.problem, ilp.program
-    use = stream.uses[use_index]
+def add_flow(
+    program: LinearProgram,
+    lattice: Lattice,
+    source: Iterable[tuple[int, int]],
+    target: Iterable[tuple[int, int]],
+) -> range:
+    """(conserve): one unit from the placement given to the placement needed; returns the column of each arc.
+
+    ``source`` and ``target`` are (node of the lattice, column of the option that gives or needs it).
+    """
     columns = program.variables(len(lattice.arcs))
     terms: list[list[tuple[int, float]]] = [[] for _ in lattice.placements]
-    for column, placement in zip(ilp.x[stream.source], problem.given(stream)):
-        terms[lattice.index[placement]].append((column, 1.0))
-    for column, placement in zip(ilp.x[use.element], problem.needed(use)):
-        terms[lattice.index[placement]].append((column, -1.0))
+    for node, column in source:
+        terms[node].append((column, 1.0))
+    for node, column in target:
+        terms[node].append((column, -1.0))
     for column, arc in zip(columns, lattice.arcs):
         terms[arc.target].append((column, 1.0))
         terms[arc.source].append((column, -1.0))

@@ -35,7 +35,7 @@ class Lattice:
 
 
 def types_used(
-    value: Value, placements: Iterable[Placement], num_axes: int, *, settled: Collection[int] = ()
+    value: Value, placements: Iterable[Placement], *, settled: Collection[int] = ()
 ) -> tuple[tuple[SpmdType, ...], ...]:
     """Types worth considering on each axis: R, I if there is a gradient, and whatever the ends of a stream use.
 
@@ -44,13 +44,10 @@ def types_used(
     a value that has one type at all its ends keeps it.
     """
     always = [R, I] if value.requires_grad else [R]
-    used: list[dict[SpmdType, None]] = [{} for _ in range(num_axes)]
-    for placement in placements:
-        for types, spmd_type in zip(used, placement):
-            types[spmd_type] = None
+    used = [set(types) for types in zip(*placements)]
     for axis, types in enumerate(used):
         if axis not in settled or len(types) != 1:
-            types.update(dict.fromkeys(always))
+            types.update(always)
     return tuple(tuple(sorted(types)) for types in used)
 
 

@@ -51,9 +51,10 @@ class LinearProgram:
 
     def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> int:
         """Add lower ≤ Σ coefficient·variable ≤ upper and return its row."""
+        columns, coefficients = self.columns, self.coefficients
         for column, coefficient in terms:
-            self.columns.append(column)
-            self.coefficients.append(coefficient)
+            columns.append(column)
+            coefficients.append(coefficient)
         self.starts.append(len(self.columns))
         self.row_lowers.append(lower)
         self.row_uppers.append(upper)
