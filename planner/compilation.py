@@ -49,7 +49,7 @@ def compile(
     memory_limit: float | None = None,
     plan: Plan | str | Path | None = None,
     precision: str | torch.dtype | None = None,
-    fuse: bool = False,
+    fuse: bool = True,
     **options: Any,
 ) -> ParallelModule:
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
@@ -117,8 +117,11 @@ def compile(
     ops.seed(agreed_seed(device_mesh))
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        # A graph that comes with a plan to pin is fused already, if that says so.
+        first = pinned is None
         return agreed_plan(
-            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse, **demands), device_mesh=device_mesh
+            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demands),
+            device_mesh=device_mesh,
         )
 
     return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)

@@ -44,7 +44,7 @@ def plan(
     optimizer: str = "adamw",
     gradient_dtype: str | None = None,
     compiled: bool = False,
-    fuse: bool = False,
+    fuse: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how a training step of ``model`` runs on ``cluster``.

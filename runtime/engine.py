@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.capture import capture
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
-from passes.fuse import fuse, pair_rotaries
+from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
@@ -148,7 +148,7 @@ class Engine:
         if self.plan is None:
             self._start(self.planner(graph, None))
         assert self.plan is not None
-        graph = as_fused(graph, self.plan)
+        graph = as_planned(graph, self.plan)
         try:
             return shard(graph, self.plan)
         except PlanMismatch:
@@ -218,11 +218,6 @@ class Engine:
             if self.layout.device.type != "cpu":
                 stack.enter_context(torch.device(self.layout.device))
             yield
-
-
-def as_fused(graph: Graph, plan: Plan) -> Graph:
-    """A captured graph as the one that ``plan`` was made of: with fused operators if that had them."""
-    return graph if plan.fusion is None else fuse(graph).graph
 
 
 def as_seen_by(graph: Graph, plan: Plan) -> Plan:

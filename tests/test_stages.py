@@ -13,6 +13,7 @@ from torch import nn
 import planner
 from passes.capture import capture, keep_float64
 from passes.emit import emit
+from passes.fuse import fuse
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.shard import PlanMismatch
@@ -56,7 +57,7 @@ def plan_of(build: type[nn.Module], **fix: Any) -> Plan:
 def graph_of(build: type[nn.Module]) -> Graph:
     model = seeded(build)
     with keep_float64():
-        return capture(model, kwargs=models.batch_of(model))
+        return fuse(capture(model, kwargs=models.batch_of(model))).graph
 
 
 @functools.cache

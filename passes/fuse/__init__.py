@@ -11,8 +11,9 @@ from passes.fuse.report import Match, NearMiss
 from passes.fuse.residuals import Folded, fold_residuals
 from passes.fuse.table import ACTIVATIONS, OPERATORS
 from passes.ir.graph import Graph
+from passes.plan_data import PlanData
 
-__all__ = ["Fused", "Match", "NearMiss", "fuse", "pair_rotaries"]
+__all__ = ["Fused", "Match", "NearMiss", "as_planned", "fuse", "pair_rotaries"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ def fuse(graph: Graph) -> Fused:
     misses = [miss for name, miss in first.near_misses.items() if name not in second.taken]
     misses += reversed(second.near_misses.values())
     return Fused(folded.graph, _with_sums(matches, folded), (*misses, *folded.near_misses))
+
+
+def as_planned(graph: Graph, plan: PlanData) -> Graph:
+    """A captured graph as the one that ``plan`` was made of: with fused operators if that had them."""
+    return graph if plan.fusion is None else fuse(graph).graph
 
 
 def _with_sums(matches: list[Match], folded: Folded) -> tuple[Match, ...]:

@@ -6,6 +6,7 @@ want it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,7 @@ class _Folder:
         self.values = graph.values
         self.makers = {value.name: node for node in graph.nodes for value in node.outputs}
         self.place = {node.name: place for place, node in enumerate(graph.nodes)}
+        self.uses = Counter(name for node in graph.nodes for name in node.inputs)
         self.first_use: dict[str, int] = {}
         self.copy_of = {
             name: (number, copy)
@@ -79,7 +81,10 @@ class _Folder:
         self.matches[norm.name] = Match(_short(fused.op), norm.module_path)
 
     def _same_layer(self, add: Node, norm: Node) -> bool:
-        if _layer(add.module_path) == _layer(norm.module_path):
+        layer = _layer(add.module_path)
+        # A module that is called again and again: its paths do not tell one call from the next.
+        once = all(self.uses[name] == 1 for name in norm.inputs[1:])
+        if layer and once and layer == _layer(norm.module_path):
             return True
         copy = self.copy_of.get(add.name)
         return copy is not None and copy == self.copy_of.get(norm.name)

@@ -39,7 +39,8 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
     An operand with a batch of its own makes ``batch``; a plain weight makes one large product of all rows.
     """
     if node.op == "meshwright.linear_cross_entropy.default":
-        return 1, math.prod(inputs[0][:-1]), *inputs[1]
+        classes, width = inputs[1]
+        return 1, math.prod(inputs[0][:-1]), classes, width
     matrices = [shape for shape in inputs if len(shape) >= 2] or [(1, 1)]
     first = matrices[1] if node.op.startswith(("aten.addmm", "aten.baddbmm")) and len(matrices) > 2 else matrices[0]
     weights = [shape for shape in matrices if len(shape) == 2]

@@ -42,6 +42,7 @@ def add_plan(commands: Any) -> None:
         metavar="NAME=VALUE,…",
         help="values that a choice must not take (names as for --fix); with --mesh: a collective not to use",
     )
+    parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
     parser.add_argument("--time-limit", type=float, default=45.0, metavar="SECONDS", help="for the search")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     parser.set_defaults(command=run_plan)
@@ -99,6 +100,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "constraints": read_pins(options.pin),
         "time_limit": options.time_limit,
+        "fuse": not options.no_fuse,
         **_step_options(options),
     }
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from passes.capture import capture
 from passes.emit import Program, emit
-from passes.fuse import pair_rotaries
+from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import shard_dim
 from passes.plan import Plan
@@ -19,7 +19,7 @@ from passes.shard import PlanMismatch, input_key
 from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.calls import Call, Path
-from runtime.engine import Planner, as_fused, as_seen_by
+from runtime.engine import Planner, as_seen_by
 from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
@@ -172,7 +172,7 @@ class Maker:
         key = (call.signature, self.model.training)
         if key not in self._graphs:
             graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
-            self._graphs[key] = as_fused(graph, self.plan)
+            self._graphs[key] = as_planned(graph, self.plan)
         return self._graphs[key]
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
