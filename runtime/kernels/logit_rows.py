@@ -18,7 +18,7 @@ from runtime.kernels.language import tl, triton
 from runtime.kernels.library import wide
 
 #: Logits that the ATen versions treat at a time: few enough for a cache, enough for every core to have some.
-_ATEN_BLOCK = 2**20
+_ATEN_BLOCK = 2**18
 _MAX_BLOCK = 4096
 
 
