@@ -78,6 +78,7 @@ class LevelOne:
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
     _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
     _links: dict[Layout, Links] = field(default_factory=dict)
+    _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
 
     @property
     def global_batch(self) -> int:
@@ -141,7 +142,10 @@ class LevelOne:
         return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
+        """What the prices of an axis depend on beside its size."""
         if size == 1:
             return ()
-        crossed = crossed_levels(self.cluster.levels, stride=stride, size=size)
-        return tuple((level.name, level.group_size // stride) for level in crossed)
+        if (size, stride) not in self._places:
+            crossed = crossed_levels(self.cluster.levels, stride=stride, size=size)
+            self._places[size, stride] = tuple((level.name, level.group_size // stride) for level in crossed)
+        return self._places[size, stride]

@@ -26,8 +26,9 @@ from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
 OBJECTIVES = ("time", "devices", "memory")
-#: Solutions that the simulator plays at least; those that are not chosen are the plan's runners-up.
-JUDGED = 8
+#: Solutions that the simulator plays at most beside those that are asked for, and how much slower than the best they
+#: may be by the closed form; those that are not chosen are the plan's runners-up.
+JUDGED, NEAR = 8, 0.05
 #: How much slower than the proved bound, by the closed form, a solution may be that the simulator finds faster.
 PROVED = 0.01
 #: How much faster the simulator must find one that is not, to be taken instead.
@@ -104,7 +105,9 @@ class _Planner:
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of the best of what a search found."""
-        judged = [judge(solution) for solution in outcome.solutions[: max(JUDGED, demands.num_alternatives)]]
+        wanted, fastest = demands.num_alternatives, outcome.solutions[0].seconds
+        near = [each for each in outcome.solutions[wanted:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
+        judged = [judge(solution) for solution in (*outcome.solutions[:wanted], *near)]
         plain = [judge(each) for found in judged for each in plainer(found.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)

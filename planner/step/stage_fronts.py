@@ -110,16 +110,14 @@ class Weights:
 LOAD = Weights(lambda costs: costs.forward + costs.backward)
 
 
-def received(problem: StageProblem, rank: int, shares: tuple[float, float]) -> float:
-    """Seconds that a rank's chunks take at least to receive boundaries from other ranks, each way times its share."""
+def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
+    """By rank, seconds that its chunks take at least to receive boundaries from others, each way times its share."""
     ranks, allowed = problem.ranks, spans(problem)
-    total = 0.0
+    total = [0.0] * problem.num_ranks
     for cut in range(1, problem.num_chunks):
         if ranks[cut] == ranks[cut - 1]:
             continue
         runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
-        if ranks[cut] == rank:
-            total += shares[0] * min(run.receive_forward for run in runs)
-        if ranks[cut - 1] == rank:
-            total += shares[1] * min(run.receive_backward for run in runs)
+        total[ranks[cut]] += shares[0] * min(run.receive_forward for run in runs)
+        total[ranks[cut - 1]] += shares[1] * min(run.receive_backward for run in runs)
     return total

@@ -17,6 +17,7 @@ take part. Ranks that cannot hold all units together within L show that the larg
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ from planner.step.stage_program import chunks_of
 from planner.step.stage_ranks import main_run
 
 Array = NDArray[np.float64]
+#: Seconds, bytes of state and bytes saved (rows) of some choices.
+_Choices = Array
 
 #: Relative precision of the load that is found by bisection.
 _PRECISION = 1e-4
@@ -42,23 +45,29 @@ _WHOLE = 1e-6
 
 
 class LoadBound:
-    """Bounds of the largest load of a problem whose units are one long run, with at most one unit at either end."""
+    """Bounds of the largest load of a problem whose units are one long run, with at most one unit at either end.
 
-    def __init__(self, problem: StageProblem, run: int) -> None:
+    ``apart`` says whether peaks are told apart; as one they take the room of the least, which is weaker and quicker.
+    """
+
+    def __init__(self, problem: StageProblem, run: int, *, apart: bool = True) -> None:
         self.problem, self.run = problem, run
         self.chunks = chunks_of(problem)
         held = np.array(problem.in_flight, dtype=float)
         self.held = np.array([held[chunks] for chunks in self.chunks])
-        self.received = np.array([received(problem, rank, LOAD.receive) for rank in range(problem.num_ranks)])
+        self.received = np.array(received(problem, LOAD.receive))
         self.ends = [(0, problem.runs[0])] * (run > 0)
         self.ends += [(problem.num_chunks - 1, problem.runs[-1])] * (run < len(problem.runs) - 1)
         runs = [problem.runs[run], *(entry for _, entry in self.ends)]
-        levels = _peaks(runs, _SAME * min(problem.memory))
+        levels = _peaks(runs, _SAME * min(problem.memory)) if apart else [(0.0, math.inf)]
         lowest = self._lowest_peaks()
-        self.levels = [
-            self._level(np.full(problem.num_ranks, least) if index else lowest, largest)
-            for index, (least, largest) in enumerate(levels)
-        ]
+        self.levels = []
+        before: list[_Choices] = []
+        for index, (least, largest) in enumerate(levels):
+            choices = [_choices(entry, largest) for entry in runs]
+            if not before or any(not np.array_equal(*pair) for pair in zip(choices, before)):
+                self.levels.append(self._level(np.full(problem.num_ranks, least) if index else lowest, choices))
+            before = choices  # the same choices beside a larger peak fit no better
 
     def _lowest_peaks(self) -> Array:
         """The largest peak of each rank at least: of what it must hold."""
@@ -94,26 +103,24 @@ class LoadBound:
                 lower = middle
         return lower
 
-    def _level(self, least: Array, peak: float) -> tuple[Array, Array, Array]:
+    def _level(self, least: Array, choices: Sequence[_Choices]) -> tuple[Array, Array, Array]:
         """(a, b, c) by rank and worth of a byte: a rank holds at most c + min(a + b · load) units, if the largest of
-        their peaks lies between its ``least`` and ``peak``."""
+        their peaks is at least its ``least`` and allows ``choices``, of the long run and the ends."""
         problem = self.problem
-        seconds, state, saved = _choices(problem.runs[self.run], peak)
+        seconds, state, saved = choices[0]
         spare = self.held.min(axis=1)
         worth = _slopes(seconds, state + spare[:, None] * saved)
-        each = _cheapest(seconds, state, saved, self.held, worth)
+        each = _cheapest(choices[0], self.held, worth)
         room = np.array(problem.memory)[:, None] * (1 + ROUNDING) - least[:, None]
         rest = worth * room - self.received[:, None] - each.sum(axis=1)
         fixed = np.full(problem.num_ranks, float(self.held.shape[1]))
-        for chunk, entry in self.ends:
+        for (chunk, _), mine in zip(self.ends, choices[1:]):
             rank = problem.ranks[chunk]
             place = self.chunks[rank].index(chunk)
-            own = _cheapest(
-                *_choices(entry, peak), self.held[rank : rank + 1, place : place + 1], worth[rank : rank + 1]
-            )
+            own = _cheapest(mine, self.held[rank : rank + 1, place : place + 1], worth[rank : rank + 1])
             rest[rank] += each[rank, place] - own[0, 0]
             fixed[rank] -= 1
-        unit = _cheapest(seconds, state, saved, spare[:, None], worth)[:, 0]
+        unit = _cheapest(choices[0], spare[:, None], worth)[:, 0]
         return rest / unit, 1.0 / unit, fixed
 
 
@@ -136,35 +143,47 @@ def _lowest_peak(run: UnitRun) -> float:
     return min(choice.costs.peak_bytes for choice in run.choices)
 
 
-def _choices(run: UnitRun, peak: float) -> tuple[Array, Array, Array]:
-    """Seconds, bytes of state and bytes saved of the choices whose peak is at most ``peak``."""
-    rows = [
-        (costs.forward + costs.backward, costs.state_bytes, costs.saved_bytes)
-        for costs in (choice.costs for choice in run.choices)
-        if costs.peak_bytes <= peak
-    ]
-    seconds, state, saved = np.array(rows, dtype=float).T
-    return seconds, state, saved
+def _choices(run: UnitRun, peak: float) -> _Choices:
+    """Seconds, bytes of state and bytes saved of the choices whose peak is at most ``peak``: the undominated ones."""
+    rows = sorted(
+        {
+            (costs.forward + costs.backward, costs.state_bytes, costs.saved_bytes)
+            for costs in (choice.costs for choice in run.choices)
+            if costs.peak_bytes <= peak
+        }
+    )
+    kept: list[tuple[float, float, float]] = []
+    for row in rows:
+        if not any(state <= row[1] and saved <= row[2] for _, state, saved in kept):
+            kept.append(row)
+    return np.array(kept, dtype=float).T
+
+
+@functools.cache
+def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    first, second = np.triu_indices(count, 1)
+    return first, second
 
 
 def _slopes(seconds: Array, sizes: Array) -> Array:
     """By rank: no worth of a byte, those at which the cheapest choice changes, and one beside which seconds are
     nothing; ``sizes``: by rank and choice."""
-    first, second = np.triu_indices(len(seconds), 1)
+    first, second = _pairs(len(seconds))
     slower = seconds[second] - seconds[first]
     freed = sizes[:, first] - sizes[:, second]
     with np.errstate(divide="ignore", invalid="ignore"):
         worth = np.where(slower * freed > 0, slower / freed, 0.0)
     costs = seconds + worth[:, :, None] * sizes[:, None, :]
-    tied = np.take_along_axis(costs, first[None, :, None], axis=2)[:, :, 0] <= costs.min(axis=2) * (1 + ROUNDING)
+    tied = costs[:, np.arange(len(first)), first] <= costs.min(axis=2) * (1 + ROUNDING)
     worth = -np.sort(-np.where(tied, worth, 0.0), axis=1)
     worth = worth[:, : int((worth > 0).sum(axis=1).max(initial=0))]
     most = _MOST * seconds.max() / np.maximum(1.0, sizes.min(axis=1))
     return np.concatenate((np.zeros((len(sizes), 1)), worth, most[:, None]), axis=1)
 
 
-def _cheapest(seconds: Array, state: Array, saved: Array, held: Array, worth: Array) -> Array:
+def _cheapest(choices: _Choices, held: Array, worth: Array) -> Array:
     """min_c (seconds + worth · bytes) by rank, chunk and worth."""
+    seconds, state, saved = choices
     sizes = state + held[:, :, None] * saved
     return np.asarray((seconds + worth[:, None, :, None] * sizes[:, :, None, :]).min(axis=-1))
 
@@ -189,4 +208,6 @@ def load_within_memory(problem: StageProblem, *, lower: float, upper: float) -> 
     upper = min(upper, 2.0 * slowest)
     if not lower < upper or min(map(_seconds, problem.runs[run].choices)) <= 0:
         return lower
+    if LoadBound(problem, run, apart=False).most(upper) < problem.runs[run].count:
+        return upper
     return LoadBound(problem, run).least_load(lower, upper)

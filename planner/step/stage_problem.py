@@ -98,7 +98,7 @@ class StageProblem:
         """Units of all runs together; with fewer units than chunks there is no answer."""
         return sum(run.count for run in self.runs)
 
-    @property
+    @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of each chunk."""
         return tuple(
@@ -106,7 +106,7 @@ class StageProblem:
             for chunk in range(self.num_chunks)
         )
 
-    @property
+    @functools.cached_property
     def in_flight(self) -> tuple[float, ...]:
         """Micro-batches whose saved activations each chunk holds when its rank's memory peaks."""
         return in_flight(

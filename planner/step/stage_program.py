@@ -95,8 +95,10 @@ class StageProgram:
 
 def chunks_of(problem: StageProblem) -> list[list[int]]:
     """The chunks of each rank."""
-    ranks = problem.ranks
-    return [[chunk for chunk, rank in enumerate(ranks) if rank == wanted] for wanted in range(problem.num_ranks)]
+    found: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    for chunk, rank in enumerate(problem.ranks):
+        found[rank].append(chunk)
+    return found
 
 
 def in_rounds(problem: StageProblem) -> bool:

@@ -36,10 +36,11 @@ def main_run(problem: StageProblem) -> int | None:
 class RankTable:
     """Least load of one rank against the number of units of the long run that it holds, computed as far as asked."""
 
-    def __init__(self, problem: StageProblem, rank: int, run: int, weights: Weights) -> None:
+    def __init__(
+        self, problem: StageProblem, rank: int, chunks: list[int], run: int, weights: Weights, received: float
+    ) -> None:
         self.problem, self.run, self.seconds = problem, run, weights.unit
-        self.received = received(problem, rank, weights.receive)
-        self.chunks = chunks_of(problem)[rank]
+        self.chunks, self.received = chunks, received
         self.limit = problem.memory[rank]
         held = problem.in_flight
         self.spare = min(self.chunks, key=lambda chunk: held[chunk])
@@ -152,7 +153,8 @@ def share_out(problem: StageProblem, weights: Weights) -> Shares | None:
     run = main_run(problem)
     if run is None:
         return None
-    tables = [RankTable(problem, rank, run, weights) for rank in range(problem.num_ranks)]
+    places = zip(chunks_of(problem), received(problem, weights.receive))
+    tables = [RankTable(problem, rank, chunks, run, weights, seconds) for rank, (chunks, seconds) in enumerate(places)]
     units = [table.least for table in tables]
     rest = problem.runs[run].count - sum(units)
     if rest < 0:

@@ -38,7 +38,7 @@ class _Ranks:
     def __init__(self, problem: StageProblem, weights: Weights) -> None:
         self.problem, self.weights = problem, weights
         self.held = problem.in_flight
-        self.received = [received(problem, rank, weights.receive) for rank in range(problem.num_ranks)]
+        self.received = received(problem, weights.receive)
         self.run_of = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
         self.peaks = sorted({choice.costs.peak_bytes for run in problem.runs for choice in run.choices})
         self.cache: dict[tuple[float, float, _Stretch], list[Front]] = {}
