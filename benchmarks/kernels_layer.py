@@ -47,12 +47,13 @@ class Layer(nn.Module):
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-        self.layer = LlamaDecoderLayer(config, 0)
+        # Numbered, as in a model: what may be fused within a layer is told by that.
+        self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        result: torch.Tensor = self.layer(hidden_states, position_embeddings=self.rotary(hidden_states, positions))
+        result: torch.Tensor = self.layers[0](hidden_states, position_embeddings=self.rotary(hidden_states, positions))
         return result
 
 
@@ -63,7 +64,7 @@ def build(size: LayerSize, device: torch.device) -> Layer:
     torch.manual_seed(0)
     with torch.device(device):
         model = Layer(config)
-    model.layer.to(_DTYPES[size.dtype])
+    model.layers.to(_DTYPES[size.dtype])
     return model.train()
 
 
@@ -122,7 +123,7 @@ def _input(size: LayerSize, device: torch.device) -> torch.Tensor:
 
 def _truth(size: LayerSize, device: torch.device) -> torch.Tensor | None:
     """The layer's output in float64; None where the device's memory does not hold what that takes."""
-    exact = copy.deepcopy(build(size, device).layer).double()
+    exact = copy.deepcopy(build(size, device).layers[0]).double()
     rotary = build(size, device).rotary
     hidden = _input(size, device).detach().double()
     positions = torch.arange(size.length, device=device)[None]
