@@ -34,6 +34,7 @@ from benchmarks.kernels_prediction import cluster_of
 from benchmarks.kernels_report import Results
 from benchmarks.kernels_timing import Clock
 from cost_models import Cluster
+from runtime.kernels.dispatch import runs_triton
 
 RESULTS = Path(__file__).parent / "results"
 MINUTES, QUICK_MINUTES, ALL_MINUTES = 9.0, 2.5, 60.0
@@ -119,7 +120,8 @@ def machine(device: torch.device) -> dict[str, str]:
     found = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
         found = {"device": torch.cuda.get_device_name(device), "driver": _driver(), "CUDA": str(torch.version.cuda)}
-    found |= {"torch": torch.__version__, "Python": platform.python_version()}
+    implementation = "Triton" if runs_triton(torch.empty(0, device=device)) else "ATen"
+    found |= {"ours in": implementation, "torch": torch.__version__, "Python": platform.python_version()}
     for package in ("triton", "liger-kernel", "transformers"):
         try:
             found[package] = metadata.version(package)
