@@ -21,7 +21,7 @@ SAVES_NOTHING = _aten(
     "add sub rsub neg sum mean cat stack clone contiguous to _to_copy type_as pad constant_pad_nd roll flip embedding "
     "index index_select gather masked_fill where cumsum repeat zeros_like ones_like full_like new_zeros new_ones "
     "avg_pool2d upsample_nearest2d"
-)
+) | {"meshwright.embedding"}
 
 
 def base_name(op: str) -> str:

@@ -1,0 +1,61 @@
+"""Fused operators from the plan to the program: what a plan says of them, how they are written, and that they agree."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+import planner
+from passes.plan import Plan
+from planner.verification import VerifyReport
+
+
+@functools.cache
+def verified(*, fuse: bool) -> VerifyReport:
+    # Queries and keys are cut alike, so that one call may turn both.
+    alike = {"*:meshwright.rotary.default:*": {"dp": "S(0)"}} if fuse else {}
+    return planner.verify("tiny-llama", "dp=2", batch_size=4, seq_len=8, steps=1, fuse=fuse, constraints=alike)
+
+
+def test_fused_program_computes_what_one_device_does() -> None:
+    report = verified(fuse=True)
+    assert report.ok, report.table()
+    assert report.largest_error < 1e-11
+
+
+def test_program_is_written_with_fused_operators() -> None:
+    source = verified(fuse=True).source
+    assert "from runtime import kernels, ops\n" in source
+    for name in ("embedding", "rms_norm", "add_rms_norm", "swiglu", "rotary_pair"):
+        assert f"kernels.{name}(" in source or (name == "embedding" and "ops.embedding(" in source)
+    assert "kernels.rotary(" not in source and "rsqrt" not in source
+    assert "residual, post_attention_layernorm = kernels.add_rms_norm(" in source
+
+
+def test_plan_lists_matches_and_says_what_they_save() -> None:
+    plan = verified(fuse=True).plan
+    assert plan.fusion is not None
+    assert {entry.pattern: entry.count for entry in plan.fusion.matches} == {
+        "embedding": 1, "rms_norm": 5, "add_rms_norm": 4, "rotary": 8, "swiglu": 4, "cross_entropy": 1,
+    }  # fmt: skip
+    summary = plan.summary()
+    assert "Fused operators" in summary and "model.layers.{0..3}.post_attention_layernorm" in summary
+    assert plan.fusion.operators[1] < plan.fusion.operators[0]
+    assert plan.fusion.saved_bytes[1] < plan.fusion.saved_bytes[0]
+
+
+def test_without_fusion_program_and_plan_know_nothing_of_it() -> None:
+    report = verified(fuse=False)
+    assert report.plan.fusion is None and "Fused" not in report.plan.summary()
+    assert "kernels" not in report.source and "from runtime import ops\n" in report.source
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_loaded_plan_gives_the_same_program(fuse: bool) -> None:
+    first = verified(fuse=fuse)
+    loaded = Plan.from_dict(json.loads(first.plan.to_json()))
+    assert loaded == first.plan
+    again = planner.verify("tiny-llama", loaded, batch_size=4, seq_len=8, steps=1)
+    assert again.ok and again.source == first.source
