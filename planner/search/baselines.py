@@ -28,6 +28,8 @@ from planner.search.problem import Element, Problem
 
 Role = Literal["column", "row", "embedding"]
 
+#: Operators that look rows up, and the place of the indices among their inputs.
+EMBEDDINGS = {"aten.embedding": 1, "meshwright.embedding": 0}
 #: Matrix products of an activation with a parameter.
 PRODUCTS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"))
 
@@ -83,7 +85,8 @@ def roles(graph: Graph) -> dict[str, Role]:
 
 
 def _role(node: Node, parameters: Collection[str], inputs: Collection[str], split: Collection[str]) -> Role | None:
-    if base_name(node.op) == "aten.embedding" and node.inputs[1] in inputs:
+    place = EMBEDDINGS.get(base_name(node.op))
+    if place is not None and node.inputs[place] in inputs:
         return "embedding"
     if base_name(node.op) not in PRODUCTS or not any(name in parameters for name in node.inputs):
         return None

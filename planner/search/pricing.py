@@ -20,8 +20,16 @@ from passes.rules.rule import AxisChoice, ShardingRule
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
-#: Operators that read as many bytes of their first input as they write, however large that input is (tables).
-READS_ROWS = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
+#: Operators that read as many bytes of a table as they write, however large that is: its place among their inputs.
+READS_ROWS = {
+    "aten.embedding": 0, "meshwright.embedding": 1, "aten.index_select": 0, "aten.gather": 0, "aten.index": 0,
+}  # fmt: skip
+
+
+def table_read_by_rows(node: Node) -> str | None:
+    """The input of which only the rows that are asked for are read, if there is one."""
+    place = READS_ROWS.get(base_name(node.op))
+    return None if place is None or place >= len(node.inputs) else node.inputs[place]
 
 
 class Prices(Protocol):
@@ -118,8 +126,9 @@ class Pricing:
         arguments = dict(zip(node.inputs, inputs))
         written = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
         read = {name: self.local_bytes(values[name], where) for name, where in arguments.items()}
-        if base_name(node.op) in READS_ROWS and node.inputs:
-            read[node.inputs[0]] = min(read[node.inputs[0]], written)
+        table = table_read_by_rows(node)
+        if table is not None:
+            read[table] = min(read[table], written)
         local_flops, num_bytes, dtype = flops / cut, written + sum(read.values()), node.output.dtype
         price = self.cost_model.compute_seconds
         forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)

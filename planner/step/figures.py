@@ -8,19 +8,28 @@ program costs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
-from passes.ir.graph import Node, Value
+from passes.blocks import BlockRun
+from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import Placement
+from passes.losses import ChunkedUnits, Placed, strategies
+from passes.step_plan import CHUNKED_LOSS
 from passes.units import Unit, find_units, unit_of_nodes
 from planner.search.liveness import live_nodes
 from planner.search.problem import Stream
 from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
+
+
+#: What ``passes.autograd.recompute`` calls the policies that are not its own.
+_BASES = {"regather": "none", CHUNKED_LOSS: "none"}
+#: Policies under which what collectives brought is kept.
+_KEEPS_COPIES = ("none", CHUNKED_LOSS)
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,17 @@ class UnitFigures:
 
 @dataclass(frozen=True)
 class KeptSpace:
-    """What autograd keeps of every unit under every policy, whatever the sharding: made once per graph."""
+    """What autograd keeps of every unit under every policy, whatever the sharding: made once per graph.
+
+    ``chunked`` are the units whose loss may be computed in chunks, ``known_chunked`` what is known of them then.
+    """
 
     units: tuple[Unit, ...]
     known: Activations
     recompute: Mapping[tuple[int, str], Recompute]
     compiled: bool = False
+    chunked: ChunkedUnits | None = None
+    known_chunked: Activations | None = None
 
     @staticmethod
     def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
@@ -80,7 +94,34 @@ class KeptSpace:
             for index, unit in enumerate(units)
             for policy in ("none", "selective", "full")
         }
-        return KeptSpace(units, known, recompute, compiled)
+        chunked = chunked_units(graph, space.runs, units)
+        if not chunked.pairs:
+            return KeptSpace(units, known, recompute, compiled)
+        inside = [name for nodes in chunked.nodes.values() for name in nodes]
+        known_chunked = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
+        for index, nodes in chunked.nodes.items():
+            recompute[index, CHUNKED_LOSS] = kept_under(known_chunked, nodes, "none", compiled=compiled)
+        return KeptSpace(units, known, recompute, compiled, chunked, known_chunked)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
+
+    ``placed`` are those operators that take or give something, ``made`` the values that are new, where they are made.
+    """
+
+    known: Activations
+    nodes: tuple[str, ...]
+    placed: Mapping[str, Placed]
+    made: Mapping[str, Placement] = field(default_factory=dict)
+
+
+def chunked_units(graph: Graph, runs: Sequence[BlockRun], units: Sequence[Unit]) -> ChunkedUnits:
+    """The units of a training step whose loss may be computed in chunks: nothing but the loss comes out of it."""
+    if graph.loss is None or not graph.training:
+        return ChunkedUnits(graph)
+    return ChunkedUnits.of(graph, runs, units, results={graph.outputs[graph.loss]})
 
 
 def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:
@@ -217,48 +258,87 @@ class _Reader:
         whole, local = like.num_elements, self.pricing.local_elements(like, self._made(extra.like))
         return extra.num_bytes * local / max(1, whole)
 
+    # -- policies -----------------------------------------------------------------------------------------------
+
     def _policies(self, index: int) -> list[Policy]:
-        copies = self._converted_copies(index)
-        plain = self._policy(index, "none", "none", copies, keep_copies=True)
-        found = [plain]
+        way = self._as_captured(index)
+        copies = self._converted_copies(index, way)
+        found = [self._policy(index, "none", way, copies)]
         if copies:
-            found.append(self._policy(index, "regather", "none", copies, keep_copies=False))
-        found.append(self._policy(index, "selective", "selective", copies, keep_copies=False))
-        found.append(self._policy(index, "full", "full", copies, keep_copies=False))
+            found.append(self._policy(index, "regather", way, copies))
+        found.append(self._policy(index, "selective", way, copies))
+        found.append(self._policy(index, "full", way, copies))
+        chunked = self._with_chunked_loss(index)
+        if chunked is not None:
+            found.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
         return found
+
+    def _as_captured(self, index: int) -> Way:
+        unit = self.kept.units[index]
+        placed = {
+            name: Placed(self.options[name].inputs, self.options[name].outputs)
+            for name in unit.nodes
+            if name in self.options and self.problem.elements[name].node is not None
+        }
+        return Way(self.kept.known, unit.nodes, placed)
+
+    def _with_chunked_loss(self, index: int) -> Way | None:
+        """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
+        chunked, known = self.kept.chunked, self.kept.known_chunked
+        if chunked is None or known is None or index not in chunked.pairs:
+            return None
+        placed, made = dict(self._as_captured(index).placed), {}
+        for pair in chunked.pairs[index]:
+            found = strategies(pair, chunked.graph.values, placed)
+            if found is None:
+                return None
+            for node in pair.made:
+                placed[node.name] = found[node.name].placed
+            made |= {node.output.name: placed[node.name].outputs[0] for node in pair.moved}
+        return Way(known, chunked.nodes[index], placed, made)
 
     def _policy(
         self,
         index: int,
         name: str,
-        base: str,
+        way: Way,
         copies: Mapping[tuple[str, Placement], tuple[float, float]],
-        *,
-        keep_copies: bool,
     ) -> Policy:
-        unit, rule = self.kept.units[index], self.kept.recompute[index, base]
+        keep_copies = name in _KEEPS_COPIES
+        base = _BASES.get(name, name)
+        unit, rule = self.kept.units[index], self.kept.recompute[index, name if name == CHUNKED_LOSS else base]
+        self.places.update(way.made)
+        values = way.known.values
         roots = {root for root in rule.values if self._is_held(unit, root)}
-        if name == "none":
-            replaced = {self.kept.known.roots.get(value, value) for value, _ in copies}
-            roots -= replaced - self._taken_as_made(unit)
-        saved = sum(self._local_bytes(self.values[root]) for root in roots)
+        if keep_copies:
+            replaced = {way.known.roots.get(value, value) for value, _ in copies}
+            roots -= replaced - self._taken_as_made(way)
+        saved = sum(self._local_bytes(values[root]) for root in roots)
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
             saved += sum(num_bytes for num_bytes, _ in copies.values())
         options = [self.options[node] for node in rule.recomputed if node in self.options]
         compute = sum(option.compute[0] for option in options)
+        if name == CHUNKED_LOSS:
+            compute += self._logits_again(index)
         again = 0.0 if keep_copies else sum(seconds for _, seconds in copies.values())
         if base == "full":
             again = sum(option.communication[0] for option in options) + self._forward_communication(index)
         peak = working_peak(
-            self.kept.known,
-            unit.nodes,
+            way.known,
+            way.nodes,
             base,
             local_bytes=self._local_bytes,
             extra_bytes=self._extra_bytes,
             compiled=self.kept.compiled,
         )
         return Policy(name, compute, again, saved, peak)
+
+    def _logits_again(self, index: int) -> float:
+        """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted
+        for them, so that no policy takes less time than ``none``."""
+        assert self.kept.chunked is not None
+        return sum(self.options[pair.linear.name].compute[0] for pair in self.kept.chunked.pairs[index])
 
     def _is_held(self, unit: Unit, root: str) -> bool:
         """Whether the unit answers for a value's memory: its own, or what it takes from the unit before."""
@@ -267,32 +347,31 @@ class _Reader:
         made_here = self.problem.streams.get(root)
         return root in self.kept.known.made and made_here is not None and made_here.source in set(unit.nodes)
 
-    def _taken_as_made(self, unit: Unit) -> set[str]:
+    def _taken_as_made(self, way: Way) -> set[str]:
         """Roots that some operator of the unit keeps in the placement they are made in."""
         found = set()
-        for name in unit.nodes:
-            option = self.options.get(name)
-            node = self.problem.elements[name].node if name in self.problem.elements else None
-            if option is None or node is None or name not in self.kept.known.kept:
+        for name in way.nodes:
+            if name not in way.placed or name not in way.known.kept:
                 continue
-            for value in self.kept.known.kept[name].values:
-                if value not in node.inputs or option.inputs[node.inputs.index(value)] == self._made(value):
-                    found.add(self.kept.known.roots.get(value, value))
+            node, taken = way.known.nodes[name], way.placed[name].inputs
+            for value in way.known.kept[name].values:
+                if value not in node.inputs or taken[node.inputs.index(value)] == self._made(value):
+                    found.add(way.known.roots.get(value, value))
         return found
 
-    def _converted_copies(self, index: int) -> dict[tuple[str, Placement], tuple[float, float]]:
+    def _converted_copies(self, index: int, way: Way) -> dict[tuple[str, Placement], tuple[float, float]]:
         """Copies that conversions make and the backward pass needs: (value, placement) → bytes, seconds to remake."""
         unit = self.kept.units[index]
         found: dict[tuple[str, Placement], tuple[float, float]] = {}
-        for name in unit.nodes:
-            option, kept = self.options.get(name), self.kept.known.kept.get(name)
-            node = self.problem.elements[name].node if name in self.problem.elements else None
-            if option is None or kept is None or node is None:
+        for name in way.nodes:
+            kept = way.known.kept.get(name)
+            if name not in way.placed or kept is None:
                 continue
+            node = way.known.nodes[name]
             for value in kept.values:
-                if value not in node.inputs:
+                if value not in node.inputs or value in way.made:
                     continue
-                taken = option.inputs[node.inputs.index(value)]
+                taken = way.placed[name].inputs[node.inputs.index(value)]
                 seconds = self._forward_seconds(unit, value, taken)
                 if seconds is not None:
                     found[value, taken] = (float(self.pricing.local_bytes(self.values[value], taken)), seconds)

@@ -22,7 +22,9 @@ from passes.autograd.saved import Extra
 from passes.blocks import BlockRun
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
+from passes.losses import ChunkedUnits, Placed, strategies
 from passes.plan import Plan
+from passes.step_plan import CHUNKED_LOSS
 from passes.units import Unit, find_units
 from planner.search.liveness import live_nodes
 from planner.search.price import Charge, Itemised

@@ -17,7 +17,7 @@ from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape, Placement, local_shape
 from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
-from planner.search.pricing import READS_ROWS, Pricing, base_name, is_view
+from planner.search.pricing import Pricing, is_view, table_read_by_rows
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
 #: Axes over which parameters are reduced and divided by ZeRO.
@@ -184,8 +184,9 @@ class StepPricing(Pricing):
             for name, where in zip(node.inputs, inputs)
             if (node.name, name) not in self.fusion.reads
         }
-        if base_name(node.op) in READS_ROWS and node.inputs and node.inputs[0] in read:
-            read[node.inputs[0]] = min(read[node.inputs[0]], written)
+        table = table_read_by_rows(node)
+        if table in read:
+            read[table] = min(read[table], written)
         return sum(read.values())
 
     def _matmul(

@@ -13,7 +13,7 @@ from typing import Any
 
 from passes.ir.graph import Graph
 from passes.ir.types import I, R
-from planner.search.baselines import PRODUCTS, Baseline, Role, restrict, roles
+from planner.search.baselines import EMBEDDINGS, PRODUCTS, Baseline, Role, restrict, roles
 from planner.search.constraints import Constraint
 from planner.search.pricing import base_name
 from planner.search.problem import Problem
@@ -77,7 +77,7 @@ def transformers_roles(graph: Graph, config: Any) -> TensorRoles | None:
     gathered = set()
     for node in graph.nodes:
         style = next((style for pattern, style in patterns if pattern.fullmatch(node.module_path or "")), None)
-        if style is None or base_name(node.op) not in {*PRODUCTS, "aten.embedding"}:
+        if style is None or base_name(node.op) not in {*PRODUCTS, *EMBEDDINGS}:
             continue
         found[node.name] = STYLES[style]
         if style in GATHERED:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS
+from passes.step_plan import CHUNKED_LOSS
 
 #: ZeRO stages (Rajbhandari et al. 2020): what is divided over the devices that hold the same parameters.
 ZERO_STAGES = (0, 1, 2, 3)
-#: Recompute policies in the order of what they keep.
-POLICIES = ("none", "regather", "selective", "full")
+#: Recompute policies in the order of what they keep; the last is of units that compute the loss alone.
+POLICIES = ("none", "regather", "selective", "full", CHUNKED_LOSS)
 
 
 @dataclass(frozen=True)
