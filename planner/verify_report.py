@@ -105,7 +105,8 @@ class VerifyReport:
                 return theirs is None and repeats["backward"] and one.phase == "backward"
             return repeats[one.phase] and ours.count >= theirs.count and ours.num_bytes >= theirs.num_bytes
 
-        return [one for one in found if one.axis not in DATA_AXES and not excused(one)]
+        judged = {name for name, size in zip(self.plan.mesh.names, self.plan.mesh.sizes) if size > 1} - set(DATA_AXES)
+        return [one for one in found if one.axis in judged and not excused(one)]
 
 
 def _kind(entry: CollectivePlan) -> tuple[str, str, str]:
