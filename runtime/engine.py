@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.capture import capture
+from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
 from passes.fuse import as_planned, pair_rotaries
@@ -139,7 +140,7 @@ class Engine:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.
         graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
         sharded = self._shard(graph)
-        program = emit(pair_rotaries(sharded))
+        program = emit(chain_up(pair_rotaries(sharded)))
         typecheck(program)
         weights = overlaid(self.shards.weights, self._literals(program))
         return _Runnable(program, program.load()[ENTRY_POINT](weights))

@@ -14,8 +14,9 @@ __all__ = ["InputSpec", "OutputSpec", "Program", "StateSpec", "emit"]
 def emit(sharded: ShardedGraph, *, expression: Expression | None = None) -> Program:
     """Write the program of a sharded graph; ``expression`` writes one operator (default: the library's)."""
     graph = sharded.graph
+    source, chains = render(sharded, expression or _known_expressions())
     return Program(
-        source=render(sharded, expression or _known_expressions()),
+        source=source,
         model_name=graph.model_name,
         mesh=sharded.mesh,
         inputs=_inputs(sharded),
@@ -25,6 +26,7 @@ def emit(sharded: ShardedGraph, *, expression: Expression | None = None) -> Prog
         loss=graph.loss,
         training=graph.training,
         unflatten=graph.unflatten,
+        chains=chains,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from passes.emit.chains import ChainReport
 from passes.ir.types import MeshShape, Placement
 
 #: Class of the emitted source that runs a step.
@@ -68,6 +69,7 @@ class Program:
         constants: specs of the constants that the program computes once per shape, in order.
         loss: the output path that is the training loss, or None.
         unflatten: makes what the model returns from whole tensors by path; None for the mapping itself.
+        chains: the kernels of elementwise operators that the source has.
     """
 
     source: str
@@ -80,6 +82,7 @@ class Program:
     loss: str | None
     training: bool
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
+    chains: tuple[ChainReport, ...] = ()
 
     @property
     def filename(self) -> str:

@@ -6,6 +6,8 @@ import keyword
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+from passes.chains import Chain
+from passes.emit.chains import Chains, output_names
 from passes.emit.collectives import conversion_call, conversion_comment
 from passes.emit.expressions import LocalCall, LocalTensor
 from passes.emit.names import Names, base_name, name_of_output
@@ -79,8 +81,13 @@ class Renderer:
         constants: Sequence[Local] = (),
         argument_names: Sequence[str] | None = None,
         batch_axis: str | None = None,
+        chains: Chains | None = None,
+        copies: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         self.batch_axis = batch_axis
+        self.chains = chains
+        #: Module paths of all copies of the section, ``roots`` first.
+        self.copies = copies
         self.section = section
         self.mesh = mesh
         self.expression = expression
@@ -130,6 +137,17 @@ class Renderer:
 
     def _compute(self, compute: Compute) -> None:
         self._module_comment(compute.node.module_path)
+        value = self._value(compute)
+        targets = [self._bind(local, self._output_name(compute, index)) for index, local in enumerate(compute.outputs)]
+        before = next((local for local in compute.inputs if local.state is None), None)
+        first = compute.outputs[0]
+        same = before is not None and (before.value.shape, before.placement) == (first.value.shape, first.placement)
+        self._write(f"{', '.join(targets)} = {value}", "" if same else describe_local(first, self.mesh))
+
+    def _value(self, compute: Compute) -> str:
+        if isinstance(compute, Chain):
+            assert self.chains is not None
+            return self.chains.call(compute, [self.source_of(local) for local in compute.inputs], title=self._title)
         call = LocalCall(
             node=compute.node,
             inputs=tuple(self.tensor(local) for local in compute.inputs),
@@ -138,15 +156,19 @@ class Renderer:
             mesh=self.mesh,
             rule=compute.rule,
         )
-        value = self.expression(call)
-        targets = [self._bind(local, self._output_name(compute, index)) for index, local in enumerate(compute.outputs)]
-        before = next((local for local in compute.inputs if local.state is None), None)
-        first = compute.outputs[0]
-        same = before is not None and (before.value.shape, before.placement) == (first.value.shape, first.placement)
-        self._write(f"{', '.join(targets)} = {value}", "" if same else describe_local(first, self.mesh))
+        return self.expression(call)
+
+    def _title(self, path: str) -> str:
+        """A module's path with the numbers of all copies of the block that it is in."""
+        for index, root in enumerate(self.roots):
+            if path == root or path.startswith(f"{root}."):
+                return roots_title(tuple((copy[index],) for copy in self.copies)) + path[len(root) :]
+        return path
 
     def _output_name(self, compute: Compute, index: int) -> str:
         """A weight's name for what is made from weights, a module's for what is made with its weights."""
+        if isinstance(compute, Chain):
+            return output_names(compute)[index]
         if compute.inputs and all(local.state is not None for local in compute.inputs):
             return _state_name(compute.inputs[0])
         if compute.node.op in _CASTS and compute.inputs and compute.inputs[0].state is None:

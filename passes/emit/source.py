@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 
+from passes.emit.chains import ChainReport, Chains
 from passes.emit.names import RESERVED, Names, class_name
 from passes.emit.program import ENTRY_POINT
 from passes.emit.render import Expression, Renderer, describe_local, roots_comment
@@ -31,11 +32,12 @@ from runtime.program import Block
 '''
 
 
-def render(sharded: ShardedGraph, expression: Expression) -> str:
-    """The whole file."""
+def render(sharded: ShardedGraph, expression: Expression) -> tuple[str, tuple[ChainReport, ...]]:
+    """The whole file, and what it has of chains."""
     loops = _distinct([operation for operation in sharded.main.body if isinstance(operation, Repeat)])
     names = Names(RESERVED | {ENTRY_POINT})
     block_names = {id(loop.block.section): names.new(class_name(loop.block.module_class)) for loop in loops}
+    chains = Chains(sharded.mesh, expression, names)
     renderer = Renderer(
         sharded.main,
         mesh=sharded.mesh,
@@ -43,17 +45,26 @@ def render(sharded: ShardedGraph, expression: Expression) -> str:
         block_names=block_names,
         constants=sharded.constants.results,
         batch_axis=sharded.batch_axis,
+        chains=chains,
     )
     program = _program_class(sharded, renderer, expression)
     parts = []
     for loop in loops:
         key = id(loop.block.section)
         name, arguments = block_names[key], renderer.entry_names[key]
-        parts.append(_block_class(loop.block, name, arguments, sharded, expression))
+        parts.append(_block_class(loop.block, name, arguments, sharded, expression, chains))
     parts.append(program)
+    if chains.found:
+        parts.insert(0, chains.source())
     modules = "kernels, ops" if any("kernels." in part for part in parts) else "ops"
     header = _HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh, part=sharded.part, modules=modules)
-    return "\n\n".join([header, *parts])
+    return "\n\n".join([_with_imports(header, chains.imports()), *parts]), chains.report()
+
+
+def _with_imports(header: str, imports: str) -> str:
+    """The header with more imports, in their place in the alphabet."""
+    last = "from runtime.program import Block\n"
+    return header.replace(last, imports + last)
 
 
 def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
@@ -68,7 +79,7 @@ def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
 
 
 def _block_class(
-    block: Block, name: str, arguments: Sequence[str], sharded: ShardedGraph, expression: Expression
+    block: Block, name: str, arguments: Sequence[str], sharded: ShardedGraph, expression: Expression, chains: Chains
 ) -> str:
     """A block, its arguments called as the program around it calls them."""
     renderer = Renderer(
@@ -78,6 +89,8 @@ def _block_class(
         roots=block.roots[0],
         argument_names=arguments,
         batch_axis=sharded.batch_axis,
+        chains=chains,
+        copies=block.roots,
     )
     body = list(renderer.body())
     weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]

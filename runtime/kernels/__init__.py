@@ -2,6 +2,7 @@
 
 from runtime.kernels.adamw import AdamW
 from runtime.kernels.bias_gelu import bias_gelu
+from runtime.kernels.chain import Chain
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.embedding import embedding
 from runtime.kernels.geglu import geglu
@@ -14,6 +15,7 @@ from runtime.kernels.swiglu import swiglu
 
 __all__ = [
     "AdamW",
+    "Chain",
     "add_layer_norm",
     "add_rms_norm",
     "bias_gelu",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from passes.capture import capture
+from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
@@ -162,7 +163,7 @@ class Maker:
             count = self._microbatches_of(graph) if training else 1
             programs = self._cut(graph, training=training, num_microbatches=count)
             wanted = [stage for stage in programs.stages if self._wants(stage.index)]
-            emitted = {stage.index: emit(pair_rotaries(stage.sharded)) for stage in wanted}
+            emitted = {stage.index: emit(chain_up(pair_rotaries(stage.sharded))) for stage in wanted}
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])

@@ -1,0 +1,242 @@
+"""Chains in the program's file: the plain function, the kernels beside it, and the object that chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.chains.data import TRITON, Chain, Member
+from passes.chains.gradient import Backward, backward_of, columns_of
+from passes.emit.chain_kernels import backward_kernel, forward_kernel
+from passes.emit.local_call import LocalCall, LocalTensor
+from passes.emit.names import Names, base_name, identifier, name_of_output
+from passes.ir.types import MeshShape
+from passes.shard import Local
+
+Expression = Callable[[LocalCall], str]
+
+#: What the source of a file with kernels imports.
+TRITON_IMPORTS = """\
+from runtime.kernels.language import tl, triton
+from runtime.kernels.scalar_math import {functions}
+from runtime.kernels.tiles import {tiles}
+"""
+_FUNCTIONS = frozenset(
+    {
+        "gelu", "gelu_slope", "gelu_tanh", "gelu_tanh_slope", "larger", "larger_share", "row_max", "row_max_share",
+        "row_sum", "sigmoid", "sign", "silu", "silu_slope", "tanh",
+    }
+)  # fmt: skip
+_TILES = frozenset(
+    {
+        "load", "rows_from", "share_of_rows", "store", "store_column_sums", "store_row_sums", "store_rows", "store_sum",
+        "whole_tile",
+    }
+)  # fmt: skip
+#: Names that kernels use for something else.
+_RESERVED = _FUNCTIONS | _TILES | {"tl", "triton", "rows", "columns", "exists", "first", "last", "start"}
+#: A chain's name says its operators, if they are no more.
+_MOST_WORDS = 4
+_LINE = 118
+
+
+@dataclass(frozen=True)
+class ChainReport:
+    """What a program says of one of its chains, which several places may share.
+
+    ``num_bytes`` are what its operators move in forward one by one, and fused.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    modules: tuple[str, ...]
+    backend: str
+    reason: str
+    num_bytes: tuple[int, int]
+
+
+class _Definition:
+    """One distinct chain; ``modules`` are those that use it, as they come up."""
+
+    def __init__(self, name: str, chain: Chain) -> None:
+        self.name, self.chain = name, chain
+        self.modules: dict[str, None] = {}
+
+
+class Chains:
+    """The distinct chains of a file."""
+
+    def __init__(self, mesh: MeshShape, expression: Expression, names: Names) -> None:
+        self.mesh, self.expression, self.names = mesh, expression, names
+        self.found: dict[str, _Definition] = {}
+
+    def call(self, chain: Chain, arguments: Sequence[str], *, title: Callable[[str], str]) -> str:
+        """Source of a call; ``title`` makes of a module's path what stands for it in all copies of its block."""
+        plain = {local: f"v{index}" for index, local in enumerate(_locals(chain))}
+        key = "\n".join(self._definition("chain", chain, plain))
+        known = self.found.get(key)
+        if known is None:
+            known = self.found[key] = _Definition(self.names.new(_chain_name(chain)), chain)
+        paths = (member.compute.node.module_path for member in chain.members)
+        known.modules.update((title(path) if path else "the model itself", None) for path in paths)
+        return f"_{known.name}({', '.join(arguments)})"
+
+    def source(self) -> str:
+        """Every definition, with a comment that says what it stands for."""
+        parts = []
+        for definition in self.found.values():
+            names = _readable(definition.chain)
+            lines = [*_comment(definition), *self._definition(f"_{definition.name}", definition.chain, names)]
+            parts.append("".join(f"{line}\n" for line in lines))
+        return "\n\n".join(parts)
+
+    def imports(self) -> str:
+        """What the definitions need at the top of the file."""
+        source = self.source()
+        if "@triton.jit" not in source:
+            return ""
+        called = set(re.findall(r"(?<![\w.])(\w+)\(", source))
+        functions, tiles = (", ".join(sorted(called & names)) for names in (_FUNCTIONS, _TILES))
+        lines = TRITON_IMPORTS.format(functions=functions, tiles=tiles).splitlines()
+        return "".join(f"{_import(line)}\n" for line in lines if not line.endswith("import "))
+
+    def report(self) -> tuple[ChainReport, ...]:
+        """One entry for each definition."""
+        return tuple(
+            ChainReport(
+                definition.name,
+                tuple(member.compute.node.op for member in definition.chain.members),
+                tuple(definition.modules),
+                definition.chain.backend,
+                definition.chain.reason,
+                (definition.chain.bytes_apart, definition.chain.bytes_fused),
+            )
+            for definition in self.found.values()
+        )
+
+    def _definition(self, name: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
+        lines = self._plain(f"{name}_plain", chain, names)
+        if chain.backend != TRITON:
+            return [*lines, "", "", f'{name} = kernels.Chain(plain={name}_plain, backend="{chain.backend}")']
+        backward = backward_of(chain)
+        extra = backward.extra if backward is not None else ()
+        lines += ["", "", *forward_kernel(chain, f"{name}_forward", names, extra)]
+        if backward is not None and backward.inputs:
+            lines += ["", "", *backward_kernel(chain, f"{name}_backward", names, backward)]
+        return [*lines, "", "", *_object(name, chain, names, backward)]
+
+    def _plain(self, function: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
+        """The chain as torch operators."""
+        lines = [f"def {function}({', '.join(names[local] for local in chain.inputs)}):"]
+        for member in chain.members:
+            compute = member.compute
+            call = LocalCall(
+                node=compute.node,
+                inputs=tuple(_tensor(local, names[local]) for local in compute.inputs),
+                outputs=(_tensor(member.output, ""),),
+                choices=compute.choices,
+                mesh=self.mesh,
+                rule=compute.rule,
+            )
+            lines.append(f"    {names[member.output]} = {self.expression(call)}")
+        return [*lines, f"    return {', '.join(names[local] for local in chain.outputs)}"]
+
+
+def _import(line: str) -> str:
+    """An import, its names one a line if they are too many for one."""
+    if len(line) <= _LINE:
+        return line
+    module, _, names = line.partition("import ")
+    return "".join([f"{module}import (\n", *(f"    {name},\n" for name in names.split(", ")), ")"])
+
+
+def _tensor(local: Local, name: str) -> LocalTensor:
+    value = local.value
+    return LocalTensor(name, local.shape, local.placement, value.requires_grad, value.dtype)
+
+
+def _locals(chain: Chain) -> list[Local]:
+    return [*chain.inputs, *(member.output for member in chain.members)]
+
+
+def _readable(chain: Chain) -> dict[Local, str]:
+    """Variables called as the model calls what they hold."""
+    names = Names(_RESERVED)
+    found = {local: names.new(_input_name(local)) for local in chain.inputs}
+    for member in chain.members:
+        found[member.output] = names.new(_output_name(member, found))
+    return found
+
+
+def _output_name(member: Member, found: Mapping[Local, str]) -> str:
+    """What a cast gives is called as what it takes."""
+    if member.formula is not None and member.formula.casts:
+        return base_name(found[member.compute.inputs[0]])
+    return name_of_output(member.compute.node, 0, has_state=False)
+
+
+def output_names(chain: Chain) -> list[str]:
+    """What a chain's outputs are called."""
+    names = _readable(chain)
+    return [base_name(names[local]) for local in chain.outputs]
+
+
+def _input_name(local: Local) -> str:
+    if local.state is None:
+        return base_name(local.value.name)
+    return "_".join([part for part in local.state.path.split(".") if not part.isdigit()][-2:])
+
+
+def _chain_name(chain: Chain) -> str:
+    """``add_gelu``; of a long chain the module that it is in, with its last operator."""
+    words = [identifier(member.compute.node.op.split(".")[1]) for member in chain.members]
+    if len(words) <= _MOST_WORDS:
+        return "_".join(words)
+    module = next((part for part in reversed(chain.node.module_path.split(".")) if not part.isdigit()), "")
+    return "_".join(filter(None, (identifier(module) if module else "", words[0], "to", words[-1])))
+
+
+def _comment(definition: _Definition) -> list[str]:
+    chain = definition.chain
+    operators = ", ".join(_short(member) for member in chain.members)
+    lines = [f"# {operators}", f"# of {', '.join(definition.modules)}"]
+    if chain.reason:
+        lines.append(f"# For torch.compile: {chain.reason}.")
+    return lines
+
+
+def _short(member: Member) -> str:
+    return member.compute.node.op.split(".")[1]
+
+
+def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backward | None) -> list[str]:
+    reduced = {member.output: member for member in chain.members if member.reduces}
+    fields = {
+        "plain": f"{name}_plain",
+        "forward": f"{name}_forward",
+        "inputs": _dtypes(chain.inputs, names),
+        "outputs": _dtypes(chain.outputs, names),
+    }
+    if reduced:
+        kept = {
+            names[local]: bool(reduced[local].arguments.get("keepdim")) for local in chain.outputs if local in reduced
+        }
+        fields["rows"] = repr(kept)
+    columns = columns_of(chain)
+    if columns:
+        fields["columns"] = str(columns)
+    if backward is not None and backward.inputs:
+        fields["backward"] = f"{name}_backward"
+        fields["grads"] = repr([names[local] for local in backward.outputs])
+        fields["saved"] = repr([names[local] for local in backward.saved])
+        if backward.extra:
+            fields["extra"] = _dtypes(backward.extra, names)
+        fields["gradients"] = repr({names[local]: kind for local, kind in backward.inputs.items()})
+    if backward is not None and backward.passed:
+        fields["passed"] = repr({names[local]: names[output] for local, output in backward.passed.items()})
+    return [f"{name} = kernels.Chain(", *(f"    {field}={value}," for field, value in fields.items()), ")"]
+
+
+def _dtypes(locals_: Sequence[Local], names: Mapping[Local, str]) -> str:
+    return repr({names[local]: local.value.dtype for local in locals_})

@@ -1,0 +1,321 @@
+"""A chain of elementwise operators as an emitted program uses it: its kernels on a GPU, its plain form elsewhere.
+
+The plain form is what processors run, what ``MESHWRIGHT_KERNELS=aten`` runs, and what runs wherever the kernels do not
+apply: while torch traces or compiles (a compiler fuses it with what is around), on subclasses and without data, under
+autocast, on empty tensors, and on other dtypes than the kernels were written for.
+
+Sums over rows are made in two stages, always in the same order. Tiles of kernels with sums come from the cost model
+alone: measured ones may differ from rank to rank, and with them the rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from passes.chains.layout import COLUMN, FULL, OTHER, ROW, SCALAR
+from runtime.kernels import autotune
+from runtime.kernels.chain_layout import Layout, Shape, layout_of
+from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.language import interprets_triton
+from runtime.kernels.rows import Tile, walkers_over
+from runtime.kernels.tiling import TileChoice, processors_of, ranked_tiles
+
+Plain = Callable[..., Any]
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_SUMMED = (ROW, COLUMN, SCALAR)
+
+
+class Chain:
+    """``chain(*tensors)`` gives one tensor, or several as a tuple.
+
+    Args:
+        plain: the chain as torch operators; parameters and results are those of the chain.
+        forward: the kernel, called with pointers of ``inputs``, ``outputs`` and ``extra``.
+        backward: the kernel of the gradients, called with pointers of the gradients of ``grads``, of ``saved``, and of
+            what it makes of ``gradients``.
+        inputs, outputs: names and dtypes, in order.
+        rows: outputs that have one number a row: whether they keep the last dim.
+        columns: how many trailing dims of the space are columns; 0 for as many as lie side by side.
+        grads: outputs whose gradients ``backward`` takes.
+        saved: inputs, outputs and ``extra`` that are kept for it.
+        extra: what forward writes for backward alone.
+        gradients: for each input that ``backward`` makes a gradient of, how that is summed
+            (``passes.chains.layout``).
+        passed: inputs whose gradient is that of an output, as it is.
+        backend: ``"inductor"`` to have ``torch.compile`` make kernels of ``plain`` on a GPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        plain: Plain,
+        forward: Any = None,
+        backward: Any = None,
+        inputs: Mapping[str, str] | None = None,
+        outputs: Mapping[str, str] | None = None,
+        rows: Mapping[str, bool] | None = None,
+        columns: int = 0,
+        grads: Sequence[str] = (),
+        saved: Sequence[str] = (),
+        extra: Mapping[str, str] | None = None,
+        gradients: Mapping[str, str] | None = None,
+        passed: Mapping[str, str] | None = None,
+        backend: str = "triton",
+    ) -> None:
+        self.plain, self.forward, self.backward, self.backend = plain, forward, backward, backend
+        self.inputs, self.outputs, self.extra = (_dtypes(given) for given in (inputs, outputs, extra))
+        self.rows, self.columns = dict(rows or {}), columns
+        self.grads, self.saved = tuple(grads), tuple(saved)
+        self.gradients, self.passed = dict(gradients or {}), dict(passed or {})
+        self._layouts: dict[Any, Layout | None] = {}
+        self._compiled: Plain | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling() or not _are_real(tensors) or not self._is_on_device(tensors):
+            return self.plain(*tensors)
+        if self.backend == "inductor":
+            return self._run_compiled(tensors)
+        if not self._fits(tensors):
+            return self.plain(*tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            results = _Run.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            results, _ = self.run(tensors, extra=False)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _is_on_device(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether kernels are to run, and on what they can read."""
+        device = tensors[0].device
+        if self.backend == "inductor" and device.type != "cuda":
+            return False
+        if torch.is_autocast_enabled(device.type) or not runs_triton(tensors[0]):
+            return False
+        return all(tensor.device == device for tensor in tensors)
+
+    def _run_compiled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+            return self.plain(*tensors)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.plain, dynamic=False)
+        return self._compiled(*tensors)
+
+    def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the kernels were written for such tensors and their gradients."""
+        keeps = torch.is_grad_enabled()
+        for tensor, (name, dtype) in zip(tensors, self.inputs.items(), strict=True):
+            if tensor.dtype != dtype or (
+                keeps and tensor.requires_grad and name not in self.gradients and name not in self.passed
+            ):
+                return False
+        layout = self.layout(tensors)
+        return layout is not None and layout.num_rows > 0 and layout.width > 0
+
+    def layout(self, tensors: Sequence[torch.Tensor], space: Shape | None = None) -> Layout | None:
+        """The geometry of a launch with these operands."""
+        key = (space, *((tensor.shape, tensor.stride()) for tensor in tensors))
+        if key not in self._layouts:
+            shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) if space is None else space
+            self._layouts[key] = layout_of(tensors, shape, columns=self.columns)
+        return self._layouts[key]
+
+    def run(
+        self, tensors: Sequence[torch.Tensor], *, extra: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Outputs, and what is kept for backward besides (None without ``extra``)."""
+        layout = self.layout(tensors)
+        assert layout is not None
+        made = {name: self._room(name, dtype, layout, tensors[0]) for name, dtype in self.outputs.items()}
+        kept = {
+            name: self._room(name, dtype, layout, tensors[0]) if extra else None for name, dtype in self.extra.items()
+        }
+        results = [*made.values(), *kept.values()]
+        tiles = _ranked(layout, tensors, len(results), whole_rows=bool(self.rows))
+        _launch(self.forward, layout, tensors, results, tiles[:1] if self.rows else tiles)
+        return [self._shown(name, tensor, layout) for name, tensor in made.items()], [
+            None if tensor is None else layout.restored(tensor) for tensor in kept.values()
+        ]
+
+    def _room(self, name: str, dtype: torch.dtype, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a result, dims in the order in which it is written."""
+        last = len(layout.space) - 1
+        kept = [dim != last or name not in self.rows for dim in range(len(layout.space))]
+        return like.new_empty(layout.sizes_in_order(kept), dtype=dtype)
+
+    def _shown(self, name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        shown = layout.restored(tensor)
+        return shown.squeeze(-1) if self.rows.get(name) is False else shown
+
+    def run_backward(
+        self, grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], space: Shape, shapes: Mapping[str, Shape]
+    ) -> dict[str, torch.Tensor]:
+        """Gradients of the inputs that the kernel makes, by name; ``shapes`` are the inputs'."""
+        given = [grad.unsqueeze(-1) if self.rows.get(name) is False else grad for name, grad in zip(self.grads, grads)]
+        operands = [*given, *saved]
+        layout = self.layout(operands, space)
+        assert layout is not None
+        tiles = _ranked(layout, operands, len(self.gradients), whole_rows=bool(self.rows))
+        walks = any(kind in _SUMMED for kind in self.gradients.values())
+        blocks = -(-layout.width // tiles[0].columns)
+        shares = max(1, walkers_over(layout.num_rows, _walker(tiles[0]), operands[0].device) // blocks)
+        sums = _Sums(layout, shares, blocks)
+        made = {name: sums.room(kind, self.inputs[name], operands[0]) for name, kind in self.gradients.items()}
+        tiles = tiles[:1] if walks or self.rows else tiles
+        _launch(self.backward, layout, operands, list(made.values()), tiles, shares=shares if walks else None)
+        return {
+            name: sums.total(self.gradients[name], tensor, shapes[name]).to(self.inputs[name])
+            for name, tensor in made.items()
+        }
+
+
+class _Sums:
+    """Where gradients of broadcast operands are written, and the second stage of their sums."""
+
+    def __init__(self, layout: Layout, shares: int, blocks: int) -> None:
+        self.layout, self.shares, self.blocks = layout, shares, blocks
+
+    def room(self, kind: str, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        layout = self.layout
+        whole = layout.sizes_in_order([True] * len(layout.space))
+        if kind == FULL:
+            return like.new_empty(whole, dtype=dtype)
+        shapes = {
+            OTHER: whole,
+            ROW: (self.shares, layout.width),
+            COLUMN: (self.blocks, layout.num_rows),
+            SCALAR: (self.shares * self.blocks,),
+        }
+        return like.new_empty(shapes[kind], dtype=torch.promote_types(dtype, torch.float32))
+
+    def total(self, kind: str, partials: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """The gradient of an operand of ``shape``."""
+        layout = self.layout
+        if kind == FULL:
+            return layout.restored(partials)
+        if kind == SCALAR:
+            return partials.sum().reshape(shape)
+        missing = len(layout.space) - len(shape)
+        kept = [dim >= missing and shape[dim - missing] == layout.space[dim] for dim in range(len(layout.space))]
+        if kind == OTHER:
+            return layout.restored(partials).sum([dim for dim in range(len(kept)) if not kept[dim]]).reshape(shape)
+        return layout.restored(partials.sum(0).reshape(layout.sizes_in_order(kept))).reshape(shape)
+
+
+class _Run(torch.autograd.Function):
+    """A chain's kernels with their gradient; called where they apply."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Chain, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, extra = chain.run(tensors, extra=True)
+        known = {
+            **dict(zip(chain.inputs, tensors)),
+            **dict(zip(chain.outputs, outputs)),
+            **dict(zip(chain.extra, extra)),
+        }
+        ctx.chain, ctx.space = chain, torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        ctx.shapes = {name: tuple(tensor.shape) for name, tensor in zip(chain.inputs, tensors)}
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(known[name] for name in chain.saved))
+        differentiable = {*chain.grads, *chain.passed.values()}
+        fixed = [output for name, output in zip(chain.outputs, outputs) if name not in differentiable]
+        ctx.mark_non_differentiable(*fixed)
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        chain: Chain = ctx.chain
+        given = dict(zip(chain.outputs, grads))
+        likes = dict(zip(chain.outputs, ctx.like))
+        found: dict[str, torch.Tensor | None] = {name: given[output] for name, output in chain.passed.items()}
+        if chain.gradients and any(given[name] is not None for name in chain.grads):
+            wanted = [given[name] if given[name] is not None else _zeros(*likes[name]) for name in chain.grads]
+            found.update(chain.run_backward(wanted, ctx.saved_tensors, tuple(ctx.space), ctx.shapes))  # type: ignore[arg-type]
+        return None, *(found.get(name) for name in chain.inputs)
+
+
+def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no room."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def _launch(
+    kernel: Any,
+    layout: Layout,
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor | None],
+    tiles: Sequence[TileChoice],
+    *,
+    shares: int | None = None,
+) -> None:
+    """Run a kernel on all of its space; with ``shares``, a program walks through one of so many parts of the rows."""
+    if layout.copies:
+        operands = [operand.contiguous() for operand in operands]
+
+    def run(tile: TileChoice) -> None:
+        parts = shares if shares is not None else -(-layout.num_rows // tile.rows)
+        options: dict[str, Any] = {} if shares is None else {"SHARES": shares}
+        kernel[(parts * -(-layout.width // tile.columns),)](
+            *operands, *results, STRIDES=layout.strides, SPACE=layout.sizes, TILE=(tile.rows, tile.columns),
+            num_warps=tile.num_warps, **options,
+        )  # fmt: skip
+
+    run(_tuned(kernel, layout, operands, tiles, run))
+
+
+def _walker(tile: TileChoice) -> Tile:
+    return Tile(rows=tile.rows, columns=tile.columns, num_warps=tile.num_warps, whole=False)
+
+
+def _ranked(
+    layout: Layout, operands: Sequence[torch.Tensor], num_results: int, *, whole_rows: bool
+) -> tuple[TileChoice, ...]:
+    whole = [operand.itemsize for operand in operands if operand.shape == layout.space]
+    return ranked_tiles(
+        layout.num_rows,
+        layout.width,
+        item_bytes=sum(whole) + num_results * max(operand.itemsize for operand in operands),
+        tensors=len(whole) + num_results,
+        processors=processors_of(operands[0].device),
+        whole_rows=whole_rows,
+    )
+
+
+def _tuned(
+    kernel: Any,
+    layout: Layout,
+    operands: Sequence[torch.Tensor],
+    tiles: Sequence[TileChoice],
+    run: Callable[[TileChoice], None],
+) -> TileChoice:
+    """The measured best on a GPU, which leaves its results behind; the likeliest elsewhere."""
+    if (
+        len(tiles) == 1
+        or interprets_triton()
+        or operands[0].device.type != "cuda"
+        or torch.cuda.is_current_stream_capturing()
+    ):
+        return tiles[0]
+    key = {
+        "kernel": autotune.digest(inspect.getsource(kernel.fn)),
+        "dtypes": [str(operand.dtype) for operand in operands],
+        "broadcast": [[stride == 0 for stride in strides] for strides in layout.strides],
+        "rows": autotune.bucket_of(layout.num_rows),
+        "width": autotune.bucket_of(layout.width),
+        **autotune.environment_of(operands[0].device),
+    }
+    return autotune.best(key, tiles, lambda tile: autotune.device_seconds(lambda: run(tile)))
+
+
+def _dtypes(given: Mapping[str, str] | None) -> dict[str, torch.dtype]:
+    return {name: getattr(torch, dtype) for name, dtype in (given or {}).items()}
+
+
+def _are_real(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are tensors of torch's own with data, not what stands for them."""
+    return all(type(tensor) in _OWN_TYPES and tensor.device.type != "meta" for tensor in tensors)

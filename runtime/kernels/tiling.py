@@ -1,0 +1,107 @@
+"""The tiles with which a chain's kernel runs: a small cost model ranks them, the best few may be measured.
+
+These kernels are bound by memory. What a tile costs over the bytes that must move is: elements of it that lie outside
+of the space, accesses that fill a part of a memory transaction only, programs that do not fill the last round of the
+multiprocessors, and too few bytes on the way at once (Little's law: latency × bandwidth of a GPU is some tens of
+kilobytes a multiprocessor).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+#: Powers of two for the elements that a program holds of one tensor.
+_SMALLEST, _LARGEST = 256, 4096
+#: A warp of threads moves so many bytes at once.
+_TRANSACTION = 128
+#: Bytes that a multiprocessor needs on the way to keep memory busy.
+_IN_FLIGHT = 32768
+_MOST_WARPS_OF_PROCESSOR = 64
+_WARPS = (1, 2, 4, 8)
+#: A whole row's program may have as many warps as a device allows.
+_MOST_WARPS = 32
+#: Values that a thread can hold besides what it computes.
+_ELEMENTS_PER_THREAD = 32
+#: Candidates that are measured.
+NUM_MEASURED = 5
+#: Multiprocessors of a device that is none.
+_DEFAULT_PROCESSORS = 8
+
+
+class TileChoice(NamedTuple):
+    """Rows and columns that a program holds, and its warps."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+@functools.lru_cache(maxsize=4096)
+def ranked_tiles(
+    num_rows: int, width: int, *, item_bytes: int, tensors: int, processors: int, whole_rows: bool
+) -> tuple[TileChoice, ...]:
+    """The most promising tiles, best first.
+
+    Args:
+        item_bytes: of an element of the space, over all tensors that are read and written.
+        tensors: how many these are.
+        processors: multiprocessors of the device.
+        whole_rows: a program holds all of each of its rows.
+    """
+    choices = [
+        TileChoice(elements // columns, columns, warps)
+        for columns in _columns(width, whole_rows=whole_rows)
+        for elements in _powers(max(columns, _SMALLEST), max(columns, _LARGEST))
+        for warps in (*_WARPS, *((16, _MOST_WARPS) if columns > _LARGEST else ()))
+        if elements // columns <= _power_above(num_rows) or elements == max(columns, _SMALLEST)
+    ]
+    mean_bytes = item_bytes / max(1, tensors)
+
+    def cost(tile: TileChoice) -> float:
+        return _cost(tile, num_rows, width, item_bytes=item_bytes, mean_bytes=mean_bytes, processors=processors)
+
+    return tuple(sorted(dict.fromkeys(choices), key=lambda tile: (cost(tile), tile))[:NUM_MEASURED])
+
+
+def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, mean_bytes: float, processors: int) -> float:
+    """Time over that of moving the bytes alone."""
+    elements = tile.rows * tile.columns
+    programs = -(-num_rows // tile.rows) * -(-width // tile.columns)
+    outside = programs * elements / max(1, num_rows * width)
+    line = min(tile.columns, width) * mean_bytes
+    partly_used = math.ceil(line / _TRANSACTION) * _TRANSACTION / line if tile.columns < width else 1.0
+    per_thread = elements / (32 * tile.num_warps)
+    spilled = max(1.0, per_thread / _ELEMENTS_PER_THREAD)
+    resident = max(1, int(_MOST_WARPS_OF_PROCESSOR / tile.num_warps / spilled))
+    rounds = programs / (processors * resident)
+    idle = math.ceil(rounds) / rounds if rounds > 1 else 1.0
+    held = min(resident, programs / processors) * elements * item_bytes
+    waiting = max(1.0, _IN_FLIGHT / max(1.0, held)) ** 0.5
+    lazy = max(1.0, 4 / max(1.0, per_thread)) ** 0.25
+    return outside * partly_used * spilled * idle * waiting * lazy
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU, or a few."""
+    if device.type != "cuda":
+        return _DEFAULT_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _columns(width: int, *, whole_rows: bool) -> list[int]:
+    whole = _power_above(width)
+    if whole_rows:
+        return [whole]
+    return _powers(min(whole, 64), min(whole, _LARGEST))
+
+
+def _powers(first: int, last: int) -> list[int]:
+    return [1 << bits for bits in range(first.bit_length() - 1, last.bit_length())]
+
+
+def _power_above(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,160 @@
+"""Small graphs of elementwise operators written by hand, and the program of one with or without chains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import runtime.kernels  # noqa: F401
+from passes.chains import Chain, chain_up
+from passes.emit import Program, emit
+from passes.emit.program import ENTRY_POINT
+from passes.ir.graph import Graph, Node, Ref, State, Value, assign_keys, map_refs
+from passes.ir.types import MeshShape
+from passes.plan_data import FusionPlan
+from passes.shard import Repeat, Section, ShardedGraph, shard
+from runtime.weights import Weights
+from tests.hand_plan import hand_plan
+
+MESH = MeshShape(("dp",), (1,))
+FUSION = FusionPlan((), (), (0, 0), (0, 0))
+
+
+class GraphMaker:
+    """Writes a graph operator by operator; shapes and dtypes are torch's."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Value] = []
+        self.states: list[State] = []
+        self.nodes: list[Node] = []
+        self.values: dict[str, Value] = {}
+
+    def input(self, name: str, shape: Sequence[int], dtype: str = "float64", *, grad: bool | None = None) -> Ref:
+        floating = dtype.startswith(("float", "bfloat"))
+        value = Value(name, tuple(shape), dtype, "input", floating if grad is None else grad)
+        self.inputs.append(value)
+        self.values[name] = value
+        return Ref(name)
+
+    def weight(self, path: str, shape: Sequence[int], dtype: str = "float64") -> Ref:
+        value = Value(path.replace(".", "_"), tuple(shape), dtype, "parameter", True)
+        self.states.append(State(value, path))
+        self.values[value.name] = value
+        return Ref(value.name)
+
+    def call(self, op: str, *args: Any, path: str = "", name: str = "", **kwargs: Any) -> Ref:
+        """``op`` is ``"mul.Tensor"`` and the like."""
+        packet, _, overload = op.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        given = map_refs((args, kwargs), lambda ref: self._meta(self.values[ref.name]))
+        given = map_refs_of_dtypes(given)
+        result = operator(*given[0], **given[1])
+        grad = result.is_floating_point() and any(self.values[ref.name].requires_grad for ref in _refs((args, kwargs)))
+        name = name or f"{packet}_{len(self.nodes)}"
+        value = Value(name, tuple(result.shape), str(result.dtype).removeprefix("torch."), "node", grad)
+        self.values[name] = value
+        self.nodes.append(Node(name, f"aten.{packet}.{overload or 'default'}", args, kwargs, (value,), path))
+        return Ref(name)
+
+    def _meta(self, value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
+
+    def graph(self, *outputs: Ref) -> Graph:
+        return Graph(
+            "Chained",
+            tuple(self.inputs),
+            tuple((value.name,) for value in self.inputs),
+            tuple(self.states),
+            assign_keys(tuple(self.nodes)),
+            {ref.name: ref.name for ref in outputs},
+        )
+
+
+def map_refs_of_dtypes(given: Any) -> Any:
+    """Dtypes as the graph writes them are torch's."""
+    if isinstance(given, str) and given.startswith("dtype:"):
+        return getattr(torch, given.removeprefix("dtype:"))
+    if isinstance(given, (list, tuple)):
+        return type(given)(map_refs_of_dtypes(item) for item in given)
+    if isinstance(given, dict):
+        return {name: map_refs_of_dtypes(item) for name, item in given.items()}
+    return given
+
+
+def _refs(given: Any) -> list[Ref]:
+    found: list[Ref] = []
+    map_refs(given, found.append)
+    return found
+
+
+def sharded_of(graph: Graph) -> ShardedGraph:
+    """The graph whole on one device, by a plan that fuses."""
+    strategies = {node.name: ("invariant" if node.output.requires_grad else "replicate",) for node in graph.nodes}
+    values = graph.values
+    plan = hand_plan(
+        graph, MESH, strategies=strategies, states={state.path: ("I",) for state in graph.states},
+        inputs={value.name: ("I",) if value.requires_grad else ("R",) for value in graph.inputs},
+        outputs={path: ("I",) if values[name].requires_grad else ("R",) for path, name in graph.outputs.items()},
+    )  # fmt: skip
+    return shard(graph, dataclasses.replace(plan, fusion=FUSION))
+
+
+def chains_of(sharded: ShardedGraph) -> list[Chain]:
+    """The chains of all sections, outer ones first."""
+
+    def of(section: Section) -> list[Chain]:
+        found = [operation for operation in section.body if isinstance(operation, Chain)]
+        for operation in section.body:
+            if isinstance(operation, Repeat):
+                found += of(operation.block.section)
+        return found
+
+    return of(chain_up(sharded).main)
+
+
+def programs_of(graph: Graph) -> tuple[Program, Program]:
+    """With chains, and without."""
+    sharded = sharded_of(graph)
+    return emit(chain_up(sharded)), emit(sharded)
+
+
+def ops_of(chain: Chain) -> list[str]:
+    return [member.compute.node.op.split(".")[1] for member in chain.members]
+
+
+def run(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, and gradients of all that have one, for fixed random gradients of the outputs."""
+    leaves = {name: tensor.detach().clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
+    weights = Weights()
+    for state in program.states:
+        weights.put(state.path, leaves[state.path])
+    wanted = []
+    for spec in (*program.inputs, *program.states):
+        name = spec.name if hasattr(spec, "name") else spec.path
+        if getattr(spec, "requires_grad", getattr(spec, "trainable", False)):
+            wanted.append(leaves[name].requires_grad_())
+    outputs = program.load()[ENTRY_POINT](weights)(*(leaves[spec.name] for spec in program.inputs))
+    results = list(outputs.values())
+    ends = [result for result in results if result.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(end.shape, generator=generator, dtype=torch.float64).to(end.dtype) for end in ends]
+    found = torch.autograd.grad(ends, wanted, grads, allow_unused=True) if ends and wanted else ()
+    zeros = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found)]
+    return [*results, *zeros]
+
+
+def random_tensors(graph: Graph, seed: int = 0, *, dtype: Callable[[str], str] = str) -> dict[str, torch.Tensor]:
+    """A tensor for every input and state: normally distributed, truth values, or small whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, value in [
+        *((value.name, value) for value in graph.inputs),
+        *((state.path, state.value) for state in graph.states),
+    ]:
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        kind = getattr(torch, value.dtype)
+        found[name] = drawn > 0 if kind is torch.bool else (drawn if kind.is_floating_point else drawn * 3).to(kind)
+    return found
