@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
+#: makes each chunk's a second time in the backward pass. Of the rest it keeps all, as under ``none``.
+CHUNKED_LOSS = "chunked_loss"
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -18,6 +22,11 @@ class GroupPlan:
     count: int
     recompute: str
     zero: int
+
+    @property
+    def runs_again(self) -> str:
+        """What the program recomputes around its operators: ``recompute`` but for what an operator does itself."""
+        return "none" if self.recompute == CHUNKED_LOSS else self.recompute
 
 
 @dataclass(frozen=True)

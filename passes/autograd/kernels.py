@@ -150,10 +150,33 @@ def _rms_norm(
     return _FusedRmsNorm.apply(source, weight, len(normalized_shape))
 
 
+class _FusedCrossEntropy(torch.autograd.Function):
+    """What ``runtime.ops.cross_entropy`` keeps: logits, targets, and two numbers for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        ctx.save_for_backward(logits, target, logits.new_empty((2, *target.shape), dtype=wide))
+        return logits.new_empty(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError("shapes only")
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    result: torch.Tensor = _FusedCrossEntropy.apply(logits, target)
+    return result
+
+
 _ATTENTION: dict[str, Callable[..., torch.Tensor]] = {"gpu": _gpu_attention, "cpu": _cpu_attention}
 
 #: Operators other than attention that run differently from what shapes alone choose.
 REPLACEMENTS: dict[str, dict[str, Callable[..., torch.Tensor]]] = {
-    "gpu": {"aten.dropout.default": _masking_dropout, "aten.rms_norm.default": _rms_norm},
+    "gpu": {
+        "aten.dropout.default": _masking_dropout,
+        "aten.rms_norm.default": _rms_norm,
+        "meshwright.cross_entropy": _cross_entropy,
+    },
     "cpu": {},
 }

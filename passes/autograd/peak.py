@@ -6,7 +6,8 @@ end; what is made inside an operator lives while that runs. What is kept anyway 
 Backward, mirrored: what was not kept but autograd needs is made again first, all of it alive at the end. Then, node by
 node in reverse, the gradient of a storage lives from the backward of its last user to that of its maker, a second
 contribution exists beside the sum it is added to, an operator's backward makes the gradient of what was made inside its
-forward, and kept storages go when the earliest node that needs them is through.
+forward, and kept storages go when the earliest node that needs them is through. Logits that only cross-entropy reads
+become their own gradient.
 
 ``compiled=True`` leaves out what fused kernels never write: values and gradients between cheap operators.
 """
@@ -16,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from passes.autograd.recompute import Activations, Recompute, Stretch, kept_under
-from passes.autograd.saved import Extra, Kept
-from passes.ir.graph import Value
+from passes.autograd.saved import Extra
+from passes.autograd.working import LocalBytes, working
 
-LocalBytes = Callable[[Value], float]
 ExtraBytes = Callable[[Extra], float]
 
 
@@ -82,12 +82,14 @@ class _Walk:
     def bytes_of(self, root: str) -> float:
         return self.local_bytes(self.known.values[root]) if root in self.written else 0.0
 
-    def inside_bytes(self, kept: Kept, held: Collection[Extra] = ()) -> float:
+    def inside_bytes(self, node: str, held: Collection[Extra] = (), *, backward: bool = False) -> float:
         """Bytes made inside an operator beyond its output and what is ``held`` anyway, while it runs."""
+        kept = self.stretch.kept[node]
+        own = working(self.known.nodes[node], self.known.values, self.local_bytes)[backward]
         if self.compiled and not kept.is_expensive:
-            return 0.0
+            return own
         made = (*kept.temporaries, *(extra for extra in kept.extras if extra not in held))
-        return max(map(self.extra_bytes, made), default=0.0)
+        return max(own, max(map(self.extra_bytes, made), default=0.0))
 
     def taken(self, node: str) -> frozenset[str]:
         """Storages of activations that a node takes."""
@@ -119,8 +121,7 @@ class _Walk:
             for root in self.given(node) - held:
                 alive[root] = self.bytes_of(root)
                 total += alive[root]
-            kept = self.stretch.kept[node]
-            peak = max(peak, total + self.inside_bytes(kept, extras))
+            peak = max(peak, total + self.inside_bytes(node, extras))
             if stays:
                 total += sum(self.extra_bytes(extra) for extra in self._held_extras(node) if extra not in extras)
             for root in [root for root in alive if last.get(root, place) <= place and root not in outside]:
@@ -162,22 +163,32 @@ class _Walk:
         peak = total = sum(grads.values())
         for node in reversed(nodes):
             added = 0.0
+            in_place = self._overwritten(node)
             for root in self.taken(node):
                 if not self._has_gradient(root) or root in self._shared_with_output(node):
                     continue
-                if root in grads:
+                if root in in_place:
+                    grads[root] = self.bytes_of(root)
+                elif root in grads:
                     added += self.bytes_of(root)
                 else:
                     grads[root] = self.bytes_of(root)
                     total += grads[root]
             if weight_gradients:
                 added += self._weights(node)
-            peak = max(peak, total + added + self.inside_bytes(self.stretch.kept[node]))
+            peak = max(peak, total + added + self.inside_bytes(node, backward=True))
+            total += sum(self.bytes_of(root) for root in in_place)
             for root in self.given(node):
                 total -= grads.pop(root, 0.0)
             total -= sum(self.bytes_of(root) for root in needed if first.get(root) == node)
             total -= sum(map(self.extra_bytes, self._held_extras(node)))
         return peak
+
+    def _overwritten(self, node: str) -> frozenset[str]:
+        """Storages that the backward of ``node`` makes into their own gradient."""
+        if node not in self.known.reusing:
+            return frozenset()
+        return self.stretch.roots((self.known.nodes[node].inputs[0],)) & self.stretch.maker.keys()
 
     def _held_extras(self, node: str) -> tuple[Extra, ...]:
         """Tensors made inside a node's forward that are there when its backward starts."""

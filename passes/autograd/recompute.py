@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from passes.autograd.reuse import reusable_logits
 from passes.autograd.saved import Extra, Kept, kept_by_autograd
 from passes.autograd.storage import activations, storage_roots
 from passes.autograd.walk import Kernels
@@ -51,7 +52,8 @@ class Activations:
     """What the policies look at, gathered once for a graph (or for the nodes of interest).
 
     ``kept`` is by node, ``roots`` by value; ``made`` are the values that are activations, ``users`` the nodes that take
-    each value, ``live`` the nodes that a gradient comes back to.
+    each value, ``live`` the nodes that a gradient comes back to, ``reusing`` the cross-entropies that write the
+    gradient of their logits over these.
     """
 
     nodes: Mapping[str, Node]
@@ -61,6 +63,7 @@ class Activations:
     roots: Mapping[str, str]
     made: frozenset[str]
     live: frozenset[str]
+    reusing: frozenset[str] = frozenset()
 
     @staticmethod
     def of(
@@ -71,11 +74,12 @@ class Activations:
         kernels: Kernels = "gpu",
         as_traced: bool = False,
     ) -> Activations:
-        """Gather them; the arguments are those of ``kept_by_autograd``."""
+        """Gather them; the arguments are those of ``kept_by_autograd``. Beside a loss no output is wanted."""
         users: dict[str, list[str]] = defaultdict(list)
         for node in graph.nodes:
             for name in dict.fromkeys(node.inputs):
                 users[name].append(node.name)
+        results = {name for path, name in graph.outputs.items() if graph.loss in (None, path)}
         return Activations(
             nodes={node.name: node for node in graph.nodes},
             values=graph.values,
@@ -84,6 +88,7 @@ class Activations:
             roots=storage_roots(graph, nodes, kernels=kernels),
             made=activations(graph),
             live=live,
+            reusing=reusable_logits(graph, results=results) if graph.training and kernels == "gpu" else frozenset(),
         )
 
 

@@ -189,7 +189,8 @@ def embedding(writer: Writer) -> str:
 def cross_entropy(writer: Writer) -> str:
     """``ops.cross_entropy`` (loss of each token); ``axes`` are those that cut the vocabulary."""
     source = writer.function(
-        "ops.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing)"
+        "ops.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, "
+        "reuse_logits=reuse_logits)"
     )
     axes = writer.axes_cutting("v")
     if not axes:
@@ -200,7 +201,7 @@ def cross_entropy(writer: Writer) -> str:
 
 def linear_cross_entropy(writer: Writer) -> str:
     """``ops.linear_cross_entropy`` (loss of each position); ``axes`` are those that cut the vocabulary."""
-    options = ("ignore_index", "label_smoothing", "z_loss", "chunk_tokens")
+    options = ("ignore_index", "label_smoothing", "z_loss", "chunk_tokens", "dtype")
     given = ", ".join(["hidden, weight, target, bias=bias", *(f"{name}={name}" for name in options)])
     axes = writer.axes_cutting("v")
     source = writer.function(f"{'ops' if axes else 'kernels'}.linear_cross_entropy({given})")

@@ -24,6 +24,7 @@ SIGNATURES: dict[str, Signature] = {
         ("target", REQUIRED),
         ("ignore_index", -100),
         ("label_smoothing", 0.0),
+        ("reuse_logits", False),
     ),
 }
 _OWN_TENSORS = {"meshwright.cross_entropy": ("logits", "target")}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from passes.ir.graph import Graph, Value
 from passes.ir.types import MeshShape
+from passes.losses import with_chunked_losses, with_logits_reused
 from passes.plan import Plan
 from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
@@ -91,6 +92,10 @@ def step_programs(
     count = step.num_microbatches if num_microbatches is None else num_microbatches
     kept = _kept_outputs(graph, outputs)
     wanted = graph.replace(outputs={path: graph.outputs[path] for path in kept})
+    if like is None and graph.loss is not None:
+        results = set(wanted.outputs.values())
+        wanted, plan = with_chunked_losses(wanted, plan, results=results)
+        wanted = with_logits_reused(wanted, results=results) if wanted.training else wanted
     mesh = MeshShape(
         plan.mesh.names,
         tuple(size * count if name == BATCH_AXIS else size for name, size in plan.mesh.as_dict().items()),

@@ -85,7 +85,7 @@ def _planned(
         for group in chunk.groups:
             if unit >= len(units) or first + group.count > units[unit].count:
                 raise PlanMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
-            policy = UnitPolicy(group.recompute, group.zero)
+            policy = UnitPolicy(group.runs_again, group.zero)
             yield index, policy, units[unit], pieces.get(unit, []), first, group.count
             first += group.count
             if first == units[unit].count:

@@ -7,7 +7,7 @@ program costs.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +24,6 @@ from planner.search.liveness import live_nodes
 from planner.search.problem import Stream
 from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
-
 
 #: What ``passes.autograd.recompute`` calls the policies that are not its own.
 _BASES = {"regather": "none", CHUNKED_LOSS: "none"}
@@ -135,7 +134,8 @@ class _Reader:
         self.space, self.kept, self.variant = space, kept, variant
         self.problem, self.pricing = variant.problem, variant.pricing
         self.options = variant.assignment.options
-        self.values = space.graph.values
+        chunked = kept.chunked.graph.values if kept.chunked is not None else {}
+        self.values: Mapping[str, Value] = ChainMap(space.graph.values, chunked)  # type: ignore[arg-type]
         self.unit_of = unit_of_nodes(kept.units)
         self.streams_of: dict[int, list[Stream]] = defaultdict(list)
         for stream in self.problem.streams.values():
@@ -287,7 +287,8 @@ class _Reader:
         chunked, known = self.kept.chunked, self.kept.known_chunked
         if chunked is None or known is None or index not in chunked.pairs:
             return None
-        placed, made = dict(self._as_captured(index).placed), {}
+        placed = dict(self._as_captured(index).placed)
+        made: dict[str, Placement] = {}
         for pair in chunked.pairs[index]:
             found = strategies(pair, chunked.graph.values, placed)
             if found is None:
@@ -308,12 +309,11 @@ class _Reader:
         base = _BASES.get(name, name)
         unit, rule = self.kept.units[index], self.kept.recompute[index, name if name == CHUNKED_LOSS else base]
         self.places.update(way.made)
-        values = way.known.values
         roots = {root for root in rule.values if self._is_held(unit, root)}
         if keep_copies:
             replaced = {way.known.roots.get(value, value) for value, _ in copies}
             roots -= replaced - self._taken_as_made(way)
-        saved = sum(self._local_bytes(values[root]) for root in roots)
+        saved = sum(self._local_bytes(self.values[root]) for root in roots)
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
             saved += sum(num_bytes for num_bytes, _ in copies.values())

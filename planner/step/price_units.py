@@ -54,6 +54,17 @@ class PricedPolicy:
     peak_bytes: float
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Operators of a unit as they run: what autograd keeps of them, by name the placements that they take, and by value
+    the placement that it is made in."""
+
+    known: Activations
+    nodes: tuple[str, ...]
+    inputs: Mapping[str, list[Placement]]
+    made: Mapping[str, Placement]
+
+
 class UnitPrices:
     """Figures of the units of a plan: one copy, one micro-batch, one device."""
 
@@ -135,30 +146,70 @@ class UnitPrices:
     # -- what is kept -------------------------------------------------------------------------------------------
 
     def policy(self, index: int, name: str) -> PricedPolicy:
-        """Seconds and bytes of one copy under recompute policy ``name``."""
+        """Seconds and bytes of one copy under recompute policy ``name``.
+
+        Raises:
+            ValueError: if the unit cannot run so.
+        """
+        if name == CHUNKED_LOSS:
+            return self._chunked_loss(index)
         unit = self.units[index]
+        run = _Run(self.known, unit.nodes, self.walked.inputs, self.made)
+        return self._policy(index, name, run, again=0.0)
+
+    def _chunked_loss(self, index: int) -> PricedPolicy:
+        """The unit with its logits made a chunk at a time, twice."""
+        graph = self.graph
+        results = {graph.outputs[graph.loss]} if graph.loss is not None else set()
+        chunked = ChunkedUnits.of(graph, self.runs, self.units, results=results)
+        inputs, made = dict(self.walked.inputs), dict(self.made)
+        for pair in chunked.pairs.get(index, ()):
+            placed = {
+                node.name: Placed(tuple(inputs[node.name]), tuple(self.walked.outputs[node.name]))
+                for node in pair.replaced
+            }
+            found = strategies(pair, chunked.graph.values, placed)
+            if found is None:
+                raise ValueError(
+                    f"the plan computes a loss in chunks of which it converts the logits: {pair.loss.key!r}"
+                )
+            for node in pair.made:
+                inputs[node.name] = list(found[node.name].placed.inputs)
+                made[node.output.name] = found[node.name].placed.outputs[0]
+        if index not in chunked.pairs:
+            raise ValueError(f"the plan computes the loss of {self.units[index].name!r} in chunks: there is none")
+        known = Activations.of(chunked.graph, live_nodes(chunked.graph), chunked.nodes[index])
+        again = sum(self.operators[pair.linear.name].compute[0] for pair in chunked.pairs[index])
+        return self._policy(index, "none", _Run(known, chunked.nodes[index], inputs, made), again=again)
+
+    def _policy(self, index: int, name: str, run: _Run, *, again: float) -> PricedPolicy:
+        unit = self.units[index]
+
+        def local_bytes(value: Value) -> float:
+            return float(self.pricing.local_bytes(value, run.made[value.name]))
+
+        def extra_bytes(extra: Extra) -> float:
+            like = run.known.values[extra.like]
+            elements = self.pricing.local_elements(like, run.made[extra.like])
+            return extra.num_bytes * elements / max(1, like.num_elements)
+
         base = "none" if name == "regather" else name
-        rule = kept_under(self.known, unit.nodes, base, compiled=self.compiled)
-        copies = dict(self._converted(unit))
+        rule = kept_under(run.known, run.nodes, base, compiled=self.compiled)
+        copies = dict(self._converted(unit, run))
         roots = {root for root in rule.values if self._answers_for(unit, root)}
         if name == "none":
-            roots -= {self.known.roots[value] for value, _ in copies} - self._kept_as_made(unit)
-        saved = sum(self.local_bytes(self.values[root]) for root in roots) + sum(map(self.extra_bytes, rule.extras))
+            roots -= {run.known.roots[value] for value, _ in copies} - self._kept_as_made(run)
+        saved = sum(local_bytes(self.values[root]) for root in roots) + sum(map(extra_bytes, rule.extras))
         if name == "none":
             saved += sum(self.pricing.local_bytes(self.values[value], where) for value, where in copies)
-        again = [self.operators[node] for node in rule.recomputed if node in self.operators]
-        seconds = sum(charge.compute[0] for charge in again)
+        repeated = [self.operators[node] for node in rule.recomputed if node in self.operators]
+        seconds = again + sum(charge.compute[0] for charge in repeated)
         if name == "full":
-            seconds += sum(charge.communication[0] for charge in again) + self.conversions[index][0] / unit.count
+            seconds += sum(charge.communication[0] for charge in repeated) + self.conversions[index][0] / unit.count
         elif name != "none":
             seconds += sum(copies.values())
         peak = working_peak(
-            self.known,
-            unit.nodes,
-            base,
-            local_bytes=self.local_bytes,
-            extra_bytes=self.extra_bytes,
-            compiled=self.compiled,
+            run.known, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
         )
         return PricedPolicy(seconds, saved, peak)
 
@@ -166,18 +217,18 @@ class UnitPrices:
         """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""
         return root in unit.carried or self.maker.get(root) in unit.nodes
 
-    def _kept_values(self, unit: Unit) -> Iterator[tuple[str, Placement]]:
+    def _kept_values(self, run: _Run) -> Iterator[tuple[str, Placement]]:
         """Inputs that an operator of the unit keeps, in the placement that it takes them in."""
-        for name in unit.nodes:
-            kept = self.known.kept.get(name)
-            if kept is None or name not in self.walked.inputs:
+        for name in run.nodes:
+            kept = run.known.kept.get(name)
+            if kept is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(self.nodes[name].inputs), reversed(self.walked.inputs[name])))
+            taken = dict(zip(reversed(run.known.nodes[name].inputs), reversed(run.inputs[name])))
             yield from ((value, taken[value]) for value in kept.values if value in taken)
 
-    def _converted(self, unit: Unit) -> Iterator[tuple[tuple[str, Placement], float]]:
+    def _converted(self, unit: Unit, run: _Run) -> Iterator[tuple[tuple[str, Placement], float]]:
         """Kept values that a collective has brought to where they are kept, and its seconds."""
-        for value, taken in self._kept_values(unit):
+        for value, taken in self._kept_values(run):
             seconds, moved, place = 0.0, False, taken
             key = (value, self._copy_taken(unit, value))
             while (*key, place) in self.forward_step:
@@ -200,18 +251,16 @@ class UnitPrices:
         carried = any(names[0] == value for names in self.runs[unit.run].carried)
         return (unit.run, 0) if carried else None
 
-    def _kept_as_made(self, unit: Unit) -> set[str]:
+    def _kept_as_made(self, run: _Run) -> set[str]:
         """Storages that some operator keeps as they were made: its outputs, and inputs that nothing had to convert."""
         found = set()
-        for name in unit.nodes:
-            kept = self.known.kept.get(name)
-            if kept is None or name not in self.walked.inputs:
+        for name in run.nodes:
+            kept = run.known.kept.get(name)
+            if kept is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(self.nodes[name].inputs), reversed(self.walked.inputs[name])))
+            taken = dict(zip(reversed(run.known.nodes[name].inputs), reversed(run.inputs[name])))
             found |= {
-                self.known.roots[value]
-                for value in kept.values
-                if value not in taken or taken[value] == self.made_in(value)
+                run.known.roots[value] for value in kept.values if value not in taken or taken[value] == run.made[value]
             }
         return found
 
@@ -230,16 +279,9 @@ class UnitPrices:
             for slot, names in enumerate(run.carried):
                 yield names[0], self.plan.blocks[index].carried[slot]
 
-    def made_in(self, name: str) -> Placement:
-        """The placement a value is made in; of what a copy takes from the one before, how it is handed on."""
-        return self.made[name]
-
     def local_bytes(self, value: Value) -> float:
-        return float(self.pricing.local_bytes(value, self.made_in(value.name)))
-
-    def extra_bytes(self, extra: Extra) -> float:
-        like = self.values[extra.like]
-        return extra.num_bytes * self.pricing.local_elements(like, self.made_in(extra.like)) / max(1, like.num_elements)
+        """Where it is made; of what a copy takes from the one before, as it is handed on."""
+        return float(self.pricing.local_bytes(value, self.made[value.name]))
 
     def entering_bytes(self, index: int) -> float:
         """What a pipeline sends to a chunk that begins with this unit, each micro-batch."""

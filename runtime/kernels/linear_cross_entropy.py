@@ -39,6 +39,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``cross_entropy(linear(hidden, weight, bias), target)`` for each token.
 
@@ -47,9 +48,10 @@ def linear_cross_entropy(
         weight, bias: [v, h] and [v], of the same dtype.
         target: class indices [...].
         chunk_tokens: tokens of which the logits are held at a time; by default ``tokens_at_a_time``.
+        dtype: of the losses; by default that of ``hidden``, float32 under autocast (the product is in its dtype then).
 
     Returns:
-        [...] in the dtype of ``hidden``; under autocast the product is in its dtype and losses are float32.
+        [...]; computed in at least float32.
 
     Raises:
         ValueError: if shapes, dtypes or options are wrong.
@@ -57,9 +59,9 @@ def linear_cross_entropy(
     """
     check_linear(hidden, weight, bias, target, chunk_tokens)
     check_smoothing(label_smoothing)
-    hidden, weight, bias, dtype = as_autocast(hidden, weight, bias)
+    hidden, weight, bias, usual = as_autocast(hidden, weight, bias)
     losses: torch.Tensor = _forward(
-        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, chunk_tokens, dtype
+        hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, chunk_tokens, dtype or usual
     )
     return losses
 

@@ -26,6 +26,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
     vocabulary: int | None = None,
     axes: Sequence[str] = (),
 ) -> torch.Tensor:
@@ -36,6 +37,7 @@ def linear_cross_entropy(
         weight, bias: [v, h] and [v], sharded along v over ``axes`` (outermost first), whole if there are none.
         target: class indices, [...], the same on all ranks of ``axes``.
         chunk_tokens: positions of which the logits are held at a time; None to choose.
+        dtype: of the losses; None for that of ``hidden``.
         vocabulary: size of v on all ranks together; required with ``axes``.
 
     Returns:
@@ -51,15 +53,16 @@ def linear_cross_entropy(
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             chunk_tokens=chunk_tokens,
+            dtype=dtype,
         )
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     check_linear(hidden, weight, bias, target, chunk_tokens)
     check_smoothing(label_smoothing)
     start = first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
-    hidden, weight, bias, dtype = as_autocast(hidden, weight, bias)
+    hidden, weight, bias, usual = as_autocast(hidden, weight, bias)
     loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
     losses: torch.Tensor = _ShardedLinearCrossEntropy.apply(
-        hidden, weight, bias, target, start, loss, chunk_tokens, dtype, groups_of(axes)
+        hidden, weight, bias, target, start, loss, chunk_tokens, dtype or usual, groups_of(axes)
     )
     return losses
 
