@@ -65,7 +65,9 @@ def difference(
     failure = "a tensor is too large to be tried out"
     for sizes in _ways_to_shrink(inputs, matched, values):
         specs = tuple((_resized(values[name].shape, sizes), values[name].dtype) for name in inputs)
-        if any(math.prod(shape) > MOST_ELEMENTS for shape, _ in specs):
+        outputs = [value.shape for node in (*matched, *fused) for value in node.outputs]
+        shapes = [shape for shape, _ in specs] + [_resized(shape, sizes) for shape in outputs]
+        if any(math.prod(shape) > MOST_ELEMENTS for shape in shapes):
             continue
         sides = tuple(
             _Side(tuple(_small(node, sizes, names) for node in nodes), tuple(names[name] for name in wanted))
