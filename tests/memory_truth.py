@@ -96,7 +96,7 @@ def held_activations(case: Case, policy: str) -> int:
         loss = case.loss()
     restore()
     assert loss.grad_fn is not None
-    return sum(_allocations(profile))
+    return sum(allocations(profile))
 
 
 def peak_activations(case: Case, policy: str) -> int:
@@ -106,10 +106,10 @@ def peak_activations(case: Case, policy: str) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         case.loss().backward()
     restore()
-    return max(accumulate(_allocations(profile)))
+    return max(accumulate(allocations(profile)))
 
 
-def _allocations(profile: torch.profiler.profile) -> list[int]:
+def allocations(profile: torch.profiler.profile) -> list[int]:
     """Bytes given (positive) and taken back (negative), in order."""
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -9,11 +9,21 @@ can be cut), which keeps about twice what the fused operator does; no model here
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 
 import pytest
 import torch
 import torch.nn.functional as F
-from memory_truth import CASES, Case, Prediction, held_activations, held_state, hooked_activations, peak_activations
+from memory_truth import (
+    CASES,
+    Case,
+    Prediction,
+    allocations,
+    held_activations,
+    held_state,
+    hooked_activations,
+    peak_activations,
+)
 from torch import nn
 
 from passes.autograd import (
@@ -266,13 +276,62 @@ def test_a_chain_needs_two_gradients_at_a_time_less_what_it_no_longer_keeps():
     assert _peak(known) == 2 * size
 
 
-def test_the_head_holds_logits_their_wide_copy_and_its_gradient():
-    def head(x):
-        return F.cross_entropy(x.bfloat16().float().flatten(0, 1), torch.zeros(8, dtype=torch.int64))
+class Head(nn.Module):
+    """A linear layer and the loss of its output; ``twice``: the logits are also penalised."""
 
-    _, known = _captured(head, 2, 4, 8)
-    wide = 2 * 4 * 8 * 4
-    assert 2 * wide <= _peak(known) <= 4 * wide
+    def __init__(self, *, twice: bool = False, squashed: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 256, bias=False)
+        self.twice, self.squashed = twice, squashed
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.layer(x)
+        return torch.tanh(logits) if self.squashed else logits
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.logits(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return {"loss": loss + logits.square().sum() if self.twice else loss}
+
+
+def _head(**options: bool) -> tuple[Head, tuple[torch.Tensor, torch.Tensor], Activations]:
+    head, batch = Head(**options), (torch.randn(8, 512, 16), torch.randint(0, 256, (8, 512)))
+    graph = capture(head, args=batch)
+    return head, batch, Activations.of(graph, live_nodes(graph))
+
+
+def test_cross_entropy_keeps_logits_and_two_numbers_for_each_token_as_the_operator_does():
+    head, (x, target), known = _head()
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ops.cross_entropy(head.logits(x), target).sum().backward()
+    given = (x, target, head.layer.weight)
+    measured = sum(size for place, size in kept.items() if place not in {each.data_ptr() for each in given})
+    assert measured == 8 * 512 * (256 + 2) * 4
+    assert _bytes(known, "none") == measured
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_logits_that_nobody_else_reads_become_their_own_gradient(policy: str):
+    head, (x, target), known = _head()
+    logits = 8 * 512 * 256 * 4
+    assert known.reusing
+    assert logits <= _peak(known, policy) + _bytes(known, policy) < 1.1 * logits
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        ops.cross_entropy(head.logits(x), target, reuse_logits=True).sum().backward()
+    assert max(accumulate(allocations(profile))) < 1.6 * logits
+
+
+@pytest.mark.parametrize("options", [{"twice": True}, {"squashed": True}])
+def test_logits_that_are_read_again_do_not(options: dict[str, bool]):
+    _, _, known = _head(**options)
+    assert not known.reusing
+    assert _peak(known) + _bytes(known, "none") >= 2 * 8 * 512 * 256 * 4
 
 
 def test_recomputing_makes_the_peak_of_what_was_not_kept():

@@ -50,7 +50,7 @@ def _kept_bytes(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
     """Bytes allocated by the call and not freed while its output is held, less the output."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         output = function(x)
-    return sum(memory_truth._allocations(profile)) - output.nbytes
+    return sum(memory_truth.allocations(profile)) - output.nbytes
 
 
 @pytest.mark.parametrize(("policy", "parts"), [("none", 2 + 4), ("regather", 2 + 1)])

@@ -296,6 +296,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     logits, target, statistic = ctx.saved_tensors
+    # a gradient that is differentiated reads the logits again
+    ctx.reuse_logits &= not torch.is_grad_enabled()
     result = logits_gradient(grad, logits, target, statistic, None, ctx.loss, reuse_logits=ctx.reuse_logits)
     return result, None, None, None, None, None, None
 

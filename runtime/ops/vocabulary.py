@@ -121,6 +121,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         logits, target, start, statistic = ctx.saved_tensors
         loss, reuse_logits = ctx.options
+        if torch.is_grad_enabled():  # a gradient that is differentiated reads the logits again
+            ctx.options = (loss, False)
         result = logits_gradient(grad, logits, target, statistic, start, loss, reuse_logits=reuse_logits)
         return result, None, None, None, None, None
 
