@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +11,13 @@ import runtime.kernels  # noqa: F401
 from passes.chains import Chain, chain_up
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
+from passes.fingerprint import fingerprint
 from passes.ir.graph import Graph, Node, Ref, State, Value, assign_keys, map_refs
 from passes.ir.types import MeshShape
+from passes.plan import Certificate, Costs, NodePlan, Plan, TensorPlan
 from passes.plan_data import FusionPlan
 from passes.shard import Repeat, Section, ShardedGraph, shard
 from runtime.weights import Weights
-from tests.hand_plan import hand_plan
 
 MESH = MeshShape(("dp",), (1,))
 FUSION = FusionPlan((), (), (0, 0), (0, 0))
@@ -91,15 +91,34 @@ def _refs(given: Any) -> list[Ref]:
 
 
 def sharded_of(graph: Graph) -> ShardedGraph:
-    """The graph whole on one device, by a plan that fuses."""
-    strategies = {node.name: ("invariant" if node.output.requires_grad else "replicate",) for node in graph.nodes}
-    values = graph.values
-    plan = hand_plan(
-        graph, MESH, strategies=strategies, states={state.path: ("I",) for state in graph.states},
-        inputs={value.name: ("I",) if value.requires_grad else ("R",) for value in graph.inputs},
-        outputs={path: ("I",) if values[name].requires_grad else ("R",) for path, name in graph.outputs.items()},
-    )  # fmt: skip
-    return shard(graph, dataclasses.replace(plan, fusion=FUSION))
+    """The graph whole on one device, by a plan that fuses: on an axis of size 1 nothing is ever converted."""
+    values, whole = graph.values, ("I",)
+    nodes = {
+        node.key: NodePlan(node.op, ("invariant" if node.output.requires_grad else "replicate",), (whole,))
+        for node in graph.nodes
+    }
+    outputs = {path: TensorPlan(values[name].shape, values[name].dtype, whole) for path, name in graph.outputs.items()}
+    plan = Plan(
+        model=graph.model_name,
+        fingerprint=fingerprint(graph),
+        mesh=MESH,
+        cluster={},
+        training=True,
+        inputs={value.name: TensorPlan(value.shape, value.dtype, whole) for value in graph.inputs},
+        states={
+            state.path: TensorPlan(state.value.shape, state.value.dtype, whole, state.value.requires_grad)
+            for state in graph.states
+        },
+        outputs=outputs,
+        nodes=nodes,
+        conversions=(),
+        blocks=(),
+        collectives=(),
+        costs=Costs(0.0, 0.0, 0.0, 0.0, {}),
+        certificate=Certificate(0.0, 0.0, 0.0, "by hand", "none", 0, 0),
+        fusion=FUSION,
+    )
+    return shard(graph, plan)
 
 
 def chains_of(sharded: ShardedGraph) -> list[Chain]:

@@ -86,7 +86,7 @@ _FUNCTIONS: dict[str, Formula] = {
     "erf": _of_self("tl.erf({self})", "{grad} * 1.1283791670955126 * tl.exp(-{self} * {self})"),
     "sin": _of_self("tl.sin({self})", "{grad} * tl.cos({self})"),
     "cos": _of_self("tl.cos({self})", "-{grad} * tl.sin({self})"),
-    "relu": Formula("tl.where({self} <= 0, 0, {self})", {"self": "tl.where({self} <= 0, 0.0, {grad})"}),
+    "relu": Formula("tl.where({self} <= 0, 0, {self})", {"self": "tl.where({out} <= 0, 0.0, {grad})"}),
     "silu": _of_self("silu({self})", "{grad} * silu_slope({self})"),
     "floor": _of_self("tl.floor({self})", "{grad} * 0"),
     "ceil": _of_self("tl.ceil({self})", "{grad} * 0"),

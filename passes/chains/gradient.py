@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from string import Formatter
+from typing import Any
 
 from passes.chains.candidates import FLOATS
 from passes.chains.data import Chain, Member, bytes_of
@@ -25,6 +26,7 @@ class Backward:
         outputs: outputs whose gradients come in.
         inputs: inputs whose gradients go out, each with how it is summed (``passes.chains.layout``).
         passed: inputs whose gradient is that of an output as it is: nothing is computed or copied for them.
+        shared: inputs whose gradient is that of another input.
         saved: what is kept: inputs, outputs and ``extra``, in this order.
         extra: values that the forward kernel writes for this alone.
         again: members that are computed again.
@@ -34,6 +36,7 @@ class Backward:
     outputs: tuple[Local, ...]
     inputs: dict[Local, str]
     passed: dict[Local, Local]
+    shared: dict[Local, Local]
     saved: tuple[Local, ...]
     extra: tuple[Local, ...]
     again: tuple[Member, ...]
@@ -69,9 +72,10 @@ def backward_of(chain: Chain) -> Backward | None:
     ends = [local for local in chain.inputs if local in flowing & reached]
     if not outputs or not ends:
         return None
-    passed = _passed(ends, outputs, members)
+    passed, shared = _same(ends, outputs, members)
     columns = columns_of(chain)
-    inputs = {local: kind_of(local.shape, chain.space, columns=columns) for local in ends if local not in passed}
+    own = [local for local in ends if local not in passed and local not in shared]
+    inputs = {local: kind_of(local.shape, chain.space, columns=columns) for local in own}
     members = _towards(members, inputs)
     used = {member.output for member in members}
     users = {local for member in members for _, local in gradients_of(member)}
@@ -80,16 +84,19 @@ def backward_of(chain: Chain) -> Backward | None:
     known = (*chain.inputs, *chain.outputs)
     ordered = [local for local in known if local in saved]
     extra = tuple(local for local in saved if local not in known)
-    return Backward(outputs, inputs, passed, (*dict.fromkeys(ordered), *extra), extra, again, tuple(members))
+    return Backward(outputs, inputs, passed, shared, (*dict.fromkeys(ordered), *extra), extra, again, tuple(members))
 
 
-def _passed(ends: Sequence[Local], outputs: Collection[Local], members: Sequence[Member]) -> dict[Local, Local]:
-    """Inputs that only take part in additions and the like: the gradient of the output that they end in."""
+def _same(
+    ends: Sequence[Local], outputs: Collection[Local], members: Sequence[Member]
+) -> tuple[dict[Local, Local], dict[Local, Local]]:
+    """Inputs that only take part in additions and the like: their gradient is an output's, or another input's."""
     parts: dict[Local, list[tuple[Member, str]]] = {}
     for member in members:
         for name, local in gradients_of(member):
             parts.setdefault(local, []).append((member, name))
-    found = {}
+    passed, shared = {}, {}
+    first: dict[Any, Local] = {}
     for end in ends:
         local = end
         while len(parts.get(local, ())) == 1 and local not in outputs:
@@ -98,10 +105,15 @@ def _passed(ends: Sequence[Local], outputs: Collection[Local], members: Sequence
             if member.formula.gradients[name] != "{grad}" or member.reduces:
                 break
             local = member.output
-        same = (local.shape, local.value.dtype) == (end.shape, end.value.dtype)
-        if local in outputs and not parts.get(local) and same:
-            found[end] = local
-    return found
+        if local.shape != end.shape:
+            continue
+        if local in outputs and not parts.get(local) and local.value.dtype == end.value.dtype:
+            passed[end] = local
+        elif local is not end:
+            known = first.setdefault((local, end.value.dtype), end)
+            if known is not end:
+                shared[end] = known
+    return passed, shared
 
 
 def _towards(members: Sequence[Member], inputs: Collection[Local]) -> list[Member]:

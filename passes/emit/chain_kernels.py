@@ -14,7 +14,7 @@ from passes.chains.layout import COLUMN, ROW, SCALAR
 from passes.shard import Local
 
 _NARROW = frozenset({"float16", "bfloat16"})
-_SIZES = "STRIDES: tl.constexpr, SPACE: tl.constexpr, TILE: tl.constexpr"
+_SIZES = ("SPACE: tl.constexpr", "TILE: tl.constexpr")
 _WIDTH = 118
 
 
@@ -42,10 +42,9 @@ class Statements:
             local for member in chain.members for local in member.compute.inputs if local.value.dtype in _NARROW
         }
 
-    def load(self, local: Local, *, index: int, name: str = "") -> str:
+    def load(self, local: Local, name: str) -> str:
         """A tensor's elements, in the type that is computed in."""
-        name = name or self.names[local]
-        source = f"load({name}_ptr, rows, columns, exists, STRIDES[{index}], SPACE)"
+        source = f"load({name}_ptr, {name}_strides, rows, columns, exists, SPACE)"
         cast = f".to({wide(local.value.dtype)})" if local.value.dtype in _NARROW else ""
         return f"{name} = {source}{cast}"
 
@@ -129,16 +128,16 @@ def _atom(source: str) -> str:
 def forward_kernel(chain: Chain, function: str, names: Mapping[Local, str], extra: Sequence[Local]) -> list[str]:
     """The kernel that reads the chain's inputs and writes its outputs, and ``extra`` where backward wants it."""
     statements = Statements(chain, names)
-    pointers = [names[local] for local in (*chain.inputs, *chain.outputs, *extra)]
+    given, made = [names[local] for local in chain.inputs], [names[local] for local in (*chain.outputs, *extra)]
     lines = ["rows, columns, exists = whole_tile(SPACE, TILE)"]
-    lines += [statements.load(local, index=index) for index, local in enumerate(chain.inputs)]
+    lines += [statements.load(local, names[local]) for local in chain.inputs]
     reduced = {member.output for member in chain.members if member.reduces}
     lines += [line for member in chain.members for line in statements.value(member)]
     held = statements.names
     lines += [_store(names[local], held[local], reduced=local in reduced) for local in chain.outputs]
     for local in extra:
         lines += [f"if {names[local]}_ptr is not None:", f"    {_store(names[local], held[local])}"]
-    return _kernel(function, pointers, lines)
+    return _kernel(function, given, made, lines)
 
 
 def _store(name: str, value: str, *, reduced: bool = False) -> str:
@@ -151,22 +150,21 @@ def backward_kernel(chain: Chain, function: str, names: Mapping[Local, str], pla
     """The kernel that makes gradients of inputs; where rows are summed, a program walks through its share of them."""
     statements = Statements(chain, names)
     grads = {local: f"grad_{name}" for local, name in names.items()}
-    given, wanted = [grads[local] for local in plan.outputs], [grads[local] for local in plan.inputs]
-    pointers = [*given, *(names[local] for local in plan.saved), *wanted]
-    lines = [statements.load(local, index=index, name=grads[local]) for index, local in enumerate(plan.outputs)]
-    lines += [statements.load(local, index=len(given) + index) for index, local in enumerate(plan.saved)]
+    loaded = {**{grads[local]: local for local in plan.outputs}, **{names[local]: local for local in plan.saved}}
+    made = [grads[local] for local in plan.inputs]
+    lines = [statements.load(local, name) for name, local in loaded.items()]
     lines += [line for member in plan.again for line in statements.value(member)]
     steps, held = _gradients(statements, plan, grads)
     lines += steps
     results = {local: (grads[local], held[local]) for local in plan.inputs}
     if not any(kind in (ROW, COLUMN, SCALAR) for kind in plan.inputs.values()):
         stores = [_store(*result) for result in results.values()]
-        return _kernel(function, pointers, ["rows, columns, exists = whole_tile(SPACE, TILE)", *lines, *stores])
+        return _kernel(function, loaded, made, ["rows, columns, exists = whole_tile(SPACE, TILE)", *lines, *stores])
     before, inside, behind = _sums(plan, results)
     body = ["rows, exists = rows_from(start, last, columns, SPACE, TILE)", *lines, *inside]
     walking = ["for start in range(first, last, TILE[0]):", *(f"    {line}" for line in body)]
     lines = ["first, last, columns = share_of_rows(SPACE, TILE, SHARES)", *before, *walking, *behind]
-    return _kernel(function, pointers, lines, shares=True)
+    return _kernel(function, loaded, made, lines, shares=True)
 
 
 def _gradients(
@@ -202,7 +200,7 @@ def _sums(plan: Backward, results: Mapping[Local, tuple[str, str]]) -> tuple[lis
     for local, kind in plan.inputs.items():
         name, value = results[local]
         if kind in (ROW, SCALAR):
-            before.append(f"{name}_total = tl.zeros([TILE[0], TILE[1]], {wide(local.value.dtype)})")
+            before.append(f"{name}_total = tl.full(TILE, 0.0, {wide(local.value.dtype)})")
             inside.append(f"{name}_total += tl.where(exists, {value}, 0.0)")
             store = "store_column_sums" if kind == ROW else "store_sum"
             behind.append(f"{store}({name}_ptr, {name}_total, columns, SPACE, TILE)")
@@ -213,10 +211,16 @@ def _sums(plan: Backward, results: Mapping[Local, tuple[str, str]]) -> tuple[lis
     return before, inside, behind
 
 
-def _kernel(function: str, pointers: Iterable[str], lines: Iterable[str], *, shares: bool = False) -> list[str]:
-    given = [*(f"{name}_ptr" for name in pointers), *_SIZES.split(", "), *(["SHARES: tl.constexpr"] if shares else [])]
-    header = f"def {function}({', '.join(given)}):"
-    signature = [header] if len(header) <= _WIDTH else [f"def {function}(", *_wrapped(given), "):"]
+def _kernel(
+    function: str, loaded: Iterable[str], made: Iterable[str], lines: Iterable[str], *, shares: bool = False
+) -> list[str]:
+    """A kernel of pointers to what it reads and makes, of the strides of what it reads, and of sizes."""
+    loaded = tuple(loaded)
+    parameters = [f"{name}_ptr" for name in (*loaded, *made)]
+    parameters += [f"{name}_strides: tl.constexpr" for name in loaded]
+    parameters += [*_SIZES, *(["SHARES: tl.constexpr"] if shares else [])]
+    header = f"def {function}({', '.join(parameters)}):"
+    signature = [header] if len(header) <= _WIDTH else [f"def {function}(", *_wrapped(parameters), "):"]
     return ["@triton.jit", *signature, *(f"    {line}" for line in lines)]
 
 

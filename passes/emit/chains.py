@@ -235,6 +235,8 @@ def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backw
         fields["gradients"] = repr({names[local]: kind for local, kind in backward.inputs.items()})
     if backward is not None and backward.passed:
         fields["passed"] = repr({names[local]: names[output] for local, output in backward.passed.items()})
+    if backward is not None and backward.shared:
+        fields["shared"] = repr({names[local]: names[other] for local, other in backward.shared.items()})
     return [f"{name} = kernels.Chain(", *(f"    {field}={value}," for field, value in fields.items()), ")"]
 
 

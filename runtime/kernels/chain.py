@@ -35,9 +35,9 @@ class Chain:
 
     Args:
         plain: the chain as torch operators; parameters and results are those of the chain.
-        forward: the kernel, called with pointers of ``inputs``, ``outputs`` and ``extra``.
-        backward: the kernel of the gradients, called with pointers of the gradients of ``grads``, of ``saved``, and of
-            what it makes of ``gradients``.
+        forward: the kernel, called with pointers to ``inputs``, ``outputs`` and ``extra``, and the inputs' strides.
+        backward: the kernel of the gradients, called with pointers to the gradients of ``grads``, to ``saved``, and to
+            what it makes of ``gradients``, and the strides of the first two.
         inputs, outputs: names and dtypes, in order.
         rows: outputs that have one number a row: whether they keep the last dim.
         columns: how many trailing dims of the space are columns; 0 for as many as lie side by side.
@@ -47,6 +47,7 @@ class Chain:
         gradients: for each input that ``backward`` makes a gradient of, how that is summed
             (``passes.chains.layout``).
         passed: inputs whose gradient is that of an output, as it is.
+        shared: inputs whose gradient is that of another input.
         backend: ``"inductor"`` to have ``torch.compile`` make kernels of ``plain`` on a GPU.
     """
 
@@ -65,13 +66,16 @@ class Chain:
         extra: Mapping[str, str] | None = None,
         gradients: Mapping[str, str] | None = None,
         passed: Mapping[str, str] | None = None,
+        shared: Mapping[str, str] | None = None,
         backend: str = "triton",
     ) -> None:
         self.plain, self.forward, self.backward, self.backend = plain, forward, backward, backend
         self.inputs, self.outputs, self.extra = (_dtypes(given) for given in (inputs, outputs, extra))
         self.rows, self.columns = dict(rows or {}), columns
         self.grads, self.saved = tuple(grads), tuple(saved)
-        self.gradients, self.passed = dict(gradients or {}), dict(passed or {})
+        self.gradients = dict(gradients or {})
+        self.passed, self.shared = dict(passed or {}), dict(shared or {})
+        self._differentiable = frozenset((*self.gradients, *self.passed, *self.shared))
         self._layouts: dict[Any, Layout | None] = {}
         self._compiled: Plain | None = None
 
@@ -108,9 +112,7 @@ class Chain:
         """Whether the kernels were written for such tensors and their gradients."""
         keeps = torch.is_grad_enabled()
         for tensor, (name, dtype) in zip(tensors, self.inputs.items(), strict=True):
-            if tensor.dtype != dtype or (
-                keeps and tensor.requires_grad and name not in self.gradients and name not in self.passed
-            ):
+            if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._differentiable):
                 return False
         layout = self.layout(tensors)
         return layout is not None and layout.num_rows > 0 and layout.width > 0
@@ -236,6 +238,7 @@ class _Run(torch.autograd.Function):
         if chain.gradients and any(given[name] is not None for name in chain.grads):
             wanted = [given[name] if given[name] is not None else _zeros(*likes[name]) for name in chain.grads]
             found.update(chain.run_backward(wanted, ctx.saved_tensors, tuple(ctx.space), ctx.shapes))  # type: ignore[arg-type]
+        found.update((name, found.get(other)) for name, other in chain.shared.items())
         return None, *(found.get(name) for name in chain.inputs)
 
 
@@ -261,7 +264,7 @@ def _launch(
         parts = shares if shares is not None else -(-layout.num_rows // tile.rows)
         options: dict[str, Any] = {} if shares is None else {"SHARES": shares}
         kernel[(parts * -(-layout.width // tile.columns),)](
-            *operands, *results, STRIDES=layout.strides, SPACE=layout.sizes, TILE=(tile.rows, tile.columns),
+            *operands, *results, *layout.strides, SPACE=layout.sizes, TILE=(tile.rows, tile.columns),
             num_warps=tile.num_warps, **options,
         )  # fmt: skip
 

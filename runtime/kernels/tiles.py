@@ -1,7 +1,7 @@
 """How the kernels of chains find their elements: rows and columns of a space, by strides that may be 0.
 
-``SPACE`` is ``(outer, middle, inner, width)``, a row being one of outer · middle · inner; ``STRIDES`` of an operand has
-a stride for each of the four. ``TILE`` is the rows and columns that a program holds at once. What is written is
+``SPACE`` is ``(outer, middle, inner, width)``, a row being one of outer · middle · inner; an operand has a stride for
+each of the four. ``TILE`` is the rows and columns that a program holds at once. What is written is
 contiguous in the space. Rows are ``[rows, 1]``, columns ``[1, columns]``, both 64-bit.
 """
 
@@ -40,7 +40,7 @@ def rows_from(start, last, columns, SPACE: tl.constexpr, TILE: tl.constexpr):  #
 
 
 @triton.jit
-def load(ptr, rows, columns, exists, STRIDES: tl.constexpr, SPACE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load(ptr, STRIDES: tl.constexpr, rows, columns, exists, SPACE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = rows % SPACE[2] * STRIDES[2]
     if SPACE[1] > 1:
         offsets += rows // SPACE[2] % SPACE[1] * STRIDES[1]

@@ -2,8 +2,8 @@
 
 These kernels are bound by memory. What a tile costs over the bytes that must move is: elements of it that lie outside
 of the space, accesses that fill a part of a memory transaction only, programs that do not fill the last round of the
-multiprocessors, and too few bytes on the way at once (Little's law: latency × bandwidth of a GPU is some tens of
-kilobytes a multiprocessor).
+multiprocessors, too few bytes on the way at once (Little's law: latency × bandwidth of a GPU is some tens of kilobytes
+a multiprocessor), and the start of each program.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _MOST_WARPS_OF_PROCESSOR = 64
 _WARPS = (1, 2, 4, 8)
 #: A whole row's program may have as many warps as a device allows.
 _MOST_WARPS = 32
-#: Values that a thread can hold besides what it computes.
-_ELEMENTS_PER_THREAD = 32
+#: What starting a program costs, as bytes that could have moved meanwhile.
+_START = 512
+#: 32-bit values that a thread can hold besides addresses.
+_REGISTERS = 160
 #: Candidates that are measured.
 NUM_MEASURED = 5
 #: Multiprocessors of a device that is none.
@@ -59,30 +61,29 @@ def ranked_tiles(
         for warps in (*_WARPS, *((16, _MOST_WARPS) if columns > _LARGEST else ()))
         if elements // columns <= _power_above(num_rows) or elements == max(columns, _SMALLEST)
     ]
-    mean_bytes = item_bytes / max(1, tensors)
 
     def cost(tile: TileChoice) -> float:
-        return _cost(tile, num_rows, width, item_bytes=item_bytes, mean_bytes=mean_bytes, processors=processors)
+        return _cost(tile, num_rows, width, item_bytes=item_bytes, tensors=tensors, processors=processors)
 
     return tuple(sorted(dict.fromkeys(choices), key=lambda tile: (cost(tile), tile))[:NUM_MEASURED])
 
 
-def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, mean_bytes: float, processors: int) -> float:
+def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, tensors: int, processors: int) -> float:
     """Time over that of moving the bytes alone."""
     elements = tile.rows * tile.columns
     programs = -(-num_rows // tile.rows) * -(-width // tile.columns)
     outside = programs * elements / max(1, num_rows * width)
-    line = min(tile.columns, width) * mean_bytes
+    line = min(tile.columns, width) * item_bytes / max(1, tensors)
     partly_used = math.ceil(line / _TRANSACTION) * _TRANSACTION / line if tile.columns < width else 1.0
     per_thread = elements / (32 * tile.num_warps)
-    spilled = max(1.0, per_thread / _ELEMENTS_PER_THREAD)
+    spilled = max(1.0, per_thread * (tensors + 1) / _REGISTERS)
     resident = max(1, int(_MOST_WARPS_OF_PROCESSOR / tile.num_warps / spilled))
     rounds = programs / (processors * resident)
     idle = math.ceil(rounds) / rounds if rounds > 1 else 1.0
     held = min(resident, programs / processors) * elements * item_bytes
     waiting = max(1.0, _IN_FLIGHT / max(1.0, held)) ** 0.5
-    lazy = max(1.0, 4 / max(1.0, per_thread)) ** 0.25
-    return outside * partly_used * spilled * idle * waiting * lazy
+    starting = 1 + _START / (elements * item_bytes)
+    return outside * partly_used * spilled * idle * waiting * starting
 
 
 def processors_of(device: torch.device) -> int:
