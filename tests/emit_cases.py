@@ -13,6 +13,7 @@ from passes.rules import rule_for
 from passes.shard import shard
 from passes.stages import step_programs
 from passes.step_plan import ChunkPlan, GroupPlan, StepCosts, StepPlan
+from tests.chain_graphs import GraphMaker, programs_of
 from tests.hand_plan import hand_plan, mlp_graph
 
 CUT_ROWS, CUT_COLUMNS, CONTRACT = "rows", "columns", "contract"
@@ -160,10 +161,25 @@ def last_chunk() -> Program:
     return emit(step_programs(graph, step_plan(graph)).stages[1].sharded)
 
 
+def chained() -> Program:
+    """A gate with a bias, a mask and the means of its rows, as one kernel; and a softmax for a compiler."""
+    maker = GraphMaker()
+    hidden, mask = maker.input("hidden", (4, 6, 8), "bfloat16"), maker.input("mask", (6, 8), "bool", grad=False)
+    bias = maker.weight("gate.bias", (8,), "bfloat16")
+    gate = maker.call("sigmoid", maker.call("add.Tensor", hidden, bias, path="gate"), path="gate")
+    gated = maker.call("mul.Tensor", gate, hidden, path="gate")
+    masked = maker.call("masked_fill.Scalar", gated, mask, 0.0, name="masked", path="gate")
+    means = maker.call("mean.dim", masked, [-1], path="pool")
+    scores = maker.call("matmul", masked, maker.weight("scores.weight", (8, 8), "bfloat16"), path="scores")
+    scaled = maker.call("mul.Tensor", scores, 0.125, path="scores")
+    return programs_of(maker.graph(means, maker.call("softmax.int", scaled, -1, path="scores")))[0]
+
+
 CASES: dict[str, Callable[[], Program]] = {
     "first_chunk": first_chunk,
     "last_chunk": last_chunk,
     "tensor_parallel": tensor_parallel,
     "fully_sharded": fully_sharded,
     "between_copies": between_copies,
+    "chained": chained,
 }

@@ -1,0 +1,114 @@
+"""Chained on mesh dp=1, written by Meshwright.
+
+Each rank runs this on its own part of every tensor; "global shape → local shape {axis: type}" stands where they
+change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gradient partial; I: the same on all
+ranks, gradient too.
+"""
+
+import math
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from spmd_types import I, P, R, S, V
+
+from runtime import kernels, ops
+from runtime.kernels.language import tl, triton
+from runtime.kernels.scalar_math import row_sum, sigmoid
+from runtime.kernels.tiles import load, rows_from, share_of_rows, store, store_column_sums, store_rows, whole_tile
+from runtime.program import Block
+
+
+# add, sigmoid, mul, masked_fill, mean
+# of gate, pool
+def _add_to_mean_plain(hidden, gate_bias, mask):
+    add = hidden + gate_bias
+    sigmoid_1 = torch.sigmoid(add)
+    mul = sigmoid_1 * hidden
+    masked = mul.masked_fill(mask, 0.0)
+    mean = torch.mean(masked, [-1])
+    return masked, mean
+
+
+@triton.jit
+def _add_to_mean_forward(
+    hidden_ptr, gate_bias_ptr, mask_ptr, masked_ptr, mean_ptr, hidden_strides: tl.constexpr,
+    gate_bias_strides: tl.constexpr, mask_strides: tl.constexpr, SPACE: tl.constexpr, TILE: tl.constexpr,
+):
+    rows, columns, exists = whole_tile(SPACE, TILE)
+    hidden = load(hidden_ptr, hidden_strides, rows, columns, exists, SPACE).to(tl.float32)
+    gate_bias = load(gate_bias_ptr, gate_bias_strides, rows, columns, exists, SPACE).to(tl.float32)
+    mask = load(mask_ptr, mask_strides, rows, columns, exists, SPACE)
+    add = hidden + gate_bias
+    sigmoid_1 = sigmoid(add)
+    mul = sigmoid_1 * hidden
+    masked = tl.where(mask, 0.0, mul)
+    mean = row_sum(masked, exists) / SPACE[3]
+    store(masked_ptr, masked, rows, columns, exists, SPACE)
+    store_rows(mean_ptr, mean, rows, SPACE)
+
+
+@triton.jit
+def _add_to_mean_backward(
+    grad_masked_ptr, grad_mean_ptr, hidden_ptr, gate_bias_ptr, mask_ptr, grad_hidden_ptr, grad_gate_bias_ptr,
+    grad_masked_strides: tl.constexpr, grad_mean_strides: tl.constexpr, hidden_strides: tl.constexpr,
+    gate_bias_strides: tl.constexpr, mask_strides: tl.constexpr, SPACE: tl.constexpr, TILE: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    first, last, columns = share_of_rows(SPACE, TILE, SHARES)
+    grad_gate_bias_total = tl.full(TILE, 0.0, tl.float32)
+    for start in range(first, last, TILE[0]):
+        rows, exists = rows_from(start, last, columns, SPACE, TILE)
+        grad_masked = load(grad_masked_ptr, grad_masked_strides, rows, columns, exists, SPACE).to(tl.float32)
+        grad_mean = load(grad_mean_ptr, grad_mean_strides, rows, columns, exists, SPACE).to(tl.float32)
+        hidden = load(hidden_ptr, hidden_strides, rows, columns, exists, SPACE).to(tl.float32)
+        gate_bias = load(gate_bias_ptr, gate_bias_strides, rows, columns, exists, SPACE).to(tl.float32)
+        mask = load(mask_ptr, mask_strides, rows, columns, exists, SPACE)
+        add = hidden + gate_bias
+        sigmoid_1 = sigmoid(add)
+        grad_masked = grad_masked + grad_mean / SPACE[3]
+        grad_mul = tl.where(mask, 0.0, grad_masked)
+        grad_sigmoid_1 = grad_mul * hidden
+        grad_add = grad_sigmoid_1 * sigmoid_1 * (1 - sigmoid_1)
+        grad_hidden = grad_mul * sigmoid_1 + grad_add
+        store(grad_hidden_ptr, grad_hidden, rows, columns, exists, SPACE)
+        grad_gate_bias_total += tl.where(exists, grad_add, 0.0)
+    store_column_sums(grad_gate_bias_ptr, grad_gate_bias_total, columns, SPACE, TILE)
+
+
+_add_to_mean = kernels.Chain(
+    plain=_add_to_mean_plain,
+    forward=_add_to_mean_forward,
+    inputs={'hidden': 'bfloat16', 'gate_bias': 'bfloat16', 'mask': 'bool'},
+    outputs={'masked': 'bfloat16', 'mean': 'bfloat16'},
+    rows={'mean': False},
+    columns=1,
+    backward=_add_to_mean_backward,
+    grads=['masked', 'mean'],
+    saved=['hidden', 'gate_bias', 'mask'],
+    gradients={'hidden': 'full', 'gate_bias': 'row'},
+)
+
+
+# mul, softmax
+# of scores
+# For torch.compile: softmax is a reduction whose rows are used again.
+def _mul_softmax_plain(matmul):
+    mul = matmul * 0.125
+    softmax = F.softmax(mul, dim=-1)
+    return softmax
+
+
+_mul_softmax = kernels.Chain(plain=_mul_softmax_plain, backend="inductor")
+
+
+class Program(Block):
+    def forward(self, hidden, mask):
+        w = self.weights
+        # hidden: [4, 6, 8] {}
+        # mask: [6, 8] {}
+        masked, mean = _add_to_mean(hidden, w.gate.bias, mask)
+        # scores
+        scores = masked @ w.scores.weight
+        softmax = _mul_softmax(scores)
+        return {"mean_4": mean, "softmax_7": softmax}
