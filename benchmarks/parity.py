@@ -106,6 +106,22 @@ def mixtures() -> Iterator[Case]:
         yield case("tiny-vit", f"tiny-vit {schedule} pp=2 tp=2", pp=2, tp=2, num_microbatches=4, **more)
 
 
+def chunked_losses() -> Iterator[Case]:
+    """Losses in chunks: split vocabularies, pipelines, sharded state, tied heads, beside units that are recomputed."""
+    for model, more in (
+        ("tiny-llama", {"tp": 4, "num_microbatches": 2}),
+        ("tiny-llama", {"dp": 2, "tp": 2, "num_microbatches": 2, "zero": 3}),
+        ("tiny-llama", {"pp": 2, "tp": 2, "num_microbatches": 4, "schedule": "zbv", "chunks_per_rank": 2}),
+        ("tiny-llama", {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "zb_h1", "zero": 2}),
+        ("tiny-llama", {"cp": 2, "tp": 2, "num_microbatches": 2}),
+        ("tiny-gpt2", {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "1f1b", "zero": 1}),
+        ("tiny-gpt2", {"dp": 2, "tp": 2, "num_microbatches": 2, "zero": 2, "recompute": ("full", "chunked_loss")}),
+        ("tiny-t5", {"pp": 2, "tp": 2, "num_microbatches": 4, "schedule": "1f1b"}),
+    ):
+        words = " ".join(f"{key}={value}" for key, value in more.items() if key != "recompute")
+        yield case(model, f"{model} loss in chunks {words}", **{"recompute": "chunked_loss", **more})
+
+
 def single_precision() -> Iterator[Case]:
     """The same in float32."""
     for model, more in (
@@ -134,7 +150,7 @@ def all_cases() -> list[Case]:
     for model, pp in itertools.product(("tiny-t5", "tiny-vit"), (2, 4)):
         found.append(case(model, f"{model} pp={pp}", pp=pp, num_microbatches=4, schedule="1f1b"))
     found += [*schedules("tiny-llama"), *schedules("tiny-gpt2"), *states("tiny-llama"), *contexts("tiny-llama")]
-    found += [*mixtures(), *single_precision()]
+    found += [*mixtures(), *chunked_losses(), *single_precision()]
     return found
 
 

@@ -32,6 +32,8 @@ CASES: tuple[Case, ...] = (
     case("tiny-llama", "sharded parameters", dp=2, tp=2, num_microbatches=2, zero=3, recompute="selective"),
     case("tiny-gpt2", "sharded gradients", dp=4, num_microbatches=2, zero=2, recompute="full"),
     case("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=1),
+    case("tiny-llama", "loss in chunks", dp=2, tp=2, num_microbatches=2, zero=3, recompute="chunked_loss"),
+    case("tiny-gpt2", "loss in chunks behind a pipeline", **PIPELINE, tp=2, schedule="zb_h1", recompute="chunked_loss"),
 )
 SINGLE: Case = {
     **case("tiny-llama", "single precision", **PIPELINE, dp=2, schedule="1f1b", zero=2),
@@ -42,11 +44,16 @@ NARROW: Case = {
     "dtype": "float32",
     "precision": "bfloat16",
 }
+NARROW_CHUNKS: Case = {
+    **case("tiny-llama", "bfloat16 in chunks", dp=2, tp=2, num_microbatches=2, recompute="chunked_loss"),
+    "dtype": "float32",
+    "precision": "bfloat16",
+}
 
 
 @functools.cache
 def results() -> dict[str, dict[str, Any]]:
-    return run_on_ranks("step_parity_worker", 4, [*CASES, SINGLE, NARROW], timeout=900)
+    return run_on_ranks("step_parity_worker", 4, [*CASES, SINGLE, NARROW, NARROW_CHUNKS], timeout=900)
 
 
 @pytest.mark.parametrize("given", [*CASES, SINGLE], ids=lambda given: given["name"])
@@ -57,8 +64,14 @@ def test_a_step_on_four_processes_is_that_of_one_device(given: Case) -> None:
     assert found["error"] <= TOLERANCES[given.get("dtype", "float64")], found["worst"]
 
 
-def test_computing_in_bfloat16_keeps_wide_masters() -> None:
+@pytest.mark.parametrize("given", [case for case in CASES if case["fix"]["recompute"] == "chunked_loss"])
+def test_the_loss_is_really_in_chunks(given: Case) -> None:
+    assert results()[given["name"]]["recompute"][-1] == "chunked_loss"
+
+
+@pytest.mark.parametrize("given", [NARROW, NARROW_CHUNKS], ids=lambda given: given["name"])
+def test_computing_in_bfloat16_keeps_wide_masters(given: Case) -> None:
     """Three steps stay near those in float32."""
-    found = results()[NARROW["name"]]
+    found = results()[given["name"]]
     assert found["dtypes"] == ["torch.float32"]
     assert 0.0 < found["loss_error"] < 2e-2

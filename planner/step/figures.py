@@ -8,20 +8,20 @@ program costs.
 from __future__ import annotations
 
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute import Activations, Recompute, kept_under
 from passes.autograd.saved import Extra
-from passes.blocks import BlockRun
-from passes.ir.graph import Graph, Node, Value
+from passes.ir.graph import Node, Value
 from passes.ir.types import Placement
 from passes.losses import ChunkedUnits, Placed, strategies
 from passes.step_plan import CHUNKED_LOSS
 from passes.units import Unit, find_units, unit_of_nodes
 from planner.search.liveness import live_nodes
 from planner.search.problem import Stream
+from planner.step.chunked import chunked_units
 from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
 
@@ -114,13 +114,6 @@ class Way:
     nodes: tuple[str, ...]
     placed: Mapping[str, Placed]
     made: Mapping[str, Placement] = field(default_factory=dict)
-
-
-def chunked_units(graph: Graph, runs: Sequence[BlockRun], units: Sequence[Unit]) -> ChunkedUnits:
-    """The units of a training step whose loss may be computed in chunks: nothing but the loss comes out of it."""
-    if graph.loss is None or not graph.training:
-        return ChunkedUnits(graph)
-    return ChunkedUnits.of(graph, runs, units, results={graph.outputs[graph.loss]})
 
 
 def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:

@@ -22,12 +22,13 @@ from passes.autograd.saved import Extra
 from passes.blocks import BlockRun
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
-from passes.losses import ChunkedUnits, Placed, strategies
+from passes.losses import Placed, strategies
 from passes.plan import Plan
 from passes.step_plan import CHUNKED_LOSS
 from passes.units import Unit, find_units
 from planner.search.liveness import live_nodes
 from planner.search.price import Charge, Itemised
+from planner.step.chunked import chunked_units
 from planner.step.pricing import StepPricing, weight_share
 
 #: Forward and backward.
@@ -159,9 +160,7 @@ class UnitPrices:
 
     def _chunked_loss(self, index: int) -> PricedPolicy:
         """The unit with its logits made a chunk at a time, twice."""
-        graph = self.graph
-        results = {graph.outputs[graph.loss]} if graph.loss is not None else set()
-        chunked = ChunkedUnits.of(graph, self.runs, self.units, results=results)
+        chunked = chunked_units(self.graph, self.runs, self.units)
         inputs, made = dict(self.walked.inputs), dict(self.made)
         for pair in chunked.pairs.get(index, ()):
             placed = {

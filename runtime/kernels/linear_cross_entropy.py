@@ -312,6 +312,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     hidden, weight, bias, target, *options, ctx.chunk_tokens, _ = inputs
     ctx.loss = LossOptions(weight.shape[0], *options)
     ctx.save_for_backward(hidden, weight, bias, target)
+    ctx.gradients_together = True  # for whoever would ask for them one by one
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

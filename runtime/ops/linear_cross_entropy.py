@@ -90,6 +90,7 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
         losses, statistic = reduced_losses(largest, sums, target, weight.shape[0], loss, groups)
         ctx.save_for_backward(hidden, weight, bias, target, statistic, start)
         ctx.loss, ctx.chunk_tokens = loss, chunk_tokens
+        ctx.gradients_together = True  # for whoever would ask for them one by one
         return losses.to(dtype)
 
     @staticmethod

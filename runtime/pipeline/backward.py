@@ -14,6 +14,8 @@ Autograd skips nodes, not edges: what leads to a node asked for runs. So some we
 
 * where saved tensors are behind hooks (``torch.utils.checkpoint``): W would run the region again for each joint, and
   selective checkpoints refuse to run twice. These weights' gradients are complete after I.
+* where an operator says that it makes all its gradients in one pass (``gradients_together`` on its autograd context):
+  W would pay for the whole pass again. Complete after I.
 * where one crossing leads to another (weights straight from one node, some by way of others): complete after I too.
   Where each weight has a node of its own (``runtime.units.uses``), none does.
 * where several joints share the node behind their crossing: this gradient waits for the rest in W.
@@ -256,7 +258,7 @@ def _leaves_taken_at_once(
         if hooked[node] or passes[node]:
             taken |= leaves[node]
     for joint in joints:
-        if has_saved_tensors_hooks(joint.node):
+        if has_saved_tensors_hooks(joint.node) or getattr(joint.node, "gradients_together", False):
             taken = taken.union(*(leaves[edge.node] for edge in joint.crossings))
     parts = {leaves[node] for node in crossed.union(loose)}
     while touched := [part for part in parts if part & taken and not part <= taken]:
