@@ -144,8 +144,10 @@ def ops_of(chain: Chain) -> list[str]:
     return [member.compute.node.op.split(".")[1] for member in chain.members]
 
 
-def run(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs, and gradients of all that have one, for fixed random gradients of the outputs."""
+def run(
+    program: Program, tensors: Mapping[str, torch.Tensor], *, around: Callable[..., Callable[..., Any]] | None = None
+) -> list[torch.Tensor]:
+    """Outputs, and gradients of all that have one, for fixed random gradients of the outputs; ``around`` wraps it."""
     leaves = {name: tensor.detach().clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
     weights = Weights()
     for state in program.states:
@@ -155,7 +157,8 @@ def run(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[torch.Ten
         name = spec.name if hasattr(spec, "name") else spec.path
         if getattr(spec, "requires_grad", getattr(spec, "trainable", False)):
             wanted.append(leaves[name].requires_grad_())
-    outputs = program.load()[ENTRY_POINT](weights)(*(leaves[spec.name] for spec in program.inputs))
+    entry = program.load()[ENTRY_POINT](weights)
+    outputs = (around(entry) if around else entry)(*(leaves[spec.name] for spec in program.inputs))
     results = list(outputs.values())
     ends = [result for result in results if result.requires_grad]
     generator = torch.Generator().manual_seed(1)
@@ -165,7 +168,7 @@ def run(program: Program, tensors: Mapping[str, torch.Tensor]) -> list[torch.Ten
     return [*results, *zeros]
 
 
-def random_tensors(graph: Graph, seed: int = 0, *, dtype: Callable[[str], str] = str) -> dict[str, torch.Tensor]:
+def random_tensors(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
     """A tensor for every input and state: normally distributed, truth values, or small whole numbers."""
     generator = torch.Generator().manual_seed(seed)
     found = {}

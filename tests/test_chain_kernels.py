@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from passes.emit.program import ENTRY_POINT
 from passes.ir.graph import Graph, Ref
 from runtime import kernels
 from runtime.kernels.dispatch import VARIABLE
+from runtime.recompute import POLICIES, recomputed
 from runtime.weights import Weights
 from tests.chain_cases import graphs
 from tests.chain_graphs import GraphMaker, programs_of, random_tensors, run
@@ -237,5 +239,33 @@ def test_runs_without_triton() -> None:
         "(out,) = names['Program'](Weights())(torch.ones(3, 7), torch.ones(7)).values()\n"
         "assert out.shape == (3, 7)\n"
     )
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    folder = Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", script], input=program.source, text=True, check=True, cwd=folder)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runs_again_as_the_policy_says(policy: str) -> None:
+    """Between matrix products, whose results a selective policy keeps, chains run again."""
+    maker = GraphMaker()
+    x, weight, bias = maker.input("x", (6, 8)), maker.weight("w", (8, 8)), maker.weight("b", (8,))
+    hidden = maker.call("add.Tensor", maker.call("matmul", x, weight), bias)
+    hidden = maker.call("mul.Tensor", maker.call("silu", hidden), hidden)
+    graph = maker.graph(maker.call("matmul", hidden, weight))
+    chained, plain = programs_of(graph)
+    assert len(chained.chains) == 1
+    tensors = random_tensors(graph)
+    ours = interpreted(lambda: run(chained, tensors, around=lambda entry: recomputed(entry, policy)))
+    for one, other in zip(ours, run(plain, tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """Triton's own compiler takes what the interpreter took; it needs no GPU for that."""
+    folder = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chain_compile_worker"], env=environment, cwd=folder, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["compiled"] * 6
