@@ -123,13 +123,14 @@ class PatternPlan:
 class FusionPlan:
     """What the pattern pass did: operators, and bytes kept for the backward pass of the whole model, (before, after).
 
-    Programs of the plan are made of graphs that went through it.
+    Programs of the plan are made of graphs that went through it; ``tolerance`` is by how much a match may differ.
     """
 
     matches: tuple[PatternPlan, ...]
     near_misses: tuple[PatternPlan, ...]
     operators: tuple[int, ...]
     saved_bytes: tuple[int, ...]
+    tolerance: float = 1e-11
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from passes.blocks import find_blocks
 from passes.fuse import Fused, fuse
 from passes.ir.graph import Graph
 from passes.plan_data import FusionPlan, PatternPlan
@@ -26,22 +27,42 @@ def report(graph: Graph, found: Fused) -> FusionPlan:
         near_misses=_grouped((miss.pattern, miss.reason, miss.module_path) for miss in found.near_misses),
         operators=(_operators(graph), _operators(found.graph)),
         saved_bytes=(saved_bytes(graph), saved_bytes(found.graph)),
+        tolerance=found.tolerance,
     )
 
 
 def saved_bytes(graph: Graph) -> int:
-    """Bytes of activations that autograd keeps for the backward pass of the whole model on one device."""
+    """Bytes of activations that autograd keeps for the backward pass of the whole model on one device.
+
+    Of a block that repeats, the first and the last copy are looked at, and one in between that stands for the others.
+    """
     from passes.autograd import activations, kept_by_autograd, storage_roots
     from planner.search.liveness import live_nodes
 
-    kept = kept_by_autograd(graph, live_nodes(graph))
-    roots = storage_roots(graph)
-    made = activations(graph)
-    held = {roots[name] for entry in kept.values() for name in entry.values} & made
+    times = _times_counted(graph)
+    kept = kept_by_autograd(graph, live_nodes(graph), times)
+    roots = storage_roots(graph, times)
+    held = {roots[name] for entry in kept.values() for name in entry.values} & activations(graph)
+    makers = {value.name: node.name for node in graph.nodes for value in node.outputs}
     values = graph.values
-    return sum(values[name].num_bytes for name in held) + sum(
-        extra.num_bytes for entry in kept.values() for extra in entry.extras
+    return sum(times.get(makers[name], 0) * values[name].num_bytes for name in held) + sum(
+        times[node] * extra.num_bytes for node, entry in kept.items() for extra in entry.extras
     )
+
+
+def _times_counted(graph: Graph) -> dict[str, int]:
+    """Node → for how many it stands. The second copy of a run stands for all between the ends, and what keeps its
+    outputs, the third, is there to be looked at and counts for nothing; the others are left out."""
+    times = {node.name: 1 for node in graph.nodes}
+    for run in find_blocks(graph):
+        if run.num_copies < 5:
+            continue
+        _, second, third, *others, _ = run.copies
+        times.update(dict.fromkeys(second, run.num_copies - 2))
+        times.update(dict.fromkeys(third, 0))
+        for name in (name for copy in others for name in copy):
+            del times[name]
+    return times
 
 
 def _operators(graph: Graph) -> int:

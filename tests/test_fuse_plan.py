@@ -8,7 +8,12 @@ import json
 import pytest
 
 import planner
+from passes.blocks import find_blocks
+from passes.fuse import as_planned, fuse
 from passes.plan import Plan
+from planner import fusing
+from planner.library import load_config
+from planner.planning import capture_for_planning
 from planner.verification import VerifyReport
 
 
@@ -59,3 +64,24 @@ def test_a_loaded_plan_gives_the_same_program(fuse: bool) -> None:
     assert loaded == first.plan
     again = planner.verify("tiny-llama", loaded, batch_size=4, seq_len=8, steps=1)
     assert again.ok and again.source == first.source
+
+
+def test_saved_bytes_of_repeated_layers_are_those_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("tiny-llama")
+    config.num_hidden_layers = 7
+    graph = capture_for_planning(config, batch_size=4, seq_len=8)
+    assert find_blocks(graph)[0].num_copies > 4
+    short = fusing.saved_bytes(graph)
+    monkeypatch.setattr(fusing, "find_blocks", lambda _: ())
+    assert short == fusing.saved_bytes(graph) > 0
+
+
+def test_a_graph_in_wide_numbers_is_fused_as_a_plan_in_narrow_ones() -> None:
+    """BLOOM's GELU is written with eight digits: fused where the plan was made, and so wherever it runs."""
+    narrow, wide = (
+        capture_for_planning("tiny-bloom", batch_size=8, seq_len=16, dtype=d) for d in ("bfloat16", "float64")
+    )
+    plan = planner.plan(load_config("tiny-bloom"), mesh="tp=2", cluster="cpu-local:2", batch_size=8, seq_len=16)
+    assert "bias_gelu" in {entry.pattern for entry in plan.fusion.matches}
+    assert {node.key for node in as_planned(wide, plan).nodes} == {node.key for node in as_planned(narrow, plan).nodes}
+    assert "meshwright.bias_gelu.default" not in {node.op for node in fuse(wide).graph.nodes}

@@ -48,6 +48,11 @@ def test_collectives_of_a_whole_step(mesh: str, fix: dict[str, Any]) -> None:
     assert not lying.ok and first.collective in lying.table()
 
 
+def test_what_does_not_pay_is_whole_on_every_rank() -> None:
+    """BLOOM adds its biases, which have no gradient, to products that are the same on all ranks."""
+    assert planner.verify("tiny-bloom", "tp=2", cluster="cpu-local:2", steps=1).ok
+
+
 def test_64_ranks() -> None:
     report = planner.verify(seeded(TiedClassifier, size=64, vocabulary=64), "dp=8,tp=8", batch=token_batch(), **OPTIONS)
     assert report.ok, report.table()

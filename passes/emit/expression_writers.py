@@ -56,10 +56,13 @@ def linear(writer: Writer) -> str:
 
 
 def _sum_of_products(first: str, second: str, function: str) -> Callable[[Writer], str]:
-    """``beta * self + alpha * first @ second`` and the like, in parts where the contraction is cut."""
+    """``beta * self + alpha * first @ second`` and the like, in parts where the contraction is cut.
+
+    Also where a summand without gradient is R and the product I, which the checker takes in a sum alone.
+    """
 
     def write(writer: Writer) -> str:
-        if not writer.contracted_axes:
+        if not writer.contracted_axes and not writer.mixes_invariant:
             return writer.function(f"{function}(self, {first}, {second}, beta=beta, alpha=alpha)")
         product = writer.sum_up(f"torch.matmul({writer.arguments[first]}, {writer.arguments[second]})")
         summand = render(writer.arguments["self"])

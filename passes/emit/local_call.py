@@ -92,6 +92,11 @@ class Writer:
         """Whether an operand is a partial sum on some axis."""
         return any(tensor.placement[place] == P for tensor in self.call.inputs for _, _, place in self.axes)
 
+    @property
+    def mixes_invariant(self) -> bool:
+        """Whether operands are I and R on some axis: those that are R have no gradient."""
+        return any({I, R} <= {tensor.placement[place] for tensor in self.call.inputs} for _, _, place in self.axes)
+
     def global_shape(self, tensor: LocalTensor) -> tuple[int, ...]:
         """The shape of the whole tensor."""
         shape = list(tensor.shape)

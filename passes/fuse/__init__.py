@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from passes.fuse.check import EXACT, ROUNDED
 from passes.fuse.fuse import Rewriter, already_fused
 from passes.fuse.pairs import pair_rotaries, share_angles
 from passes.fuse.report import Match, NearMiss
@@ -18,36 +19,44 @@ __all__ = ["Fused", "Match", "NearMiss", "as_planned", "fuse", "pair_rotaries"]
 
 @dataclass(frozen=True)
 class Fused:
-    """A graph with fused operators: what was matched, and what nearly was."""
+    """A graph with fused operators: what was matched, what nearly was, and by how much the two may differ."""
 
     graph: Graph
     matches: tuple[Match, ...]
     near_misses: tuple[NearMiss, ...]
+    tolerance: float
 
 
-def fuse(graph: Graph) -> Fused:
+def fuse(graph: Graph, *, tolerance: float | None = None) -> Fused:
     """``graph`` with every known pattern as the operator that computes it at once.
 
     Every match is checked: the operators found and the fused one run on small random tensors, with gradients, and must
     agree. The operators must be registered with torch (``runtime.kernels`` does that); patterns of others are left out.
+
+    Args:
+        tolerance: largest relative difference; None: what float64 explains if the graph computes in float64, else what
+            constants written with few digits do.
     """
-    first = Rewriter(graph, ACTIVATIONS)
+    if tolerance is None:
+        exact = any(value.dtype == "float64" for value in graph.values.values())
+        tolerance = EXACT if exact else ROUNDED
+    first = Rewriter(graph, ACTIVATIONS, tolerance=tolerance)
     named = first.run()
-    second = Rewriter(named, OPERATORS)
+    second = Rewriter(named, OPERATORS, tolerance=tolerance)
     fused = share_angles(second.run())
-    folded = fold_residuals(fused, tolerance=second.tolerance)
+    folded = fold_residuals(fused, tolerance=tolerance)
     matches = [
         *(Match(each.row.name, each.root.module_path) for each in reversed(second.replaced.values())),
         *already_fused(fused),
     ]
     misses = [miss for name, miss in first.near_misses.items() if name not in second.taken]
     misses += reversed(second.near_misses.values())
-    return Fused(folded.graph, _with_sums(matches, folded), (*misses, *folded.near_misses))
+    return Fused(folded.graph, _with_sums(matches, folded), (*misses, *folded.near_misses), tolerance)
 
 
 def as_planned(graph: Graph, plan: PlanData) -> Graph:
     """A captured graph as the one that ``plan`` was made of: with fused operators if that had them."""
-    return graph if plan.fusion is None else fuse(graph).graph
+    return graph if plan.fusion is None else fuse(graph, tolerance=plan.fusion.tolerance).graph
 
 
 def _with_sums(matches: list[Match], folded: Folded) -> tuple[Match, ...]:

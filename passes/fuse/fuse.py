@@ -8,11 +8,11 @@ from typing import Any
 
 from passes.capture.naming import Namer, name_wishes
 from passes.fuse.build import CannotBuild, build, is_registered
-from passes.fuse.check import EXACT, ROUNDED, CannotRun, difference
+from passes.fuse.check import CannotRun, difference
 from passes.fuse.match import Found, Matcher
 from passes.fuse.report import Match, NearMiss
 from passes.fuse.table import ALREADY, Row
-from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
+from passes.ir.graph import Graph, Node, Ref, assign_keys, map_refs
 
 #: A pattern of which this share is found, and at least so many operators, was nearly matched.
 NEARLY = 0.7
@@ -44,8 +44,9 @@ class Rewriter:
         near_misses: by the name of the node at which the pattern ends.
     """
 
-    def __init__(self, graph: Graph, rows: Sequence[Row]) -> None:
+    def __init__(self, graph: Graph, rows: Sequence[Row], *, tolerance: float) -> None:
         self.graph = graph
+        self.tolerance = tolerance
         self.matcher = Matcher(graph)
         found = {row.pattern: self.matcher.sieve(row.tree) for row in rows}
         self.sieves = {pattern: sieve for pattern, sieve in found.items() if sieve is not None}
@@ -57,14 +58,10 @@ class Rewriter:
         self.results = frozenset(graph.outputs.values())
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.by_name = {node.name: node for node in graph.nodes}
-        self.tolerance = EXACT if any(value.dtype == "float64" for value in self._floats()) else ROUNDED
         self.taken: set[str] = set()
         self.replaced: dict[str, Replaced] = {}
         self.near_misses: dict[str, NearMiss] = {}
         self.inside_of_misses: set[str] = set()
-
-    def _floats(self) -> list[Value]:
-        return [value for value in self.graph.values.values() if "float" in value.dtype]
 
     def run(self) -> Graph:
         """The graph with everything replaced that can be."""
