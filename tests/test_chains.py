@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import planner
 from passes.chains import INDUCTOR, TRITON, Chain, chain_up
 from passes.emit import emit
 from passes.ir.graph import Ref
@@ -139,6 +142,51 @@ def test_a_program_reports_its_chains() -> None:
     assert report.operators == ("aten.exp.default", "aten.relu.default")
     assert report.modules == ("net.0.act", "net.1.act") and report.backend == TRITON
     assert program.source.count("_exp_relu(") == 2 and "# of net.0.act, net.1.act" in program.source
+
+
+def test_many_layers_share_one_kernel() -> None:
+    maker = GraphMaker()
+    x, weight, bias = maker.input("x", (8, 8)), maker.weight("w", (8, 8)), maker.weight("b", (8,))
+    for _ in range(150):
+        hidden = maker.call("relu", maker.call("add.Tensor", maker.call("matmul", x, weight), bias))
+        x = maker.call("add.Tensor", x, hidden)
+    program = emit(chain_up(sharded_of(maker.graph(x))))
+    assert len(program.chains) == 1 and program.source.count("_add_relu_add(") == 150
+
+
+class Capped(nn.Module):
+    """A layer that no pattern knows: squared ReLU, a capped gate, a scale, and rows divided by their size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.up(x)).square() * (30 * torch.tanh(self.gate(x) / 30)).sigmoid()
+        x = x + self.scale * self.down(hidden)
+        return x / (x.abs().mean(-1, keepdim=True) + 1e-3)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Capped(8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        error = x - target
+        return {"loss": ((error * error).sum(-1) * 0.5).mean(), "out": x}
+
+
+def test_sharded_models_with_chains_train_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    batch = {name: torch.randn(4, 6, 8) for name in ("x", "target")}
+    report = planner.verify(Stack(), "dp=2,tp=2", batch=batch, steps=1)
+    assert report.ok, report.table()
+    assert report.source.count("@triton.jit") > 2 and 'backend="inductor"' in report.source
 
 
 def made_twice(sharded) -> list[str]:  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ with row reductions that nothing in the chain uses; a chain with anything else i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from passes.chains.candidates import Candidate, candidate_of, joint_space, rows_of
@@ -30,6 +30,9 @@ class Groups:
             if candidate is not None:
                 self.candidates[index] = candidate
         self.of = list(range(len(body)))
+        #: Groups in an order in which they can run; the places of groups that were joined to others are empty.
+        self.order: list[int | None] = list(range(len(body)))
+        self.place = list(range(len(body)))
         self.members = {index: [index] for index in range(len(body))}
         self.spaces = {index: candidate.space for index, candidate in self.candidates.items()}
         self.maker = {local: index for index, operation in enumerate(body) for local in made_by(operation)}
@@ -66,22 +69,19 @@ class Groups:
                     self._join(one, other)
 
     def _waits(self, one: int, other: int) -> bool:
-        first, second = self.of[one], self.of[other]
-        if first == second or self._reaches(first, second) or self._reaches(second, first):
+        first, second = sorted((self.of[one], self.of[other]), key=self.place.__getitem__)
+        if first == second or second in self._next(first) or self._between(first, second):
             return False
         together = {*self.members[first], *self.members[second]}
         makers = {self.maker.get(local, -1) for index in together for local in used_by(self.body[index])}
         return max(makers - together, default=-1) > min(together)
 
-    def _reaches(self, start: int, end: int) -> bool:
-        return end in self._next(start) or bool(self._between(start, end))
-
     def _join(self, one: int, other: int) -> None:
         """Make one group of two and of what lies between them, if all of it computes on one space."""
-        first, second = self.of[one], self.of[other]
+        first, second = sorted((self.of[one], self.of[other]), key=self.place.__getitem__)
         if first == second:
             return
-        together = {first, second, *self._between(first, second), *self._between(second, first)}
+        together = {first, second, *self._between(first, second)}
         space: tuple[int, ...] | None = None
         for group in together:
             if group not in self.spaces:
@@ -93,31 +93,47 @@ class Groups:
         if not all(self.spaces[group] in (space, rows_of(space)) for group in together):
             return
         merged = sorted(index for group in together for index in self.members[group])
+        self._reorder(first, second, together)
         for group in together - {first}:
             del self.members[group], self.spaces[group]
         self.members[first], self.spaces[first] = merged, space
         for index in merged:
             self.of[index] = first
 
+    def _reorder(self, first: int, second: int, together: set[int]) -> None:
+        """Let what needs one of a group follow it, of all that stands between its first and its last.
+
+        As in Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", 2006.
+        """
+        start, end = self.place[first], self.place[second]
+        window = [group for group in self.order[start : end + 1] if group is not None and group not in together]
+        behind = self._after(together, end)
+        ordered = [group for group in window if group not in behind]
+        ordered += [first, *(group for group in window if group in behind)]
+        self.order[start : end + 1] = [*ordered, *[None] * (end + 1 - start - len(ordered))]
+        for offset, group in enumerate(ordered):
+            self.place[group] = start + offset
+
+    def _after(self, groups: set[int], end: int) -> set[int]:
+        """Groups up to the place ``end`` that need one of ``groups``."""
+        found: set[int] = set()
+        stack = list(groups)
+        while stack:
+            for after in self._next(stack.pop()):
+                if self.place[after] <= end and after not in found and after not in groups:
+                    found.add(after)
+                    stack.append(after)
+        return found
+
     def _between(self, start: int, end: int) -> set[int]:
         """Groups on a way from ``start`` to ``end``, these two left out."""
-        reaches: dict[int, bool] = {end: True}
-        stack: list[tuple[int, Iterator[int]]] = [(start, iter(self._next(start)))]
-        reaches[start] = False
-        while stack:
-            group, following = stack[-1]
-            for after in following:
-                if after not in reaches:
-                    reaches[after] = False
-                    stack.append((after, iter(self._next(after))))
-                    break
-                if reaches[after]:
-                    reaches[group] = True
-            else:
-                stack.pop()
-                if stack and reaches[group]:
-                    reaches[stack[-1][0]] = True
-        return {group for group, does in reaches.items() if does} - {start, end}
+        after = self._after({start}, self.place[end]) - {end}
+        found: set[int] = set()
+        # In the reverse of the order: whatever leads to what leads to the end.
+        for group in sorted(after, key=self.place.__getitem__, reverse=True):
+            if any(following == end or following in found for following in self._next(group)):
+                found.add(group)
+        return found
 
     def _next(self, group: int) -> list[int]:
         return list(dict.fromkeys(self.of[user] for index in self.members[group] for user in self.users[index]))
