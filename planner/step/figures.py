@@ -83,6 +83,12 @@ class KeptSpace:
     chunked: ChunkedUnits | None = None
     known_chunked: Activations | None = None
 
+    @property
+    def logits(self) -> frozenset[str]:
+        """Values that a loss in chunks never makes."""
+        pairs = [pair for each in self.chunked.pairs.values() for pair in each] if self.chunked is not None else []
+        return frozenset(node.output.name for pair in pairs for node in (pair.linear, *pair.between))
+
     @staticmethod
     def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
         graph, live = space.graph, live_nodes(space.graph)

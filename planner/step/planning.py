@@ -11,6 +11,7 @@ from typing import Any
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from passes.step_plan import CHUNKED_LOSS
 from planner.step.baselines import data_experts
 from planner.step.demands import Demands
 from planner.step.extract import Judged, extract, judge
@@ -87,6 +88,8 @@ class _Planner:
         fusion = fuse(graph) if demands.compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=pins)
         self.kept = KeptSpace.of(self.space, compiled=demands.compiled)
+        if demands.fixed.get("recompute") == {CHUNKED_LOSS}:
+            self.space.unconverted = self.kept.logits  # what is demanded must be possible
 
     def search(self, cluster: Cluster, demands: Demands) -> tuple[Search, Outcome]:
         search = Search(LevelOne(cluster, self.space, self.kept), cluster, demands, progress=self.progress)

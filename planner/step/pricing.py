@@ -84,21 +84,35 @@ class StepPrices(Protocol):
 class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
-    ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``.
+    ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
+    ``unconverted`` are to be taken as they are made.
     """
 
-    def __init__(self, cost_model: StepPrices, mesh: MeshShape, *, states: frozenset[str], fusion: Fusion) -> None:
+    def __init__(
+        self,
+        cost_model: StepPrices,
+        mesh: MeshShape,
+        *,
+        states: frozenset[str],
+        fusion: Fusion,
+        unconverted: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(cost_model, mesh)
+        self.unconverted = unconverted
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
+        if value.name in self.unconverted:
+            return NEVER, 0.0
         if value.name in self.states and self.mesh.names[step.axis] in STATE_AXES:
             return 0.0, 0.0
         return super().step(step, value)
 
     def family(self, value: Value) -> str:
+        if value.name in self.unconverted:
+            return "unconverted"
         return "state" if value.name in self.states else ""
 
     def compute(

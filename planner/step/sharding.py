@@ -77,7 +77,8 @@ class Variant:
 
 @dataclass
 class ShardingSpace:
-    """What all cuts of one graph have in common, made once; ``rules`` narrow the options on the tensor axis."""
+    """What all cuts of one graph have in common, made once; ``rules`` narrow the options on the tensor axis, the values
+    ``unconverted`` are taken as they are made."""
 
     graph: Graph
     runs: tuple[BlockRun, ...]
@@ -87,6 +88,7 @@ class ShardingSpace:
     fusion: Fusion = field(default_factory=Fusion)
     pins: Pins = field(default_factory=dict)
     rules: Rules | None = None
+    unconverted: frozenset[str] = frozenset()
 
     @functools.cached_property
     def offers(self) -> Offers:
@@ -128,7 +130,9 @@ class Shardings:
         fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
-        self.pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
+        self.pricing = StepPricing(
+            prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted
+        )
         self.problem = _problem(space, cut, self.pricing, fixed)
         self.lattices = Lattices(self.pricing)
         self.divides = all(element.options for element in self.problem.elements.values())
