@@ -70,7 +70,9 @@ def plan(
         time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp``, ``micro_batch`` (samples on a device at a time), ``num_microbatches``,
-            ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``.
+            ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit that has none of the recompute policies
+            allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that computes the loss, so that
+            ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there.
         headroom: share of each device's memory to leave free.
         num_devices: plan for so many of the cluster's devices.
         objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).

@@ -14,9 +14,10 @@ from torch import nn
 import planner
 import runtime.kernels
 from cost_models import Cluster
+from passes.autograd.working import working
 from passes.capture import capture
 from passes.emit import emit
-from passes.ir.graph import Graph
+from passes.ir.graph import Graph, Node, Ref, Value
 from passes.losses import loss_pairs
 from passes.plan import Plan
 from passes.stages import step_programs
@@ -26,6 +27,7 @@ from planner.step.demands import read_demands
 from planner.step.planning import plan_step
 from planner.step.price import price_step
 from planner.verification import slow_devices
+from runtime.kernels.linear_cross_entropy import tokens_at_a_time
 
 MIB = 2**20
 
@@ -158,6 +160,18 @@ def test_it_saves_the_logits_and_costs_one_product() -> None:
     assert wide <= saved <= 1.01 * (wide + narrow)
     product = 2.0 * tokens * vocabulary * hidden / Cluster.parse("dgx-h100:1").device.peak_flops("bfloat16")
     assert product <= chunked.costs.seconds - plain.costs.seconds <= 2.0 * product
+
+
+@pytest.mark.parametrize(("tokens", "classes"), [(16384, 32000), (100, 32000), (65536, 512)])
+def test_what_it_holds_while_it_runs_is_what_the_kernel_does(tokens: int, classes: int) -> None:
+    hidden = Value("hidden", (tokens, 256), "bfloat16", requires_grad=True)
+    weight = Value("weight", (classes, 256), "bfloat16", "parameter", requires_grad=True)
+    args = (Ref("hidden"), Ref("weight"))
+    node = Node("loss", "meshwright.linear_cross_entropy.default", args, {}, (Value("loss", (tokens,), "float32"),))
+    found = working(node, {"hidden": hidden, "weight": weight}, lambda value: float(value.num_bytes))
+    logits = 2 * classes * tokens_at_a_time(tokens, 256, classes)
+    assert found.forward == pytest.approx(logits, rel=0.01)
+    assert found.backward == pytest.approx(logits + 4 * weight.num_elements, rel=0.01)
 
 
 def test_it_is_fixed_and_forbidden_like_a_recompute_policy() -> None:
