@@ -210,6 +210,20 @@ def test_a_chain_for_the_compiler_is_compiled_once(monkeypatch: pytest.MonkeyPat
     assert torch.equal(chain(x), chain(x)) and compiled == [(chain.plain, False)]
 
 
+def test_a_choice_has_no_gradient_of_what_it_is_made_by() -> None:
+    maker = GraphMaker()
+    x, y = maker.input("x", (4, 6)), maker.input("y", (4, 6))
+    above = maker.call("gt.Scalar", maker.call("exp", x), 1.0)
+    graph = maker.graph(maker.call("where.ScalarOther", above, maker.call("sin", y), 0.0))
+    chain = the_chain(programs_of(graph)[0])
+    assert set(chain.gradients) == {"y"}
+    leaves = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    (result,) = interpreted(lambda: [chain(*leaves)])
+    assert "_Run" in type(result.grad_fn).__name__  # the kernels ran
+    assert torch.autograd.grad(result.sum(), leaves[0], allow_unused=True) == (None,)
+    check(graph)
+
+
 def test_without_gradients_nothing_is_written_for_them() -> None:
     maker = GraphMaker()
     graph = maker.graph(maker.call("mul.Scalar", maker.call("exp", maker.input("x", (4, 6))), 2.0))

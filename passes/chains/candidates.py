@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from passes.chains.data import Member, member_of
-from passes.chains.formulas import ROW_OPERATORS
+from passes.chains.formulas import ROW_OPERATORS, is_listed
 from passes.ir.types import I, MeshShape, P, R, shard_dim
 from passes.rules.call import schema_of
 from passes.shard import Compute
@@ -72,9 +72,7 @@ def joint_space(one: Shape, other: Shape) -> Shape | None:
 @functools.cache
 def _is_known(op: str) -> bool:
     """Whether an operator is in the tables, or elementwise by torch's own tag."""
-    from passes.chains.formulas import _DEPENDING, FORMULAS, REDUCTIONS
-
-    if op in FORMULAS or op in _DEPENDING or op in REDUCTIONS or op in ROW_OPERATORS:
+    if is_listed(op):
         return True
     if not op.startswith("aten.") or schema_of(op) is None:
         return False

@@ -233,6 +233,11 @@ ROW_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+def is_listed(op: str) -> bool:
+    """Whether an operator is in the tables, whatever its constants."""
+    return op in FORMULAS or op in _DEPENDING or op in REDUCTIONS or op in ROW_OPERATORS
+
+
 def formula_of(op: str, arguments: Arguments) -> Formula | None:
     """The formula of an operator with these arguments; None if the table has none."""
     depending = _DEPENDING.get(op)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.chains.data import TRITON, Chain, Member
-from passes.chains.gradient import Backward, backward_of, columns_of
+from passes.chains.gradient import Backward, backward_of, columns_of, is_differentiable
 from passes.emit.chain_kernels import backward_kernel, forward_kernel
 from passes.emit.local_call import LocalCall, LocalTensor
 from passes.emit.names import Names, base_name, identifier, name_of_output
@@ -237,6 +237,10 @@ def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backw
         fields["passed"] = repr({names[local]: names[output] for local, output in backward.passed.items()})
     if backward is not None and backward.shared:
         fields["shared"] = repr({names[local]: names[other] for local, other in backward.shared.items()})
+    known = set() if backward is None else {*backward.inputs, *backward.passed, *backward.shared}
+    fixed = [names[local] for local in chain.inputs if is_differentiable(local) and local not in known]
+    if fixed:
+        fields["fixed"] = repr(fixed)
     return [f"{name} = kernels.Chain(", *(f"    {field}={value}," for field, value in fields.items()), ")"]
 
 

@@ -48,6 +48,7 @@ class Chain:
             (``passes.chains.layout``).
         passed: inputs whose gradient is that of an output, as it is.
         shared: inputs whose gradient is that of another input.
+        fixed: inputs that have gradients elsewhere, none here: no result depends on them smoothly.
         backend: ``"inductor"`` to have ``torch.compile`` make kernels of ``plain`` on a GPU.
     """
 
@@ -67,6 +68,7 @@ class Chain:
         gradients: Mapping[str, str] | None = None,
         passed: Mapping[str, str] | None = None,
         shared: Mapping[str, str] | None = None,
+        fixed: Sequence[str] = (),
         backend: str = "triton",
     ) -> None:
         self.plain, self.forward, self.backward, self.backend = plain, forward, backward, backend
@@ -75,7 +77,8 @@ class Chain:
         self.grads, self.saved = tuple(grads), tuple(saved)
         self.gradients = dict(gradients or {})
         self.passed, self.shared = dict(passed or {}), dict(shared or {})
-        self._differentiable = frozenset((*self.gradients, *self.passed, *self.shared))
+        self._differentiable = bool(self.gradients or self.passed)
+        self._known = frozenset((*self.gradients, *self.passed, *self.shared, *fixed))
         self._layouts: dict[Any, Layout | None] = {}
         self._compiled: Plain | None = None
 
@@ -86,7 +89,7 @@ class Chain:
             return self._run_compiled(tensors)
         if not self._fits(tensors):
             return self.plain(*tensors)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if self._differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = _Run.apply(self, *tensors)  # type: ignore[no-untyped-call]
         else:
             results, _ = self.run(tensors, extra=False)
@@ -112,7 +115,7 @@ class Chain:
         """Whether the kernels were written for such tensors and their gradients."""
         keeps = torch.is_grad_enabled()
         for tensor, (name, dtype) in zip(tensors, self.inputs.items(), strict=True):
-            if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._differentiable):
+            if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._known):
                 return False
         layout = self.layout(tensors)
         return layout is not None and layout.num_rows > 0 and layout.width > 0
