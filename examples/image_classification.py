@@ -15,7 +15,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import planner
 from planner.trainer import decay_groups, warmup_cosine
 
-STEPS = 100
+STEPS = 60
 GOAL = 0.4  # 2.3 before training
 
 Sample = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ import planner
 from planner.trainer import warmup_cosine
 
 WAYS, SHOTS, QUERIES = 3, 5, 5
-STEPS = 150
+STEPS = 100
 GOAL = 0.7  # nats; log 3 = 1.1 without learning
 Sample = dict[str, torch.Tensor]
 
