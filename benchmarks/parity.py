@@ -116,7 +116,7 @@ def chunked_losses() -> Iterator[Case]:
         ("tiny-llama", {"cp": 2, "tp": 2, "num_microbatches": 2}),
         ("tiny-gpt2", {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "1f1b", "zero": 1}),
         ("tiny-gpt2", {"dp": 2, "tp": 2, "num_microbatches": 2, "zero": 2, "recompute": ("full", "chunked_loss")}),
-        ("tiny-t5", {"pp": 2, "tp": 2, "num_microbatches": 4, "schedule": "1f1b"}),
+        ("tiny-t5", {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "1f1b"}),
     ):
         words = " ".join(f"{key}={value}" for key, value in more.items() if key != "recompute")
         yield case(model, f"{model} loss in chunks {words}", **{"recompute": "chunked_loss", **more})
