@@ -187,7 +187,8 @@ def test_a_host_says_which_one_it_cannot_reach(tmp_path: Path) -> None:
 
 
 def test_two_hosts_number_their_processes_through(tmp_path: Path) -> None:
-    text = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    # one write a line: four processes share the standard output
+    text = "import os; os.write(1, ' '.join([os.environ['RANK'], os.environ['WORLD_SIZE']]).encode() + b'\\n')"
     hosts = ("--nproc=2", "--nnodes=2", "--address=127.0.0.1", f"--port={free_port()}", "--timeout=60")
     started = [
         planner_run(tmp_path / "train.py", text, *hosts, f"--node-rank={number}", "train.py") for number in (0, 1)
