@@ -138,7 +138,7 @@ class Engine:
 
     def _make(self, call: Call) -> _Runnable:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.
-        graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+        graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
         sharded = self._shard(graph)
         program = emit(chain_up(pair_rotaries(sharded)))
         typecheck(program)

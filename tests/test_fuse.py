@@ -35,6 +35,11 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
+def standardised(x: torch.Tensor) -> torch.Tensor:
+    variance, mean = torch.var_mean(x, -1, unbiased=False, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + EPS)
+
+
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
@@ -50,6 +55,18 @@ SPELLINGS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
     "rms norm without a weight": (lambda x, w, b: rms(x), (X,), "rms_norm"),
     "rms norm about one": (lambda x, w, b: rms(x) * (1.0 + w), (X,), "rms_norm"),
     "torch's rms norm": (lambda x, w, b: F.rms_norm(x, (8,), w, EPS), (X,), "rms_norm"),
+    "torch's rms norm with torch's own epsilon": (lambda x, w, b: F.rms_norm(x, (8,), w), (X,), "rms_norm"),
+    "torch's rms norm and then a weight": (lambda x, w, b: w * F.rms_norm(x, (8,), eps=EPS), (X,), "rms_norm"),
+    "rms norm of a weighted tensor": (
+        lambda x, w, b: w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),
+        (X,),
+        "rms_norm",
+    ),
+    "rms norm by a weighted scale": (
+        lambda x, w, b: x * (torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * w),
+        (X,),
+        "rms_norm",
+    ),
     "torch's layer norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), (X,), "layer_norm"),
     "torch's layer norm without a bias": (lambda x, w, b: F.layer_norm(x, (8,), w), (X,), "layer_norm"),
     "layer norm": (
@@ -62,12 +79,27 @@ SPELLINGS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
         (X,),
         "layer_norm",
     ),
+    "layer norm of a weighted tensor": (
+        lambda x, w, b: w * centred(x) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + EPS) + b,
+        (X,),
+        "layer_norm",
+    ),
+    "layer norm by mean and variance at once": (lambda x, w, b: standardised(x) * w + b, (X,), "layer_norm"),
+    "torch's layer norm, then weight and bias": (
+        lambda x, w, b: F.layer_norm(x, (8,)) * w + b,
+        (X,),
+        "layer_norm",
+    ),
     "swiglu": (lambda g, u, w, b: F.silu(g) * u, (X, X), "swiglu"),
     "swiglu by the sigmoid": (lambda g, u, w, b: u * (g * torch.sigmoid(g)), (X, X), "swiglu"),
+    "swiglu with the sigmoid last": (lambda g, u, w, b: u * g * torch.sigmoid(g), (X, X), "swiglu"),
+    "swiglu by exp": (lambda g, u, w, b: g / (1.0 + torch.exp(-g)) * u, (X, X), "swiglu"),
     "geglu": (lambda g, u, w, b: F.gelu(g) * u, (X, X), "geglu"),
     "geglu by tanh": (lambda g, u, w, b: tanh_gelu(g) * u, (X, X), "geglu"),
     "geglu by erf": (lambda g, u, w, b: g * 0.5 * (1.0 + torch.erf(g / math.sqrt(2.0))) * u, (X, X), "geglu"),
     "bias and gelu": (lambda x, v, w, b: F.gelu(F.linear(x, v, b)), (X, (8, 8)), "bias_gelu"),
+    "bias and gelu of a product": (lambda x, v, w, b: F.gelu(b + x @ v), (X, (8, 8)), "bias_gelu"),
+    "bias and gelu of rows": (lambda x, v, w, b: F.gelu(torch.addmm(b, x, v)), ((6, 8), (8, 8)), "bias_gelu"),
     "embedding": (lambda v, w, b: F.embedding(torch.arange(4), v), ((6, 8),), "embedding"),
 }
 
@@ -79,6 +111,22 @@ def test_spelling_is_one_operator(spelling: str) -> None:
     assert found(result) == {operator: 1}
     assert [op for op in operators(result.graph) if op.startswith("meshwright.")] == [f"meshwright.{operator}.default"]
     assert not result.near_misses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torchs_own_epsilon_is_that_of_what_it_computes_in(dtype: torch.dtype) -> None:
+    graph = graph_of(lambda x, w, b: F.rms_norm(x, (8,), w), X, dtype=dtype)
+    (norm,) = (node for node in fuse(graph).graph.nodes if node.op == "meshwright.rms_norm.default")
+    small = torch.full((1, 8), 1e-4, dtype=dtype)
+    ours = torch.ops.meshwright.rms_norm(small, torch.ones(8, dtype=dtype), norm.args[2])
+    torch.testing.assert_close(ours, F.rms_norm(small, (8,)), rtol=torch.finfo(dtype).eps, atol=0.0)
+
+
+def test_gates_that_there_is_no_operator_for_stay() -> None:
+    """ReGLU, and the sigmoid's."""
+    for gated in (lambda g, u, w, b: F.relu(g) * u, lambda g, u, w, b: torch.sigmoid(g) * u):
+        result = fused(gated, X, X)
+        assert not result.matches and not result.near_misses
 
 
 def half_turned(x: torch.Tensor) -> torch.Tensor:

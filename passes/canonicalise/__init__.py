@@ -13,6 +13,7 @@ from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gradients import nodes_with_gradient
 from passes.canonicalise.linears import unflatten_linears
@@ -42,6 +43,7 @@ def canonicalise(
     write_out_batch_norm(module)
     functionalise(module, buffers)
     replace_synonyms(module)
+    write_out_epsilons(module)
     drop_noops(module, trainable)
     normalise_views(module)
     drop_dead_code(module)

@@ -104,6 +104,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "mean": _aten("mean.dim"),
     "var": _aten("var.correction"),
     "var_dim": _aten("var.dim"),
+    "var_mean": _aten("var_mean.correction"),
+    "var_mean_dim": _aten("var_mean.dim"),
     "slice": _aten("slice.Tensor"),
     "select": _aten("select.int"),
     "split": _aten("split_with_sizes"),

@@ -47,6 +47,7 @@ class Row:
 
 _VECTOR = Condition("the weight has one entry for each entry of the last dim", lambda of: of["w"] == of["x"][-1:])
 _BIAS = Condition("the bias has one entry for each entry of the last dim", lambda of: of["b"] == of["x"][-1:])
+_LAST = Condition("the bias has one entry for each column", lambda of: of["b"] == of["w"][-1:])
 _ALIKE = Condition("gate and up are of one shape", lambda of: of["g"] == of["u"])
 _ALL_ROTATED = Condition(
     "cosines and sines are as wide as the tensor", lambda of: of["cos"][-1:] == of["sin"][-1:] == of["x"][-1:]
@@ -78,6 +79,7 @@ def _with_slope() -> str:
 
 ACTIVATIONS: tuple[Row, ...] = (
     Row("silu", "x * sigmoid(x)", "silu(x)"),
+    Row("silu", "x / (1 + exp(-x))", "silu(x)"),
     *(Row("gelu", half.format(f"tanh({i})"), "gelu(x, approximate='tanh')") for half in _HALVES for i in _INNER),
     *(Row("gelu", half.format(inner), "gelu(x)") for half in _HALVES for inner in _BY_ERF),
     Row("gelu", _with_slope(), "gelu(x, approximate='tanh')"),
@@ -96,38 +98,59 @@ def _normalised(centred: str, variance: str) -> tuple[str, ...]:
     )
 
 
+def _weighted(centred: str, variance: str, weight: str) -> tuple[str, ...]:
+    """A weight times what is normalised, as it is bracketed: around all of it, or around either factor."""
+    whole = (f"{weight} * ({normed})" for normed in _normalised(centred, variance))
+    return (
+        *whole,
+        *_normalised(f"({weight} * {centred})", variance),
+        f"{centred} * ({weight} * rsqrt({variance} + $eps))",
+    )
+
+
 def _rms_norms() -> list[Row]:
+    alone = "rms_norm(x, ($size,), None, $eps)"
     rows = [Row("rms_norm", "rms_norm(x, ($size,), w, $eps)", "fused.rms_norm(x, w, $eps)", (_VECTOR,)),
-            Row("rms_norm", "rms_norm(x, ($size,), None, $eps)", "fused.rms_norm(x, None, $eps)")]  # fmt: skip
+            Row("rms_norm", f"(1 + w) * {alone}", "fused.rms_norm(x, w, $eps, 1.0)", (_VECTOR,)),
+            Row("rms_norm", f"w * {alone}", "fused.rms_norm(x, w, $eps)", (_VECTOR,)),
+            Row("rms_norm", alone, "fused.rms_norm(x, None, $eps)")]  # fmt: skip
     for square in ("x ** 2", "x * x", "square(x)"):
-        for normed in _normalised("x", f"mean({square}, -1, True)"):
-            rows += [
-                Row("rms_norm", f"(1 + w) * ({normed})", "fused.rms_norm(x, w, $eps, 1.0)", (_VECTOR,)),
-                Row("rms_norm", f"w * ({normed})", "fused.rms_norm(x, w, $eps)", (_VECTOR,)),
-                Row("rms_norm", normed, "fused.rms_norm(x, None, $eps)"),
-            ]
+        mean = f"mean({square}, -1, True)"
+        for weight, offset in (("(1 + w)", ", 1.0"), ("w", "")):
+            fused = f"fused.rms_norm(x, w, $eps{offset})"
+            rows += [Row("rms_norm", spelled, fused, (_VECTOR,)) for spelled in _weighted("x", mean, weight)]
+        rows += [Row("rms_norm", normed, "fused.rms_norm(x, None, $eps)") for normed in _normalised("x", mean)]
     return rows
 
 
 def _layer_norms() -> list[Row]:
+    alone = "layer_norm(x, ($size,), None, None, $eps, _)"
     rows = [
-        Row("layer_norm", f"layer_norm(x, ($size,), {given}, $eps, _)", f"fused.layer_norm(x, {given}, $eps)")
-        for given in ("w, b", "w, None", "None, b", "None, None")
+        *(
+            Row("layer_norm", f"layer_norm(x, ($size,), {given}, $eps, _)", f"fused.layer_norm(x, {given}, $eps)")
+            for given in ("w, b", "w, None", "None, b", "None, None")
+        ),
+        Row("layer_norm", f"w * {alone} + b", "fused.layer_norm(x, w, b, $eps)", (_VECTOR, _BIAS)),
+        Row("layer_norm", f"w * {alone}", "fused.layer_norm(x, w, None, $eps)", (_VECTOR,)),
     ]
     centred = "(x - mean(x, -1, True))"
-    variances = (
-        f"mean({centred} ** 2, -1, True)",
-        f"mean({centred} * {centred}, -1, True)",
-        "var(x, -1, correction=0, keepdim=True)",
-        "var_dim(x, -1, False, True)",
+    #: What is centred, and its variance.
+    spellings = (
+        (centred, f"mean({centred} ** 2, -1, True)"),
+        (centred, f"mean({centred} * {centred}, -1, True)"),
+        (centred, "var(x, -1, correction=0, keepdim=True)"),
+        (centred, "var_dim(x, -1, False, True)"),
+        ("(x - var_mean(x, -1, correction=0, keepdim=True)[1])", "var_mean(x, -1, correction=0, keepdim=True)[0]"),
+        ("(x - var_mean_dim(x, -1, False, True)[1])", "var_mean_dim(x, -1, False, True)[0]"),
     )
-    for variance in variances:
-        for normed in _normalised(centred, variance):
+    for centred, variance in spellings:
+        for spelled in _weighted(centred, variance, "w"):
             rows += [
-                Row("layer_norm", f"w * ({normed}) + b", "fused.layer_norm(x, w, b, $eps)", (_VECTOR, _BIAS)),
-                Row("layer_norm", f"w * ({normed})", "fused.layer_norm(x, w, None, $eps)", (_VECTOR,)),
-                Row("layer_norm", normed, "fused.layer_norm(x, None, None, $eps)"),
+                Row("layer_norm", f"{spelled} + b", "fused.layer_norm(x, w, b, $eps)", (_VECTOR, _BIAS)),
+                Row("layer_norm", spelled, "fused.layer_norm(x, w, None, $eps)", (_VECTOR,)),
             ]
+        alone_too = _normalised(centred, variance)
+        rows += [Row("layer_norm", normed, "fused.layer_norm(x, None, None, $eps)") for normed in alone_too]
     return rows
 
 
@@ -164,8 +187,12 @@ OPERATORS: tuple[Row, ...] = (
     *_layer_norms(),
     *_rotaries(),
     Row("swiglu", "silu(g) * u", "fused.swiglu(g, u)", (_ALIKE,)),
+    Row("swiglu", "g * u * sigmoid(g)", "fused.swiglu(g, u)", (_ALIKE,)),
     Row("geglu", "gelu(g, approximate=$form) * u", "fused.geglu(g, u, $form)", (_ALIKE,)),
     Row("bias_gelu", "gelu(linear(x, w, b), approximate=$form)", "fused.bias_gelu(linear(x, w), b, $form)"),
+    Row("bias_gelu", "gelu(addmm(b, x, w), approximate=$form)", "fused.bias_gelu(mm(x, w), b, $form)", (_LAST,)),
+    Row("bias_gelu", "gelu(x + b, approximate=$form)", "fused.bias_gelu(x, b, $form)", (_BIAS,)),
+    Row("bias_gelu", "gelu(b + x, approximate=$form)", "fused.bias_gelu(x, b, $form)", (_BIAS,)),
     Row("embedding", "embedding(w, i)", "fused.embedding(i, w)"),
     Row("embedding", "embedding(w, i, $padding)", "fused.embedding(i, w, $padding)"),
 )

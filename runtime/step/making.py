@@ -172,7 +172,7 @@ class Maker:
     def _capture(self, call: Call) -> Graph:
         key = (call.signature, self.model.training)
         if key not in self._graphs:
-            graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn)
+            graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
             self._graphs[key] = as_planned(graph, self.plan)
         return self._graphs[key]
 
