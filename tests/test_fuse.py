@@ -165,6 +165,73 @@ def test_rotary(turned: Callable[[torch.Tensor], torch.Tensor], width: int) -> N
     assert rotary.args[3] is (turned in (neighbours_turned, pairs_turned))
 
 
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.chunk(2, dim=-1)
+
+
+def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x[..., ::2], x[..., 1::2]
+
+
+def pairs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.unflatten(-1, (-1, 2)).unbind(-1)
+
+
+def side_by_side(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.cat((first, second), dim=-1)
+
+
+def alternating(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.stack((first, second), dim=-1).flatten(-2)
+
+
+@pytest.mark.parametrize("width", [8, 4])
+@pytest.mark.parametrize("turns_back", [False, True])
+@pytest.mark.parametrize(
+    ("taken", "joined"),
+    [(halves, side_by_side), (neighbours, alternating), (pairs, alternating), (neighbours, side_by_side)],
+)
+def test_rotary_of_two_sides(
+    taken: Callable[..., tuple[torch.Tensor, ...]], joined: Callable[..., torch.Tensor], turns_back: bool, width: int
+) -> None:
+    """With one cosine and one sine for each pair; neighbours may come out as halves."""
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        part, rest = x[..., :width], x[..., width:]
+        first, second = taken(part)
+        if turns_back:
+            rotated = joined(first * cos + second * sin, second * cos - first * sin)
+        else:
+            rotated = joined(first * cos - second * sin, first * sin + second * cos)
+        return torch.cat((rotated, rest), -1) if width < 8 else rotated
+
+    result = fused(rotate, (2, 3, 5, 8), (5, width // 2), (5, width // 2))
+    assert found(result) == {"rotary": 1}
+    assert not {"aten.add.Tensor", "aten.sub.Tensor", "aten.stack.default"} & set(operators(result.graph))
+
+
+def test_rotary_of_two_halves_and_the_rest_joined_at_once() -> None:
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        first, second, rest = x[..., :2], x[..., 2:4], x[..., 4:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+    assert found(fused(rotate, (2, 3, 8), (3, 2), (3, 2))) == {"rotary": 1}
+
+
+def test_rotary_by_complex_numbers() -> None:
+    """The product of complex numbers, as Llama was published."""
+
+    def rotate(x: torch.Tensor, angle: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        turns = torch.polar(torch.ones_like(angle), angle)
+        numbers = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns[:, None]).flatten(-2).type_as(x)
+
+    result = fused(rotate, (2, 5, 3, 8), (5, 4))
+    assert found(result) == {"rotary": 1}
+    rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
+    assert rotary.args[3] is True and "aten.view_as_complex.default" not in operators(result.graph)
+
+
 def test_casts_around_and_inside_are_part_of_the_operator() -> None:
     result = fused(rms_in_float32, X, dtype=torch.bfloat16)
     assert operators(result.graph)[0] == "meshwright.rms_norm.default"

@@ -174,9 +174,10 @@ def _difference_at(scale: float, specs: Sequence[_Spec], sides: tuple[_Side, ...
 
 
 def _random(shape: tuple[int, ...], dtype: str, scale: float, generator: torch.Generator) -> torch.Tensor:
-    if "float" not in dtype:
+    if "float" not in dtype and "complex" not in dtype:
         return torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
-    drawn = torch.randn(shape, dtype=torch.float64, generator=generator) * scale
+    wide = torch.complex128 if "complex" in dtype else torch.float64
+    drawn = torch.randn(shape, dtype=wide, generator=generator) * scale
     return drawn.requires_grad_()
 
 

@@ -108,6 +108,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "var_mean_dim": _aten("var_mean.dim"),
     "slice": _aten("slice.Tensor"),
     "select": _aten("select.int"),
+    "repeat_interleave": _aten("repeat_interleave.self_int"),
     "split": _aten("split_with_sizes"),
     "unbind": _aten("unbind.int"),
     "one_minus": _aten("rsub.Scalar"),

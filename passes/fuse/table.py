@@ -53,6 +53,11 @@ _ALL_ROTATED = Condition(
     "cosines and sines are as wide as the tensor", lambda of: of["cos"][-1:] == of["sin"][-1:] == of["x"][-1:]
 )
 
+_ALL_PAIRS = Condition(
+    "there are a cosine and a sine for each pair of entries",
+    lambda of: of["cos"][-1:] == of["sin"][-1:] and 2 * of["cos"][-1] == of["x"][-1],
+)
+
 # -- activations, as torch names them: the rows behind look for those names alone -------------------------------------
 
 #: Half of x times one plus something, as it is bracketed.
@@ -156,30 +161,78 @@ def _layer_norms() -> list[Row]:
 
 # -- rotary embeddings (Su et al., "RoFormer", 2021) -------------------------------------------------------------------
 
-#: The rotated tensor, as its halves or its neighbours are taken apart, and whether it is neighbours.
-_ROTATED = (
-    ("cat((-slice({0}, -1, $half, $size), slice({0}, -1, 0, $half)), -1)", False),
-    ("cat((-split({0}, $halves, -1)[1], split({0}, $halves, -1)[0]), -1)", False),
-    ("reshape(stack((-slice({0}, -1, 1, $size, 2), slice({0}, -1, 0, $size, 2)), -1), $shape)", True),
-    ("reshape(stack((-unbind(reshape({0}, $pairs), -1)[1], unbind(reshape({0}, $pairs), -1)[0]), -1), $shape)", True),
-    ("reshape(stack((-select(reshape({0}, $pairs), -1, 1), select(reshape({0}, $pairs), -1, 0)), -1), $shape)", True),
+#: The two sides of every pair, as they are taken apart, and whether they are neighbours.
+_SIDES = (
+    ("slice({0}, -1, 0, $half)", "slice({0}, -1, $half, $size)", False),
+    ("split({0}, $halves, -1)[0]", "split({0}, $halves, -1)[1]", False),
+    ("slice({0}, -1, 0, $size, 2)", "slice({0}, -1, 1, $size, 2)", True),
+    ("unbind(reshape({0}, $pairs), -1)[0]", "unbind(reshape({0}, $pairs), -1)[1]", True),
+    ("select(reshape({0}, $pairs), -1, 0)", "select(reshape({0}, $pairs), -1, 1)", True),
 )
+#: What the sides become, where there is a cosine and a sine for each pair, and the sine that turns them likewise.
+_DIRECTIONS = (
+    ("first * cos - second * sin, second * cos + first * sin", "sin"),
+    ("first * cos + second * sin, second * cos - first * sin", "-sin"),
+    ("first * cos + second * sin, first * -sin + second * cos", "-sin"),
+)
+#: Cosines and sines of entries, from those of pairs that are halves, or neighbours.
+_FOR_HALVES = "cat((cos, cos), -1), cat(({0}, {0}), -1), False"
+_FOR_NEIGHBOURS = "repeat_interleave(cos, 2, -1), repeat_interleave({0}, 2, -1), True"
+#: Neighbours as complex numbers, and the fused operator's angles from theirs (Llama as it was published).
+_COMPLEX = "reshape(view_as_real(view_as_complex(reshape(x, $pairs)) * angle), $shape)"
+_FOR_COMPLEX = ", ".join(f"repeat_interleave(select(view_as_real(angle), -1, {part}), 2, -1)" for part in (0, 1))
+#: Two sides joined to halves, and to neighbours.
+_TO_HALVES, _TO_NEIGHBOURS = "cat(({0}), -1)", "reshape(stack(({0}), -1), $shape)"
 #: The part that is rotated and the rest, of a tensor that is rotated in part.
 _PARTS = (
     ("slice(x, -1, 0, $width)", "slice(x, -1, $width, $all)"),
     ("split(x, $parts, -1)[0]", "split(x, $parts, -1)[1]"),
 )
+#: Two halves and the rest, taken apart at once.
+_THREE_PARTS = (
+    ("slice(x, -1, 0, $half)", "slice(x, -1, $half, $width)", "slice(x, -1, $width, $all)"),
+    ("split(x, $parts, -1)[0]", "split(x, $parts, -1)[1]", "split(x, $parts, -1)[2]"),
+)
 
 
 def _rotaries() -> list[Row]:
-    rows = []
-    for rotated, interleaved in _ROTATED:
-        fused = f"fused.rotary(x, cos, sin, {interleaved})"
-        rows.append(Row("rotary", f"x * cos + {rotated.format('x')} * sin", fused, (_ALL_ROTATED,)))
-        for part, rest in _PARTS:
-            turned = f"{part} * cos + {rotated.format(part)} * sin"
-            rows.append(Row("rotary", f"cat(({turned}, {rest}), -1)", fused))
+    rows = [Row("rotary", _COMPLEX, f"fused.rotary(x, {_FOR_COMPLEX}, True)")]
+    for first, second, neighbours in _SIDES:
+        join = _TO_NEIGHBOURS if neighbours else _TO_HALVES
+        turned = "{0} * cos + " + join.format(f"-{second}, {first}") + " * sin"
+        rows += _whole_and_part(turned, f"fused.rotary(x, cos, sin, {neighbours})", _ALL_ROTATED)
+        for sides, sine in _DIRECTIONS:
+            apart = _laid_on(sides, first, second)
+            tables = (_FOR_NEIGHBOURS if neighbours else _FOR_HALVES).format(sine)
+            rows += _whole_and_part(join.format(apart), f"fused.rotary(x, {tables})", _ALL_PAIRS)
+            if neighbours:
+                rows.append(_neighbours_to_halves(first, second, sides, sine))
+            else:
+                rows += [_joined_at_once(apart.format(part), rest, sine) for part, rest in _PARTS]
+    for sides, sine in _DIRECTIONS:
+        rows += [_joined_at_once(_laid_on(sides, *halves), rest, sine) for *halves, rest in _THREE_PARTS]
     return rows
+
+
+def _laid_on(sides: str, first: str, second: str) -> str:
+    return sides.replace("first", first).replace("second", second)
+
+
+def _whole_and_part(turned: str, fused: str, condition: Condition) -> list[Row]:
+    """Of all of a tensor, and of a part to which the rest is joined."""
+    parts = (f"cat(({turned.format(part)}, {rest}), -1)" for part, rest in _PARTS)
+    return [Row("rotary", turned.format("x"), fused, (condition,)), *(Row("rotary", part, fused) for part in parts)]
+
+
+def _joined_at_once(halves: str, rest: str, sine: str) -> Row:
+    return Row("rotary", f"cat(({halves}, {rest}), -1)", f"fused.rotary(x, {_FOR_HALVES.format(sine)})")
+
+
+def _neighbours_to_halves(first: str, second: str, sides: str, sine: str) -> Row:
+    """Neighbours that are halves when they are rotated (DeepSeek-V3)."""
+    halves = _TO_HALVES.format(f"{first}, {second}").format("x")
+    turned = _TO_HALVES.format(_laid_on(sides, first, second)).format("x")
+    return Row("rotary", turned, f"fused.rotary({halves}, {_FOR_HALVES.format(sine)})", (_ALL_PAIRS,))
 
 
 OPERATORS: tuple[Row, ...] = (
