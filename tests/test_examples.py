@@ -11,14 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import free_port, run_script
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+#: The one that is started as a user does; the others run on processes that have done their imports.
+LAUNCHED = "language_model"
 SECONDS = 280
+RANKS = 4
 
 
-def run_example(name: str, *, num_processes: int = 4) -> str:
-    """Its output; no process of it is left behind."""
-    command = [sys.executable, "-m", "planner", "run", "--nproc", str(num_processes), f"examples/{name}.py"]
+def launched(name: str) -> str:
+    """Output of ``planner run``; no process of it is left behind."""
+    command = [sys.executable, "-m", "planner", "run", "--nproc", str(RANKS), f"examples/{name}.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command,
@@ -39,10 +44,17 @@ def run_example(name: str, *, num_processes: int = 4) -> str:
     return output
 
 
+def forked(name: str, folder: Path) -> str:
+    """Output of rank 0, with the environment that ``torchrun`` gives."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
+    return run_script(ROOT / "examples" / f"{name}.py", environments, folder=folder, timeout=SECONDS)[0]
+
+
 @pytest.mark.examples
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_reaches_its_goal(name: str) -> None:
-    output = run_example(name)
+def test_example_reaches_its_goal(name: str, tmp_path: Path) -> None:
+    output = launched(name) if name == LAUNCHED else forked(name, tmp_path)
     found = re.search(r"^loss (\S+) \(goal (\S+)\)$", output, re.MULTILINE)
     assert found, output[-2000:]
     assert float(found[1]) <= float(found[2])

@@ -18,19 +18,13 @@ import torch.distributed as dist
 
 from runtime.launch.place import LaunchError, Place
 from runtime.launch.rendezvous import Deadline, check_in
-from tests.ranks import ROOT
+from tests.ranks import ROOT, free_port
 
 TIMEOUT = 3.0
 #: More than that for a busy machine.
 SLACK = 10.0
 #: Variables that say something about a job; a test sets its own.
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(**changes: str) -> dict[str, str]:
