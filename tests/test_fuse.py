@@ -240,13 +240,18 @@ def test_casts_around_and_inside_are_part_of_the_operator() -> None:
     assert [result.graph.values[name].dtype for name in norm.inputs] == ["bfloat16", "bfloat16"]
 
 
-def test_a_result_that_is_left_in_float32_is_no_match() -> None:
-    """The fused operator would round it."""
+def test_a_result_that_is_left_in_float32_is_of_what_was_cast_to_it() -> None:
+    """The fused operator of the tensor itself would round."""
     result = fused(lambda x, w, b: rms(x.float()) * w.float(), X, dtype=torch.bfloat16)
+    assert found(result) == {"rms_norm": 1} and not result.near_misses
+    assert operators(result.graph) == ["aten.to.dtype", "aten.to.dtype", "meshwright.rms_norm.default"]
+    assert [value.dtype for node in result.graph.nodes[:3] for value in node.outputs] == ["float32"] * 3
+
+
+def test_a_tensor_that_is_used_as_it_is_and_cast_is_no_match() -> None:
+    """Only one of the two could be given to the fused operator."""
+    result = fused(lambda x, u, w, b: x.float() * torch.sigmoid(x) * u.float(), X, X, dtype=torch.bfloat16)
     assert found(result) == {}
-    (miss,) = result.near_misses
-    assert (miss.pattern, miss.module_path) == ("rms_norm", "layer")
-    assert miss.reason == "it gives [2, 3, 8] float32, the fused operator [2, 3, 8] bfloat16"
 
 
 def test_a_value_inside_that_is_used_elsewhere_blocks() -> None:

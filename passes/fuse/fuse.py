@@ -12,7 +12,7 @@ from passes.fuse.check import CannotRun, difference
 from passes.fuse.match import Found, Matcher
 from passes.fuse.report import Match, NearMiss
 from passes.fuse.table import ALREADY, Row
-from passes.ir.graph import Graph, Node, Ref, assign_keys, map_refs
+from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
 
 #: A pattern of which this share is found, and at least so many operators, was nearly matched.
 NEARLY = 0.7
@@ -105,19 +105,31 @@ class Rewriter:
         outside = self._used_outside(root, found.inside)
         if outside:
             return outside
-        prefix = f"{root.name}__"
-        try:
-            nodes = build(row.result, found.tensors, found.constants, self.matcher.values, prefix=prefix)
-        except CannotBuild as error:
-            return str(error)
-        given, wanted = nodes[-1].output, root.output
-        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
-            return f"it gives {list(wanted.shape)} {wanted.dtype}, the fused operator {list(given.shape)} {given.dtype}"
-        reason = self._differs(found, nodes)
+        reason = ""
+        for each in (found, *self._of_wider(root, found)):
+            try:
+                nodes = build(row.result, each.tensors, each.constants, self.matcher.values, prefix=f"{root.name}__")
+            except CannotBuild as error:
+                return str(error)
+            unlike = _unlike(root.output, nodes[-1].output)
+            if not unlike:
+                break
+            reason = reason or unlike
+        else:
+            return reason
+        reason = self._differs(each, nodes)
         if reason:
             return reason
         self._accept(row, root, found, nodes)
         return None
+
+    def _of_wider(self, root: Node, found: Found) -> list[Found]:
+        """The same match of what tensors are cast to, not of what they are, so that its result is as wide."""
+        if not found.casts or self.matcher.is_cast(root):
+            return []
+        wider = {self.by_name[cast].inputs[0]: cast for cast in found.casts}
+        tensors = {name: wider.get(value, value) for name, value in found.tensors.items()}
+        return [found._replace(tensors=tensors, casts=frozenset())]
 
     def _used_outside(self, root: Node, inside: frozenset[str]) -> str:
         """Why values of the pattern are needed besides its result, "" if none is."""
@@ -176,6 +188,13 @@ class Rewriter:
                 )
             )
         return placed
+
+
+def _unlike(wanted: Value, given: Value) -> str:
+    """How what is fused would differ in shape or type, "" if it does not."""
+    if (given.shape, given.dtype) == (wanted.shape, wanted.dtype):
+        return ""
+    return f"it gives {list(wanted.shape)} {wanted.dtype}, the fused operator {list(given.shape)} {given.dtype}"
 
 
 def _by_root(rows: Sequence[Row]) -> dict[str, list[Row]]:
