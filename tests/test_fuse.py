@@ -367,6 +367,50 @@ def test_an_addition_folds_into_the_norm_of_its_own_layer_only() -> None:
     assert [len(node.outputs) for node in sums] == [2, 2, 2]
 
 
+class PostNormBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x + self.inner(x))
+        return self.second(x + self.outer(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [(Block, {"layer_norm": 4, "add_layer_norm": 3}), (PostNormBlock, {"layer_norm": 1, "add_layer_norm": 6})],
+)
+def test_calls_of_one_layer_are_told_apart(block: type[Block], expected: dict[str, int]) -> None:
+    """A layer that is called three times: sums are folded within each call, and not across."""
+    stack = Stack()
+    stack.layers = nn.ModuleList([block()] * 3)
+    result = fuse(capture(stack, args=(torch.randn(2, 8),)))
+    assert found(result) == expected
+
+
+def test_an_addition_folds_through_a_reshape_of_its_rows() -> None:
+    class Flat(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = x + self.inner(self.first(x))
+            rows = whole.reshape(-1, 8)
+            return (rows + self.outer(self.second(rows))).view(x.shape)
+
+    stack = Stack()
+    stack.layers = nn.ModuleList(Flat() for _ in range(3))
+    result = fuse(capture(stack, args=(torch.randn(2, 3, 8),)))
+    assert found(result) == {"layer_norm": 4, "add_layer_norm": 3}
+    sums = [node for node in result.graph.nodes if node.op == "meshwright.add_layer_norm.default"]
+    assert [value.shape for node in sums for value in node.outputs] == [(2, 3, 8)] * 6
+
+
+def test_an_addition_does_not_fold_through_a_reshape_that_makes_other_rows() -> None:
+    class Heads(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = (x + self.inner(x)).reshape(*x.shape[:-1], 2, 4)
+            return F.layer_norm(heads, (4,)).reshape(x.shape)
+
+    stack = Stack()
+    stack.layers = nn.ModuleList(Heads() for _ in range(3))
+    assert found(fuse(capture(stack, args=(torch.randn(2, 8),)))) == {"layer_norm": 4}
+
+
 def test_nothing_to_fuse_leaves_the_graph_as_it_is() -> None:
     graph = graph_of(lambda x, w, b: torch.exp(x) * w, X)
     result = fuse(graph)

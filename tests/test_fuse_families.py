@@ -20,6 +20,7 @@ _DECODER = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
 _GROUPED = {**_DECODER, "num_key_value_heads": 2}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _GPT = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
@@ -44,11 +45,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             {"layer_norm": 3, "add_layer_norm": 2, "bias_gelu": 2, "cross_entropy": 1}),
     "opt": ("OPTForCausalLM", {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
                                "num_attention_heads": 4, "max_position_embeddings": 16, "word_embed_proj_dim": 32},
-            {"embedding": 2, "layer_norm": 5, "cross_entropy": 1}),
+            {"embedding": 2, "layer_norm": 3, "add_layer_norm": 2, "cross_entropy": 1}),
     "bloom": ("BloomForCausalLM", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
               {"embedding": 1, "layer_norm": 4, "add_layer_norm": 2, "bias_gelu": 2, "cross_entropy": 1}),
     "gpt-j": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 4},
               {"embedding": 1, "layer_norm": 3, "rotary": 4, "bias_gelu": 2, "cross_entropy": 1}),
+    "albert": ("AlbertForMaskedLM", {**_DECODER, "embedding_size": 16, "max_position_embeddings": 16},
+               {"embedding": 3, "layer_norm": 2, "add_layer_norm": 4, "bias_gelu": 3, "cross_entropy": 1}),
+    "cohere, normed heads": ("CohereForCausalLM", {**_GROUPED, **_TOKENS, "use_qk_norm": True},
+                             {"embedding": 1, "layer_norm": 7, "rotary": 4, "swiglu": 2, "cross_entropy": 1}),
+    "gpt-oss": ("GptOssForCausalLM", {**_GROUPED, **_TOKENS, "head_dim": 8, "num_local_experts": 4,
+                                      "num_experts_per_tok": 2},
+                {"embedding": 1, "rms_norm": 3, "add_rms_norm": 2, "rotary": 4, "cross_entropy": 1}),
+    "deepseek-v3": ("DeepseekV3ForCausalLM",
+                    {**_DECODER, **_TOKENS, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
+                     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2},
+                    {"embedding": 1, "rms_norm": 7, "add_rms_norm": 2, "rotary": 4, "swiglu": 2, "cross_entropy": 1}),
+    "llama4": ("Llama4ForCausalLM",
+               {**_GROUPED, **_TOKENS, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2,
+                "interleave_moe_layer_step": 2},
+               {"embedding": 1, "rms_norm": 7, "add_rms_norm": 2, "rotary": 4, "swiglu": 3, "cross_entropy": 1}),
     "gpt-neox": ("GPTNeoXForCausalLM", {**_DECODER, "max_position_embeddings": 16},
                  {"embedding": 1, "layer_norm": 5, "rotary": 4, "bias_gelu": 2, "cross_entropy": 1}),
 }  # fmt: skip
