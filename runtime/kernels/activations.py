@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels.language import tl, triton
 
@@ -31,6 +33,14 @@ _ATEN: dict[str, tuple[Any, Any]] = {
     SILU: (_aten.silu.out, _aten.silu_backward.grad_input),
     "gelu": (_aten.gelu.out, _aten.gelu_backward.grad_input),
     "gelu_tanh": (_gelu_tanh, partial(_aten.gelu_backward.grad_input, approximate="tanh")),
+}
+
+
+#: The same as torch differentiates them, any number of times.
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    SILU: F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 

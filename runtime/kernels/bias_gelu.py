@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.activations import activate, activation_and_slope, activation_gradient, gelu_name
+from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient, gelu_name
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, register, wide_dtype
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide_dtype
 
 #: Backward: columns that a program handles, and rows that it takes at a time.
 _COLUMNS, _ROWS = 128, 16
@@ -58,6 +58,16 @@ def _aten_backward(
     activation_gradient(grad.to(total.dtype), total, gelu_name(approximate), out=total)
     grad_bias = total.flatten(0, -2).sum(0) if total.dim() > 1 else total
     return total.to(input.dtype), grad_bias.to(bias.dtype, copy=grad_bias is total)
+
+
+def _plain_backward(
+    grad: torch.Tensor, input: torch.Tensor, bias: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor | None, ...]:
+    def definition(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        dtype = wide_dtype(input, bias)
+        return PLAIN[gelu_name(approximate)](input.to(dtype) + bias.to(dtype)).to(grad.dtype)
+
+    return gradients_of(definition, (input, bias), grad)
 
 
 @triton.jit
@@ -155,3 +165,4 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable_again(_backward, _plain_backward)

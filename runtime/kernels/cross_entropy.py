@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, register, wide
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide
 from runtime.kernels.logit_rows import (
     add_up_row,
     aten_gradient,
@@ -302,29 +302,35 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
     return result, None, None, None, None, None, None
 
 
-def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    grad, logits, target, _, start, *options = inputs
-    ctx.loss, ctx.whole = LossOptions(*options), start is None
-    ctx.save_for_backward(grad, logits, target)
+def plain_losses(logits: torch.Tensor, target: torch.Tensor, loss: LossOptions) -> torch.Tensor:
+    """The losses as torch differentiates them; holds copies of the logits."""
+    x = wide(logits)
+    log_sum = x.logsumexp(-1)
+    chosen = x.gather(-1, target.clamp(0, loss.vocabulary - 1).unsqueeze(-1)).squeeze(-1)
+    losses = log_sum - (1.0 - loss.label_smoothing) * chosen + loss.z_loss * log_sum.square()
+    if loss.label_smoothing:
+        losses = losses - loss.label_smoothing / loss.vocabulary * x.sum(-1)
+    return losses.masked_fill(target == loss.ignore_index, 0.0)
 
 
-def _second_gradient(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of ``sum(outer · logits_gradient)``, in torch's operators: it is rare, and may hold copies."""
-    if not ctx.whole:
+def check_whole(start: torch.Tensor | None) -> None:
+    """Raise a RuntimeError for a shard of the classes, of which no derivative of the gradient can be made."""
+    if start is not None:
         raise RuntimeError("cross-entropy over a sharded vocabulary has no second derivative")
-    grad, logits, target = ctx.saved_tensors
-    loss, x, outer = ctx.loss, wide(logits), wide(outer)
-    counts = (target != loss.ignore_index).unsqueeze(-1)
-    share = x.softmax(-1)
-    log_sum = x.logsumexp(-1, keepdim=True)
-    wanted = torch.zeros_like(x).scatter(-1, target.masked_fill(~counts.squeeze(-1), 0).unsqueeze(-1), 1.0)
-    wanted = (1.0 - loss.label_smoothing) * wanted + loss.label_smoothing / loss.vocabulary
-    slope = 1.0 + 2.0 * loss.z_loss * log_sum
-    along = (outer * share).sum(-1, keepdim=True)
-    by_grad = (counts * outer * (slope * share - wanted)).sum(-1)
-    by_logits = counts * wide(grad).unsqueeze(-1) * share * (slope * (outer - along) + 2.0 * loss.z_loss * along)
-    return by_grad.to(grad.dtype), by_logits.to(logits.dtype), *[None] * 7
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    statistic: torch.Tensor,
+    start: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    check_whole(start)
+    loss = LossOptions(*options)
+    return gradients_of(lambda logits: plain_losses(logits, target, loss).to(grad.dtype), (logits,), grad)
 
 
 differentiable(_forward, save=_save, backward=_gradient)
-differentiable(_backward, save=_save_gradient, backward=_second_gradient)
+differentiable_again(_backward, _plain_backward)

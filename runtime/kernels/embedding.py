@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, register, wide, wide_dtype
+from runtime.kernels.library import differentiable, differentiable_again, register, wide, wide_dtype
 
 #: Sorted positions to a chunk, at whose ends runs are cut; and rows that a program adds at a time.
 _CHUNK, _ROWS = 64, 4
@@ -55,6 +55,12 @@ def _aten_backward(grad: torch.Tensor, indices: torch.Tensor, num_rows: int, pad
     none = -1 if padding_idx is None else padding_idx
     rows = torch.ops.aten.embedding_dense_backward(wide(grad).contiguous(), indices, num_rows, none, False)
     return rows.to(grad.dtype)
+
+
+def _plain_backward(grad: torch.Tensor, indices: torch.Tensor, num_rows: int, padding_idx: int | None) -> torch.Tensor:
+    rows = grad if padding_idx is None else grad.masked_fill((indices == padding_idx).unsqueeze(-1), 0.0)
+    zeros = rows.new_zeros((num_rows, rows.shape[-1]))
+    return zeros.index_add(0, indices.flatten(), rows.reshape(-1, rows.shape[-1]))
 
 
 @triton.jit
@@ -174,3 +180,4 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
 
 
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable_again(_backward, _plain_backward)

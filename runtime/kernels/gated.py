@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.activations import activate, activation_and_slope, activation_gradient
+from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import wide, wide_dtype
+from runtime.kernels.library import gradients_of, wide, wide_dtype
 
 
 def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -37,6 +37,18 @@ def aten_backward(
     activation_gradient(grad_gate, gate_wide, activation, out=grad_gate)
     activate(gate_wide, activation, out=grad_up)
     return grad_gate.to(gate.dtype), grad_up.mul_(grad).to(up.dtype)
+
+
+def plain_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
+) -> tuple[torch.Tensor | None, ...]:
+    """As ``aten_backward``, to be differentiated."""
+
+    def definition(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        dtype = wide_dtype(gate, up)
+        return (PLAIN[activation](gate.to(dtype)) * up.to(dtype)).to(grad.dtype)
+
+    return gradients_of(definition, (gate, up), grad)
 
 
 @triton.jit

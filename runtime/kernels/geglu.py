@@ -8,7 +8,7 @@ import torch
 
 from runtime.kernels import gated
 from runtime.kernels.activations import gelu_name
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, differentiable_again, register
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -36,6 +36,12 @@ def _aten_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, approximate: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return gated.aten_backward(grad, gate, up, activation=gelu_name(approximate))
+
+
+def _plain_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, approximate: str
+) -> tuple[torch.Tensor | None, ...]:
+    return gated.plain_backward(grad, gate, up, activation=gelu_name(approximate))
 
 
 def _triton(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -79,3 +85,4 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable_again(_backward, _plain_backward)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
@@ -16,6 +16,7 @@ from runtime.kernels.normalization import (
     normalize,
     normalize_backward,
     promoted,
+    sum_of,
     wanted_grads,
 )
 
@@ -102,6 +103,28 @@ def _aten_backward(
         for one, like in zip(grads, (input, weight, bias), strict=True)
     ]
     return results[0], results[1], results[2]
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    eps: float,
+    *wants: bool,
+) -> tuple[Maybe, ...]:
+    compute = promoted(grad, input, weight, least=torch.float32)
+
+    def definition(input: torch.Tensor, weight: Maybe, bias: Maybe) -> torch.Tensor:
+        values = input.to(compute)
+        centred = values - values.mean(-1, keepdim=True)
+        normal = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normal = normal if weight is None else normal * weight.to(compute)
+        return (normal if bias is None else normal + bias.to(compute)).to(grad.dtype)
+
+    grad_input, *others = gradients_of(definition, (input, weight, bias), grad)
+    return wanted_grads((sum_of(grad_input, grad_sum), *others), wants)
 
 
 def _triton(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> torch.Tensor:
@@ -210,3 +233,4 @@ def _gradient_add(ctx: Any, grad_sum: Maybe, grad: Maybe) -> tuple[Maybe, ...]:
 
 differentiable(_forward, save=_save, backward=_gradient)
 differentiable(_add_forward, save=_save_add, backward=_gradient_add)
+differentiable_again(_backward, _plain_backward)

@@ -19,9 +19,11 @@ from runtime.kernels.cross_entropy import (
     check_classes,
     check_smoothing,
     check_target,
+    check_whole,
     losses_of,
+    plain_losses,
 )
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
 from runtime.kernels.logit_rows import aten_gradient, aten_sums, shapes_of_sums, triton_gradient, triton_sums
 
 #: Fewest tokens in a chunk. Each chunk reads and writes the float32 gradient of the weight once, 8 bytes for an
@@ -321,13 +323,27 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *found, None, None, None, None, None, None
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """There is no second derivative to keep anything for."""
+def _plain_backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    statistic: torch.Tensor | None,
+    start: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """With all logits at once."""
+    check_whole(start)
+    *loss, _, wanted = options
 
+    def definition(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        with _without_autocast(hidden):
+            return plain_losses(F.linear(hidden, weight, bias), target, LossOptions(*loss)).to(grad.dtype)
 
-def _no_second_gradient(ctx: Any, *grads: torch.Tensor) -> None:
-    raise RuntimeError("linear_cross_entropy has no second derivative: use cross_entropy of a linear layer's output")
+    found = gradients_of(definition, (hidden, weight, bias), grad)
+    return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
 
 
 differentiable(_forward, save=_save, backward=_gradient)
-differentiable(_backward, save=_save_nothing, backward=_no_second_gradient)
+differentiable_again(_backward, _plain_backward)

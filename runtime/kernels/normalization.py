@@ -79,9 +79,14 @@ def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: May
             )
 
 
-def wanted_grads(grads: Sequence[torch.Tensor], wants: Sequence[bool]) -> tuple[Maybe, ...]:
+def wanted_grads(grads: Sequence[Maybe], wants: Sequence[bool]) -> tuple[Maybe, ...]:
     """What autograd is given: None for what nobody wants."""
     return tuple(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True))
+
+
+def sum_of(first: Maybe, second: Maybe) -> Maybe:
+    """The sum of what is given, in the dtype of the first."""
+    return first if first is None or second is None else first + second.to(first.dtype)
 
 
 def addends_grads(grad: Maybe, dtypes: Sequence[torch.dtype], wants: Sequence[bool]) -> tuple[Maybe, ...]:

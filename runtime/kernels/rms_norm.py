@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
@@ -16,6 +16,7 @@ from runtime.kernels.normalization import (
     normalize,
     normalize_backward,
     promoted,
+    sum_of,
     wanted_grads,
 )
 from runtime.kernels.rows import row_blocks
@@ -113,6 +114,27 @@ def _aten_backward(
     if weight is not None and wants_weight:
         grad_weight = torch.stack(shares).sum(0).to(weight.dtype) if shares else torch.zeros_like(weight)
     return tuple(input.new_empty(0) if one is None else one for one in (grad_input, grad_weight))
+
+
+def _plain_backward(
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    eps: float,
+    offset: float,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[Maybe, ...]:
+    compute = promoted(grad, input, weight, least=torch.float32)
+
+    def definition(input: torch.Tensor, weight: Maybe) -> torch.Tensor:
+        values = input.to(compute)
+        normal = values * (values.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (normal if weight is None else normal * _factor_of(weight, offset, compute)).to(grad.dtype)
+
+    grad_input, grad_weight = gradients_of(definition, (input, weight), grad)
+    return wanted_grads((sum_of(grad_input, grad_sum), grad_weight), (wants_input, wants_weight))
 
 
 def _triton(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -216,3 +238,4 @@ def _gradient_add(ctx: Any, grad_sum: Maybe, grad: Maybe) -> tuple[Maybe, ...]:
 
 differentiable(_forward, save=_save, backward=_gradient)
 differentiable(_add_forward, save=_save_add, backward=_gradient_add)
+differentiable_again(_backward, _plain_backward)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, register, wide_dtype
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide_dtype
 from runtime.kernels.rotary_kernels import Rotation, rotate
 
 
@@ -161,6 +161,36 @@ def _shapes_tables(
     return cos.new_empty(cos.shape, dtype=dtype), sin.new_empty(sin.shape, dtype=dtype)
 
 
+def _definition(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    rotated = cos.shape[-1]
+    first, second = _pairs(input, rotated, interleaved=interleaved)
+    swapped = torch.stack((-second, first), -1).flatten(-2) if interleaved else torch.cat((-second, first), -1)
+    return torch.cat((input[..., :rotated] * cos + swapped * sin, input[..., rotated:]), -1)
+
+
+def plain_backward(
+    grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """As the backward operator, to be differentiated: whatever was rotated, its gradient is the same."""
+    computed = wide_dtype(grad, cos, sin)
+    given = grad.to(computed)
+    (result,) = gradients_of(
+        lambda input: _definition(input, cos.to(computed), sin.to(computed), interleaved),
+        (torch.zeros_like(given),),
+        given,
+    )
+    assert result is not None
+    return result.to(dtype)
+
+
+def _plain_tables(
+    grad: torch.Tensor, input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor | None, ...]:
+    dtype = wide_dtype(grad, input, cos, sin)
+    tables = cos.to(dtype), sin.to(dtype)
+    return gradients_of(lambda cos, sin: _definition(input.to(dtype), cos, sin, interleaved), tables, grad.to(dtype))
+
+
 _forward = register(
     "rotary(Tensor input, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
     aten=_aten,
@@ -208,3 +238,5 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 differentiable(_forward, save=save, backward=_gradient)
+differentiable_again(_backward, plain_backward)
+differentiable_again(_tables_backward, _plain_tables)

@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, register
-from runtime.kernels.rotary import aten_rotate, check, like, out_dtype, save, table_gradients, triton_rotate
+from runtime.kernels.library import differentiable, differentiable_again, register
+from runtime.kernels.rotary import (
+    aten_rotate,
+    check,
+    like,
+    out_dtype,
+    plain_backward,
+    save,
+    table_gradients,
+    triton_rotate,
+)
 from runtime.kernels.rotary_kernels import Rotation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -94,6 +103,19 @@ def _shapes_backward(
     return like(grad_query, query_dtype), like(grad_key, key_dtype)
 
 
+def _plain_backward(
+    grad_query: torch.Tensor,
+    grad_key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    query_dtype: torch.dtype,
+    key_dtype: torch.dtype,
+) -> Pair:
+    query = plain_backward(grad_query, cos, sin, interleaved, query_dtype)
+    return query, plain_backward(grad_key, cos, sin, interleaved, key_dtype)
+
+
 _forward = register(
     "rotary_pair(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
     aten=_aten,
@@ -120,3 +142,4 @@ def _gradient(
 
 
 differentiable(_forward, save=save, backward=_gradient)
+differentiable_again(_backward, _plain_backward)

@@ -9,7 +9,7 @@ import torch
 
 from runtime.kernels import gated
 from runtime.kernels.activations import SILU
-from runtime.kernels.library import differentiable, register
+from runtime.kernels.library import differentiable, differentiable_again, register
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -49,3 +49,4 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 differentiable(_forward, save=_save, backward=_gradient)
+differentiable_again(_backward, partial(gated.plain_backward, activation=SILU))
