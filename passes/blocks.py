@@ -15,6 +15,8 @@ from passes.ir.graph import Graph, Node, State
 
 #: A block may be made of up to this many consecutive list entries (Linear, ReLU, Linear, ReLU, …).
 MAX_ENTRIES_PER_COPY = 6
+#: Where a graph keeps what was found in it.
+_KEPT = "repeated blocks"
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,16 @@ class _Stretch:
 def find_blocks(graph: Graph) -> tuple[BlockRun, ...]:
     """Runs of two or more identical blocks, in graph order, not overlapping.
 
-    A run ends where a value of a copy is used other than by itself and the next copy.
+    A run ends where a value of a copy is used other than by itself and the next copy. Kept with the graph, for all who
+    ask.
     """
+    known: dict[str, tuple[BlockRun, ...]] = vars(graph)
+    if _KEPT not in known:
+        known[_KEPT] = _found_blocks(graph)
+    return known[_KEPT]
+
+
+def _found_blocks(graph: Graph) -> tuple[BlockRun, ...]:
     finder = _Finder(graph)
     nodes = [node for node in graph.nodes if not node.constant]
     runs = finder.search(nodes, level=0)

@@ -9,6 +9,7 @@ from typing import Any
 from passes.capture.naming import Namer, name_wishes
 from passes.fuse.build import CannotBuild, build, is_registered
 from passes.fuse.check import CannotRun, difference
+from passes.fuse.copies import NOTHING, Copies, Ending
 from passes.fuse.match import Found, Matcher
 from passes.fuse.report import Match, NearMiss
 from passes.fuse.table import ALREADY, Row
@@ -65,12 +66,37 @@ class Rewriter:
 
     def run(self) -> Graph:
         """The graph with everything replaced that can be."""
-        for node in reversed(self.graph.nodes):
-            if not node.constant and node.name not in self.taken:
-                self._at(node)
+        copies = Copies(self.graph)
+        if not (copies.runs and self._find(copies)):
+            self._find(None)
         covered = self.taken | self.inside_of_misses
         self.near_misses = {name: miss for name, miss in self.near_misses.items() if name not in covered}
         return self._rewritten() if self.replaced else self.graph
+
+    def _find(self, copies: Copies | None) -> bool:
+        """Try all patterns everywhere; with ``copies`` once for all that are alike: whether that was right."""
+        self.taken, self.replaced, self.near_misses, self.inside_of_misses = set(), {}, {}, set()
+        for node in reversed(self.graph.nodes):
+            if node.constant or node.name in self.taken:
+                continue
+            known = copies.known(node) if copies is not None else None
+            if known == NOTHING:
+                continue
+            if isinstance(known, Row):
+                found, _ = self.matcher.find(known.tree, node)
+                if found is None or self._replace(known, node, found, checked=True) is not None:
+                    return False
+                continue
+            self._at(node)
+            if copies is not None:
+                copies.note(node, self._ending(node))
+        return copies is None or copies.agree()
+
+    def _ending(self, node: Node) -> Ending:
+        """What was found to end in ``node``."""
+        if node.name in self.replaced:
+            return self.replaced[node.name].row
+        return None if node.name in self.near_misses else NOTHING
 
     def _at(self, node: Node) -> None:
         """Try every pattern that may end in ``node``, or in what it casts."""
@@ -94,8 +120,8 @@ class Rewriter:
         if best is not None:
             self.near_misses[node.name] = best[1]
 
-    def _replace(self, row: Row, root: Node, found: Found) -> str | None:
-        """Replace a match, or say why not ("" if it is part of another)."""
+    def _replace(self, row: Row, root: Node, found: Found, *, checked: bool = False) -> str | None:
+        """Replace a match, or say why not ("" if it is part of another); ``checked``: its like was tried out."""
         if found.inside & self.taken:
             return ""
         shapes = {name: self.matcher.values[value].shape for name, value in found.tensors.items()}
@@ -117,7 +143,7 @@ class Rewriter:
             reason = reason or unlike
         else:
             return reason
-        reason = self._differs(each, nodes)
+        reason = "" if checked else self._differs(each, nodes)
         if reason:
             return reason
         self._accept(row, root, found, nodes)
