@@ -19,6 +19,10 @@ from passes.plan import Plan
 from passes.shard import PlanMismatch
 from passes.stages import StageGraph, StepPrograms, step_programs
 from planner.compilation import parallelise_step
+from planner.library import load_config
+from planner.planning import capture_for_planning
+from planner.step.demands import read_demands
+from planner.step.planning import plan_step
 from planner.verification import slow_devices
 from runtime.layout import virtual_ranks
 from runtime.step.places import VirtualPlaces
@@ -150,6 +154,19 @@ def test_outputs_of_an_earlier_chunk_are_handed_on_to_the_last() -> None:
     assert set(found.stages[-1].sharded.output_placements) == {"loss", "y", "hidden"}
     alone = step_programs(graph_of(models.Chain), plan)
     assert len(alone.stages[-1].received) == 1 and set(alone.stages[-1].sharded.output_placements) == {"loss"}
+
+
+@pytest.mark.parametrize("name", ["tiny-t5", "tiny-gpt2"])
+def test_a_call_has_its_weights_where_training_has_them(name: str) -> None:
+    """Also where weights are converted before the first operator of a chunk."""
+    graph = fuse(capture_for_planning(load_config(name), batch_size=8, seq_len=12)).graph
+    demands = read_demands({"pp": 2, "tp": 2, "num_microbatches": 4, "schedule": "zb_h1", "recompute": "none"})
+    plan = plan_step(graph, slow_devices(4), demands)
+    training = step_programs(graph, plan)
+    call = step_programs(graph, plan, num_microbatches=1, outputs=tuple(graph.outputs), like=training)
+    for stage, trained in zip(call.stages, training.stages, strict=True):
+        used = {path for unit in stage.units for path in unit_paths(unit)}
+        assert used and used <= {path for unit in trained.units for path in unit_paths(unit)}
 
 
 def test_what_is_no_sum_over_samples_is_refused() -> None:

@@ -117,7 +117,8 @@ def by_weights(
 ) -> Iterator[tuple[int, UnitPolicy, Unit, list[Operation], int, int]]:
     """As ``_planned``, for a graph whose units are not the plan's: operators go with the weights that they use.
 
-    What uses none stays with the operator before it; nothing goes back to an earlier chunk.
+    What uses none stays with the operator before it, a conversion goes with the next one; nothing goes back to an
+    earlier chunk.
     """
     units = find_units(graph, runs)
     pieces = _by_unit(body, units)
@@ -132,13 +133,19 @@ def by_weights(
         operations = pieces.get(index, [])
         if unit.run is None:
             stretch: list[Operation] = []
+            waiting: list[Operation] = []
             for operation in operations:
+                waiting.append(operation)
+                if isinstance(operation, Convert):
+                    continue
                 place = after(operation.node.inputs) if isinstance(operation, Compute) else at
                 if place != at and stretch:
                     yield *at, unit, stretch, 0, 1
                     stretch = []
                 at = place
-                stretch.append(operation)
+                stretch += waiting
+                waiting = []
+            stretch += waiting
             yield *at, unit, stretch, 0, 1
             continue
         states = runs[unit.run].states

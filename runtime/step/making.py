@@ -21,7 +21,7 @@ from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.calls import Call, Path
 from runtime.engine import Planner, as_seen_by
-from runtime.step.binding import UnitTable, make_units
+from runtime.step.binding import UnitTable, all_units, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
 from runtime.step.stage import InputOf, ProgramRunner, Stage, in_order_of_use
@@ -180,7 +180,10 @@ class Maker:
         def cut(plan: Plan) -> StepPrograms:
             outputs = None if training else tuple(graph.outputs)
             like = None if training else self._first
-            return step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs, like=like)
+            programs = step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs, like=like)
+            if like is not None:
+                self._check_weights(programs, like)
+            return programs
 
         try:
             return cut(self.plan)
@@ -188,6 +191,18 @@ class Maker:
             if self.planner is None or self._first is None:
                 raise
             return cut(dataclasses.replace(self.planner(graph, as_seen_by(graph, self.plan)), step=self.step))
+
+    def _check_weights(self, programs: StepPrograms, like: StepPrograms) -> None:
+        """Raise ValueError, on all ranks alike, if a chunk uses weights that it does not train."""
+        for stage, trained in zip(programs.stages, like.stages):
+            known, used = map(_paths_of, (trained, stage))
+            planned = {path: self.plan.states.get(path) for path in sorted(used - known)}
+            unknown = [path for path, state in planned.items() if state is not None and state.trainable]
+            if unknown:
+                raise ValueError(
+                    f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
+                    "compile with example_inputs that use all weights that calls do"
+                )
 
     def _is_mine(self, chunk: int) -> bool:
         return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
@@ -251,6 +266,10 @@ class Maker:
 
         input_of = self.input_of(program)
         return Stage(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
+
+
+def _paths_of(stage: StageGraph) -> set[str]:
+    return {path for unit in all_units(stage) for _, _, path in unit.states}
 
 
 def _takes_totals(program: Program) -> bool:
