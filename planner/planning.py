@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cost_models import Cluster, CostModel
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
+from planner.collection import no_collection
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from planner.step.progress import Progress
 
 
+@no_collection()
 def plan(
     model: Any,
     cluster: Cluster | str | None = None,

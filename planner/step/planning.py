@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.step_plan import CHUNKED_LOSS
+from planner.collection import no_collection
 from planner.step.baselines import data_experts
 from planner.step.demands import Demands
 from planner.step.extract import Judged, extract, judge
@@ -148,19 +147,6 @@ class _Planner:
             assert less.step is not None
             found, high = less, min(middle, max(rank.total for rank in less.step.memory))
         return found
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector, to which a tenth of a search goes: it makes hardly any cycles, and with a
-    model's libraries loaded there are millions of objects to look through."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _best(judged: list[Judged], bound: float) -> Judged:

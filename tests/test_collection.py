@@ -1,0 +1,39 @@
+"""Planning leaves the garbage collector as it found it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import planner
+from planner.collection import no_collection
+from planner.step.progress import Report
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_before_also_after_errors(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ValueError, match="inside"), no_collection():
+            assert not gc.isenabled()
+            with no_collection():
+                pass
+            assert not gc.isenabled(), "the inner one does not end the outer one"
+            raise ValueError("inside")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_nothing_is_collected_from_reading_a_config_on() -> None:
+    states: list[bool] = []
+
+    def progress(report: Report) -> None:
+        states.append(gc.isenabled())
+
+    with pytest.raises(ValueError, match="batch_size is missing"):
+        planner.plan("llama-3-8b", "dgx-h100:1", progress=progress)
+    assert states and not any(states)
+    assert gc.isenabled()
