@@ -232,6 +232,23 @@ def test_rotary_by_complex_numbers() -> None:
     assert rotary.args[3] is True and "aten.view_as_complex.default" not in operators(result.graph)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 2048, 4096)])
+def test_rotary_of_heads_and_pairs_taken_apart_at_once(shape: tuple[int, ...]) -> None:
+    """Two reshapes after one another are one."""
+
+    class Rotary(nn.Module):
+        def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            first, second = pairs(x.unflatten(-1, (-1, 8)))
+            cos, sin = cos[:, None], sin[:, None]
+            return alternating(first * cos - second * sin, first * sin + second * cos).sum()
+
+    tensors = [torch.empty(size, device="meta", requires_grad=True) for size in (shape, (shape[1], 4), (shape[1], 4))]
+    result = fuse(capture(Rotary(), args=tuple(tensors)))
+    assert found(result) == {"rotary": 1} and not result.near_misses
+    rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
+    assert rotary.output.shape == (*shape[:2], shape[2] // 8, 8)
+
+
 def test_casts_around_and_inside_are_part_of_the_operator() -> None:
     result = fused(rms_in_float32, X, dtype=torch.bfloat16)
     assert operators(result.graph)[0] == "meshwright.rms_norm.default"

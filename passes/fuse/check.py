@@ -81,12 +81,18 @@ def difference(
 
 
 def _ways_to_shrink(inputs: Sequence[str], nodes: _Nodes, values: Mapping[str, Value]) -> list[dict[int, int]]:
-    """Large size → small size: of all dims that are nowhere the last one; of all."""
+    """Large size → small size: of all dims that are nowhere the last one; of all; of those that are nowhere but among
+    the first two, since others may be taken apart and put together (heads)."""
     shapes = [values[name].shape for name in inputs] + [value.shape for node in nodes for value in node.outputs]
     large = sorted({size for shape in shapes for size in shape if size > LARGE})
     last = {shape[-1] for shape in shapes if shape}
-    outer = {size: 2 + place for place, size in enumerate(each for each in large if each not in last)}
-    return [outer, {size: LARGE + 2 + 2 * place for place, size in enumerate(large)}]
+    inner = last.union(*(shape[2:] for shape in shapes))
+    outer, first = ([size for size in large if size not in kept] for kept in (last, inner))
+    return [
+        {size: 2 + place for place, size in enumerate(outer)},
+        {size: LARGE + 2 + 2 * place for place, size in enumerate(large)},
+        {size: 2 + place for place, size in enumerate(first)},
+    ]
 
 
 def _resized(sizes: Sequence[int], small: Mapping[int, int]) -> tuple[int, ...]:

@@ -196,7 +196,8 @@ _THREE_PARTS = (
 
 
 def _rotaries() -> list[Row]:
-    rows = [Row("rotary", _COMPLEX, f"fused.rotary(x, {_FOR_COMPLEX}, True)")]
+    by_complex = f"fused.rotary(x, {_FOR_COMPLEX}, True)"
+    rows = [Row("rotary", _COMPLEX, by_complex), *_pairs_of_heads(_COMPLEX, by_complex)]
     for first, second, neighbours in _SIDES:
         join = _TO_NEIGHBOURS if neighbours else _TO_HALVES
         turned = "{0} * cos + " + join.format(f"-{second}, {first}") + " * sin"
@@ -206,12 +207,19 @@ def _rotaries() -> list[Row]:
             tables = (_FOR_NEIGHBOURS if neighbours else _FOR_HALVES).format(sine)
             rows += _whole_and_part(join.format(apart), f"fused.rotary(x, {tables})", _ALL_PAIRS)
             if neighbours:
+                rows += _pairs_of_heads(join.format(apart).format("x"), f"fused.rotary(x, {tables})")
                 rows.append(_neighbours_to_halves(first, second, sides, sine))
             else:
                 rows += [_joined_at_once(apart.format(part), rest, sine) for part, rest in _PARTS]
     for sides, sine in _DIRECTIONS:
         rows += [_joined_at_once(_laid_on(sides, *halves), rest, sine) for *halves, rest in _THREE_PARTS]
     return rows
+
+
+def _pairs_of_heads(turned: str, fused: str) -> list[Row]:
+    """Heads and pairs may be taken apart by one reshape: the fused operator then needs one to heads."""
+    heads = fused.replace("(x,", "(reshape(x, $shape),", 1)
+    return [Row("rotary", turned, heads)] if "$pairs" in turned else []
 
 
 def _laid_on(sides: str, first: str, second: str) -> str:
