@@ -18,6 +18,13 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def run_of_the_tests(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
+    """A folder that all processes of one run share, for ``tests.ranks``."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["MESHWRIGHT_TEST_RUN"] = str(own if worker_id == "master" else own.parent)
+
+
 def _has_group() -> bool:
     if "torch.distributed" not in sys.modules:
         return False

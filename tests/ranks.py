@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,34 @@ _servers: list[RankServer] = []
 def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float = 280.0) -> Any:
     """Run ``tests/<worker>.py`` on ``world_size`` processes; rank 0 leaves its result as JSON.
 
-    The workers get ``payload`` through ``tests.ranks.task()`` and answer with ``tests.ranks.answer(result)``.
+    The workers get ``payload`` through ``tests.ranks.task()`` and answer with ``tests.ranks.answer(result)``. Where the
+    tests of a module are dealt out to several processes of pytest, the first to ask runs it and the others read.
     """
+    text = json.dumps(payload)
+    with _one_at_a_time(f"{worker} {world_size} {text}") as kept:
+        if not kept.exists():
+            answered = _answer_of_ranks(worker, world_size, text, timeout)
+            kept.write_text(answered, encoding="utf-8")
+        return json.loads(kept.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _one_at_a_time(question: str) -> Iterator[Path]:
+    """The file in which the answer to ``question`` is kept for this run of the tests, locked."""
+    folder = Path(os.environ["MESHWRIGHT_TEST_RUN"])
+    kept = folder / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield kept
+
+
+def _answer_of_ranks(worker: str, world_size: int, payload: str, timeout: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "task.json").write_text(json.dumps(payload), encoding="utf-8")
+        (Path(folder) / "task.json").write_text(payload, encoding="utf-8")
         shared = {"WORLD_SIZE": str(world_size), "MESHWRIGHT_TEST_FOLDER": folder}
         environments = [{**shared, "RANK": str(rank)} for rank in range(world_size)]
         run_script(ROOT / "tests" / f"{worker}.py", environments, folder=Path(folder), timeout=timeout)
-        return json.loads((Path(folder) / "answer.json").read_text(encoding="utf-8"))
+        return (Path(folder) / "answer.json").read_text(encoding="utf-8")
 
 
 def run_script(

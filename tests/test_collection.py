@@ -33,6 +33,7 @@ def test_nothing_is_collected_from_reading_a_config_on() -> None:
     def progress(report: Report) -> None:
         states.append(gc.isenabled())
 
+    assert gc.isenabled(), "a test before this one has left it off"
     with pytest.raises(ValueError, match="batch_size is missing"):
         planner.plan("llama-3-8b", "dgx-h100:1", progress=progress)
     assert states and not any(states)

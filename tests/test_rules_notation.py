@@ -137,7 +137,7 @@ def test_rules_are_quick() -> None:
     """Thousands of nodes a second, also when no two are alike."""
     calls = [node_of("aten.linear.default", [(4, size, 8), (6, 8)], (4, size, 6)) for size in range(2, 1002)]
     rule_for(*calls[0])
-    start = time.perf_counter()
+    start = time.process_time()
     for node, values in calls:
         rule_for(node, values)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0

