@@ -38,7 +38,7 @@ class Size:
     heads: int = 8
     vocabulary: int = 12000
     batch: int = 4
-    length: int = 128
+    length: int = 512
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of every contestant")
     parser.add_argument("--layers", type=int, default=Size.layers, help="of the model")
+    parser.add_argument(
+        "--batch", type=int, default=Size.batch, help="samples; a pipeline's micro-batches have one each"
+    )
+    parser.add_argument("--length", type=int, default=Size.length, help="tokens of a sample")
     parser.add_argument("--keep", type=Path, help="folder to write the emitted programs and plans to")
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     arguments = parser.parse_args()
-    size = Size(layers=arguments.layers)
+    size = Size(layers=arguments.layers, batch=arguments.batch, length=arguments.length)
     rows = measure(
         arguments.only or COMPARISONS,
         num_ranks=arguments.ranks,
