@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from planner.trainer import batches
+from planner.trainer.training import Training
 from runtime.data.loader import DataLoader
 from runtime.outputs import loss_of
 
-if TYPE_CHECKING:
-    from planner.trainer.trainer import Trainer
 
-
-def evaluate(trainer: Trainer, dataset: Any) -> dict[str, float]:
+def evaluate(trainer: Training, dataset: Any) -> dict[str, float]:
     """The weighted mean loss of a dataset, and means of the trainer's metrics."""
     # Metrics compare outputs, which are whole, with batches.
     local = not trainer.metrics and _every_rank_reads_labels(trainer)
@@ -44,7 +42,7 @@ def evaluate(trainer: Trainer, dataset: Any) -> dict[str, float]:
     return {"loss": float(loss), **{name: total / sum(sizes) for name, total in sums.items()}}
 
 
-def predict(trainer: Trainer, dataset: Any) -> list[Any]:
+def predict(trainer: Training, dataset: Any) -> list[Any]:
     """One output for each sample, in order."""
     found: list[Any] = []
     for batch, num_samples in _full_batches(trainer, dataset, exact=False):
@@ -63,13 +61,13 @@ def predict(trainer: Trainer, dataset: Any) -> list[Any]:
     return found
 
 
-def _every_rank_reads_labels(trainer: Trainer) -> bool:
+def _every_rank_reads_labels(trainer: Training) -> bool:
     """Not so with a pipeline: its stages read only what they use."""
     step = trainer.parallel.plan.step
     return step is None or step.axes.get("pp", 1) == 1
 
 
-def _full_batches(trainer: Trainer, dataset: Any, *, exact: bool, local: bool = False) -> Iterator[tuple[Any, int]]:
+def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool = False) -> Iterator[tuple[Any, int]]:
     """Full global batches (or this data group's share of them), and how many different samples each holds."""
     size = trainer.global_batch
     for block in _blocks(dataset, size):

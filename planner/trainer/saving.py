@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from planner.trainer.training import Training
 from runtime.checkpoint import CheckpointManager
-
-if TYPE_CHECKING:
-    from planner.trainer.trainer import Trainer
 
 
 class Saver:
@@ -20,17 +18,17 @@ class Saver:
         self._best = CheckpointManager(Path(directory) / "best", keep_last=1, asynchronous=asynchronous)
         self.best = math.inf
 
-    def save(self, trainer: Trainer, loader: Any) -> None:
+    def save(self, trainer: Training, loader: Any) -> None:
         """Write the state of training."""
         self._write(self._last, trainer, loader)
 
-    def save_best(self, trainer: Trainer, loader: Any, loss: float) -> None:
+    def save_best(self, trainer: Training, loader: Any, loss: float) -> None:
         """Write it as the best, if it is."""
         if loss < self.best:
             self.best = loss
             self._write(self._best, trainer, loader)
 
-    def resume(self, trainer: Trainer, loader: Any) -> bool:
+    def resume(self, trainer: Training, loader: Any) -> bool:
         """Go back to the last checkpoint; False if there is none, or training has gone on since."""
         if trainer.step or self._last.latest() is None:
             return False
@@ -38,7 +36,7 @@ class Saver:
         trainer.step, self.best = found.step, found.extra["best"]
         return True
 
-    def load_best(self, trainer: Trainer) -> float:
+    def load_best(self, trainer: Training) -> float:
         """Go back to the best weights; returns their loss."""
         return float(self._best.load(trainer.parallel).extra["best"])
 
@@ -47,7 +45,7 @@ class Saver:
         self._last.wait()
         self._best.wait()
 
-    def _write(self, manager: CheckpointManager, trainer: Trainer, loader: Any) -> None:
+    def _write(self, manager: CheckpointManager, trainer: Training, loader: Any) -> None:
         manager.save(
             trainer.parallel,
             trainer.optimizer,
