@@ -210,9 +210,10 @@ def parallelise_step(
         example_inputs = planned_inputs(plan)
     by_name = isinstance(example_inputs, Mapping)
     example: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    cluster = Cluster.from_dict(plan.cluster)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        # Operators that the plan does not know are split over the ranks of one stage.
+        cluster = Cluster.from_dict(plan.cluster).subset(plan.mesh.num_devices)
         with places.layout.plain():
             return plan_graph(graph, cluster, mesh=plan.mesh, pinned=pinned)
 

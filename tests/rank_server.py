@@ -26,14 +26,18 @@ GRACE = 20.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def environment_of_ranks() -> dict[str, str]:
+    """This process's, for several on one host that find the project without it being installed."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+
+
 class RankServer:
     """The server as its client sees it."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.rank_server"],
-            env=environment,
+            env=environment_of_ranks(),
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -63,7 +67,7 @@ class RankServer:
             "script": str(script),
             "arguments": list(arguments),
             "folder": str(folder),
-            "environment": {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+            "environment": environment_of_ranks(),
             "ranks": [dict(environment) for environment in environments],
             "timeout": timeout,
         }

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rank_server import ROOT, environment_of_ranks
 from tests.ranks import free_port, run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 #: The one that is started as a user does; the others run on processes that have done their imports.
 LAUNCHED = "language_model"
@@ -24,11 +24,10 @@ RANKS = 4
 def launched(name: str) -> str:
     """Output of ``planner run``; no process of it is left behind."""
     command = [sys.executable, "-m", "planner", "run", "--nproc", str(RANKS), f"examples/{name}.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=environment_of_ranks(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -251,3 +251,43 @@ def test_a_call_gives_the_outputs_of_every_chunk() -> None:
         whole = {name: layout.join(found[name], ("R", "R", "R")) for name in wanted}
     for name, tensor in wanted.items():
         torch.testing.assert_close(whole[name], tensor.detach(), rtol=1e-12, atol=1e-12)
+
+
+class CallsBack(models.Chain):
+    """Without a target, the first layer is run once more behind the last."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if target is not None:
+            return super().forward(x, target)
+        return {"y": self.first(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))}
+
+
+def test_a_call_whose_weights_are_trained_in_an_earlier_chunk_is_refused() -> None:
+    model = seeded(CallsBack)
+    batch = models.batch_of(model)
+    plan = plan_of(CallsBack, pp=2, num_microbatches=4)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        parallel = parallelise_step(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        with pytest.raises(ValueError, match=r"'first\.\w+' in pipeline chunk 2, which training does not"):
+            parallel(x=batch["x"])
+
+
+class AlsoShares(models.Chain):
+    """Without a target, what comes out is normalised: operators that training does not have."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if target is not None:
+            return super().forward(x, target)
+        y = self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return {"shares": torch.softmax(y, dim=-1)}
+
+
+def test_a_call_may_have_operators_that_training_does_not() -> None:
+    model = seeded(AlsoShares)
+    batch = models.batch_of(model)
+    wanted = model(x=batch["x"])["shares"].detach()
+    plan = plan_of(AlsoShares, pp=2, dp=2, num_microbatches=2)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        parallel = parallelise_step(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        found = parallel(x=batch["x"])["shares"]
+        torch.testing.assert_close(layout.join(found, ("R", "R", "R")), wanted, rtol=1e-12, atol=1e-12)

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from passes.chains.data import INDUCTOR, TRITON, Chain, Member, bytes_of
-from passes.chains.find import Operation, find_groups, made_by, used_by
+from passes.chains.find import find_groups
 from passes.chains.formulas import ROW_OPERATORS
 from passes.chains.layout import best_split, contiguous_strides, fold
 from passes.ir.graph import Node, Ref
 from passes.ir.types import MeshShape
 from passes.shard import Block, Local, Repeat, Section, ShardedGraph
+from passes.shard.operations import Operation, made_by, used_by
 
 CHAIN = "meshwright.chain"
 #: The widest row that one program of a kernel reduces.

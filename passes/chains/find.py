@@ -14,9 +14,8 @@ from itertools import pairwise
 from passes.chains.candidates import Candidate, candidate_of, joint_space, rows_of
 from passes.chains.data import Member
 from passes.ir.types import MeshShape
-from passes.shard import Compute, Convert, Local, Repeat, Section
-
-Operation = Compute | Convert | Repeat
+from passes.shard import Compute, Local, Section
+from passes.shard.operations import Operation, made_by, used_by
 
 
 class Groups:
@@ -143,17 +142,3 @@ def find_groups(section: Section, mesh: MeshShape) -> list[list[Member]]:
     """Groups of at least two operators, as large as they can be."""
     groups = Groups(section.body, mesh)
     return [[groups.candidates[index].member for index in indices] for indices in groups.found()]
-
-
-def used_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation takes."""
-    if isinstance(operation, Compute):
-        return operation.inputs
-    return (operation.source,) if isinstance(operation, Convert) else operation.entries
-
-
-def made_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation gives, with what is made between the copies of a block."""
-    if isinstance(operation, Compute):
-        return operation.outputs
-    return (operation.target,) if isinstance(operation, Convert) else operation.results

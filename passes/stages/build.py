@@ -12,9 +12,9 @@ from passes.losses import with_chunked_losses, with_logits_reused
 from passes.plan import Plan
 from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
+from passes.shard.operations import used_by
 from passes.stages.chain import Part, Whereabouts, parts_of
 from passes.stages.cut import ChunkBody, cut
-from passes.stages.operations import used_by
 from passes.stages.totals import Additive, additive
 from passes.step_plan import StepPlan
 

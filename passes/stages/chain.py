@@ -19,7 +19,7 @@ from passes.shard import (
     StateRef,
     UnitPolicy,
 )
-from passes.stages.operations import Operation, made_by, used_by
+from passes.shard.operations import Operation, made_by, used_by
 from passes.step_plan import StepPlan
 from passes.units import Unit, find_units, unit_of_nodes
 

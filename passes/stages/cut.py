@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.shard import Local, Repeat, Section, ShardedGraph
+from passes.shard.operations import Operation, made_by, used_by
 from passes.stages.chain import Part
-from passes.stages.operations import Operation, made_by, used_by
 from passes.stages.totals import Additive, Total
 from passes.units import made_anywhere
 

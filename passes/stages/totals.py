@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from passes.ir.graph import Value
 from passes.ir.types import P, Placement
 from passes.shard import Compute, Convert, Local, Repeat, Section
-from passes.stages.operations import Operation, made_by, used_by
+from passes.shard.operations import Operation, made_by, used_by
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.shard import Compute, Convert, Local, Repeat
+from passes.shard.data import Compute, Convert, Local, Repeat
 
 Operation = Compute | Convert | Repeat
 
@@ -15,7 +15,7 @@ def used_by(operation: Operation) -> tuple[Local, ...]:
 
 
 def made_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation gives."""
+    """What an operation gives, with what is made between the copies of a block."""
     if isinstance(operation, Compute):
         return operation.outputs
     return (operation.target,) if isinstance(operation, Convert) else operation.results
