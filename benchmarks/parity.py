@@ -219,6 +219,21 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(found: dict[str, dict[str, Any]], tolerances: dict[str, float]) -> str:
+    """The table under what it shows."""
+    largest = []
+    for dtype, tolerance in TOLERANCES.items():
+        errors = [found[name].get("error", float("inf")) for name in found if tolerances[name] == tolerance]
+        if errors:
+            largest.append(f"{len(errors)} cases in {dtype} (allowed {tolerance:.0e}, largest {max(errors):.1e})")
+    return (
+        "# Steps on real processes against one device\n\n"
+        "`python -m benchmarks.parity --markdown PATH`: three AdamW steps on gloo processes and alone; the largest\n"
+        "relative error of losses, all gradients and all weights. Batches have uneven numbers of valid labels;\n"
+        f"operators are fused. {' and '.join(largest)}.\n\n{table(found)}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
@@ -232,13 +247,12 @@ def main() -> None:
         run([entry for entry in chosen if entry["name"] not in done], record)
         answers = recorded(record)
     found = {entry["name"]: answers[entry["name"]] for entry in chosen}
-    text = table(found)
-    print(text)
+    print(table(found))
     tolerances = {entry["name"]: TOLERANCES[entry.get("dtype", "float64")] for entry in chosen}
     wrong = [name for name, entry in found.items() if not entry.get("error", 1.0) <= tolerances[name]]
     print(f"{len(found)} cases, {len(wrong)} beyond tolerance ({TOLERANCES}): {wrong}")
     if arguments.markdown:
-        arguments.markdown.write_text(text, encoding="utf-8")
+        arguments.markdown.write_text(page(found, tolerances), encoding="utf-8")
 
 
 if __name__ == "__main__":
