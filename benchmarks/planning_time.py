@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--sweep", choices=("layers", "devices", "fast"), action="append")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both sweeps")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables")
-    parser.add_argument("--time-limit", type=float, default=45.0, help="seconds for each search")
+    parser.add_argument("--time-limit", type=float, default=90.0, help="seconds for each search")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:

@@ -26,7 +26,17 @@ from typing import Literal
 from cost_models import schedule_orders
 from cost_models.schedule_orders import Action, microbatches_per_round
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "actions", "in_flight", "in_flight_peaks", "rank_of_chunk", "reason_not"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Schedule",
+    "actions",
+    "in_flight",
+    "in_flight_peaks",
+    "outside_of_second",
+    "rank_of_chunk",
+    "reason_not",
+]
 
 #: What one rank holds: (chunk, micro-batches in flight) of each of its chunks.
 Held = tuple[tuple[int, int], ...]
@@ -42,6 +52,7 @@ class Schedule:
         placement: "loop": chunk k is on rank k mod p; "vee": down the ranks and back up.
         chunks_per_rank: how many chunks a rank must hold; None: any number from 2 on.
         splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
+        splits_all: whether all of them do.
         fill: (φF, φB, φW), what each rank adds to the fill and drain of the pipeline: φF seconds of forward, φB of
             input gradients and φW of weight gradients (see ``cost_models.step_time``).
         divided: whether fill and drain shrink by the number of chunks a rank holds.
@@ -53,6 +64,7 @@ class Schedule:
     chunks_per_rank: int | None
     splits_backward: bool
     fill: tuple[float, float, float]
+    splits_all: bool = False
     divided: bool = False
 
 
@@ -91,6 +103,7 @@ SCHEDULES: dict[str, Schedule] = {
             chunks_per_rank=1,
             splits_backward=True,
             fill=(1, 1, -1),
+            splits_all=True,
         ),
         Schedule(
             name="zbv",
@@ -99,6 +112,7 @@ SCHEDULES: dict[str, Schedule] = {
             chunks_per_rank=2,
             splits_backward=True,
             fill=(0, 0.5, 0),
+            splits_all=True,
         ),
         Schedule(
             name="dualpipev",
@@ -181,6 +195,18 @@ def in_flight_peaks(
         ValueError: if the combination cannot run; the message is that of ``reason_not``.
     """
     return _in_flight_peaks(schedule, num_ranks, num_microbatches, num_chunks)
+
+
+def outside_of_second(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[tuple[int, int, int], ...]:
+    """Of each of the two chunks of a rank ("vee"): at most how many forwards, gradients of inputs and of weights run
+    before the first forward, or after the last gradient of inputs, of the second.
+
+    Of both orders, ZBV's and DualPipeV's: warm-up sends 2(p − r) − 1 micro-batches down first; of what came up last,
+    p − r are still to go back through the first chunk, and up to p and r weight gradients are left.
+    """
+    p, m = num_ranks, num_microbatches
+    first = (min(m, 2 * (p - rank) - 1), min(m, p - rank), min(m, p))
+    return first, (0, 0, min(m, max(1, rank)))
 
 
 def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:

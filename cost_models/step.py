@@ -51,6 +51,18 @@ class LayerCosts:
         """Seconds of backward in a row of such layers: gathers and reductions run beside compute."""
         return max(self.backward, self.gather_backward + self.reduce_backward)
 
+    @property
+    def split_seconds(self) -> tuple[float, float]:
+        """The same where gradients of inputs and of weights run apart: of the two together, and of those of weights.
+
+        Parameters are gathered beside the first, gradients reduced beside the second; what is not done by then holds up
+        the gathers of the action after it.
+        """
+        if not self.gather_backward:
+            return self.backward_seconds, self.backward_weight
+        weight = max(self.backward_weight, self.reduce_backward)
+        return max(self.backward - self.backward_weight, self.gather_backward) + weight, weight
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:

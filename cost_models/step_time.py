@@ -7,7 +7,12 @@ With m micro-batches, p ranks, K chunks, v = K / p chunks a rank, and for chunk 
     t_k = f_k + b_k        W_k = Σ backward_weight
 
 communication that can hide behind compute bounds a layer from below on its own stream: parameters are gathered one
-layer ahead, so that in a row of equal layers each waits for the longer of the two. Rank r is busy for
+layer ahead, so that in a row of equal layers each waits for the longer of the two. Where a schedule splits every
+backward, layers whose parameters are gathered take
+
+    W = max(backward_weight, reduce_backward)        b = max(backward − backward_weight, gather_backward) + W
+
+since what weight gradients do not hide of their reduction holds up the gathers of the next action. Rank r is busy for
 load_r = Σ_{k on r} t_k each micro-batch. In its steady state a micro-batch takes
 
     L = max_r load_r                                                   of most schedules
@@ -17,13 +22,16 @@ since there all ranks run their j-th chunk at once, for p micro-batches in a row
 next: round j goes as fast as its longest chunk, and a rank that is quick in one round waits and cannot make up for
 being slow in another. This is never less than max_r load_r. The pipeline takes
 
-    (m − 1/d) · L + Σ_k t_k / d                                        schedules that keep the backward whole
+    m · L + max_j (Σ_{k in round j} t_k − max_{k in round j} t_k)      schedules that keep the backward whole
     m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
 
-where d is v for interleaved 1F1B, else 1, and (φF, φB, φW) is the schedule's fill. On equal chunks these are the
-published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a),
-(p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs,
-(p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023; exact where W is at most F and I, else (p−1)·max(F, I)).
+where round j is chunks j·p … (j+1)·p−1, of which there is one but for interleaved 1F1B, and (φF, φB, φW) is the
+schedule's fill: to fill and to drain, a micro-batch passes the other ranks of a round, and the longest round is never
+hidden behind another. With two chunks a rank, down the ranks and back up, the pipeline takes no less than what the
+order demands of any rank (``_passing_seconds``). On equal chunks these are the published bubbles: (p−1)·t for GPipe
+(Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM,
+Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023;
+exact where W is at most F and I, else (p−1)·max(F, I)).
 
 ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
 waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of
@@ -49,19 +57,21 @@ two micro-batches a rank and chunks twice as slow as others, since the formula l
 fill and drain. GPipe takes (m−1)·(max f + max b) + Σ t exactly, which is more than the formula where another rank is
 slowest forward than backward. Where communication hides, an action waits for its first layer's gather and its last
 reduction, which the formula leaves out: 1% to 2% for chunks of 32 layers whose communication is as long as their
-compute, 3% to 7% for chunks of 8, up to 25% for chunks of two.
+compute, 3% to 7% for chunks of 8, up to 25% for chunks of two. The same of schedules that split every backward is 1% to
+5% for chunks of 24 layers, and up to a sixth where gradients are reduced each micro-batch and nothing is gathered.
 
 Interleaved 1F1B lets ranks run ahead a little within a round: chunks that differ by a tenth play up to 7% quicker, and
-twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds that differ from each
-other play slower, since a rank goes forward in one round and backward in another: by a quarter to three quarters of the
-difference of the longest and the shortest round, each micro-batch.
+twice as slow chunks, one in every round, up to 30% (more where they are slower still). Rounds of which one is a tenth
+longer than the others play exactly as the formula says. Where they differ more they play slower, since a rank goes
+forward in one round and backward in another: with a round of twice the others' seconds by nothing (2 ranks) to half of
+the difference (8 ranks), each micro-batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.schedules import in_flight, rank_of_chunk, schedule_named
+from cost_models.schedules import in_flight, outside_of_second, rank_of_chunk, schedule_named
 from cost_models.step import Chunk, PipelineStep
 
 
@@ -94,8 +104,8 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
     Raises:
         ValueError: if the schedule is not known or the number of chunks is not a multiple of the ranks.
     """
-    times = [_chunk_seconds(chunk) for chunk in step.chunks]
     ranks = chunks_of_ranks(step)
+    times = [_chunk_seconds(chunk, split=schedule_named(step.schedule).splits_all) for chunk in step.chunks]
     return StepSeconds(
         pipeline=_pipeline_seconds(step, times, ranks),
         tail=_tail_seconds(step, times, ranks),
@@ -145,29 +155,56 @@ def layer_sum(chunk: Chunk, *fields: str) -> float:
     return sum(count * sum(getattr(layer, field) for field in fields) for layer, count in chunk.layers)
 
 
-def _chunk_seconds(chunk: Chunk) -> _ChunkSeconds:
+def _chunk_seconds(chunk: Chunk, *, split: bool) -> _ChunkSeconds:
+    backward, weight = layer_sum(chunk, "backward_seconds"), layer_sum(chunk, "backward_weight")
+    if split:
+        backward, weight = (sum(count * layer.split_seconds[part] for layer, count in chunk.layers) for part in (0, 1))
     return _ChunkSeconds(
         forward=layer_sum(chunk, "forward_seconds") + chunk.receive_forward,
-        backward=layer_sum(chunk, "backward_seconds") + chunk.receive_backward,
-        weight=layer_sum(chunk, "backward_weight"),
+        backward=backward + chunk.receive_backward,
+        weight=weight,
     )
 
 
 def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
     schedule = schedule_named(step.schedule)
-    waits = zip(*ranks) if schedule.divided else ranks  # chunks that wait for each other, or that one rank runs
-    loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in waits]
-    longest = sum(max(load) for load in loads) if schedule.divided else max(sum(load) for load in loads)
-    divisor = len(step.chunks) // step.num_ranks if schedule.divided else 1
+    loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in ranks]
     if schedule.splits_backward:
+        longest = max(sum(load) for load in loads)
         fill_forward, fill_backward, fill_weight = schedule.fill
         fills = (
             fill_forward * t.forward + fill_backward * (t.backward - t.weight) + fill_weight * t.weight for t in times
         )
         share = (step.num_ranks - 1) / step.num_ranks
-        return step.num_microbatches * longest + share * sum(max(0.0, fill) for fill in fills)
-    through = sum(t.forward + t.backward for t in times)
-    return (step.num_microbatches - 1 / divisor) * longest + through / divisor
+        seconds = step.num_microbatches * longest + share * sum(max(0.0, fill) for fill in fills)
+        return max(seconds, _passing_seconds(step, times, ranks))
+    rounds = list(zip(*loads))
+    longest = sum(max(together) for together in rounds)
+    return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
+
+
+def _passing_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
+    """What the order of a schedule with two chunks a rank, down the ranks and back up, demands of any rank at least.
+
+    The second chunk u of rank r waits for the first micro-batch to pass all chunks before it; when its last gradient of
+    inputs is done, that goes back through them all. What rank r does in between, it does one after another:
+
+        Σ_{k < u} (f_k + b_k − W_k) + Σ of the actions of rank r between its first forward and last I of u
+
+    which leaves out only ``cost_models.schedules.outside_of_second``.
+    """
+    m, longest, passed = step.num_microbatches, 0.0, [0.0]
+    for t in times:
+        passed.append(passed[-1] + t.forward + t.backward - t.weight)
+    for rank, mine in enumerate(ranks):
+        if len(mine) < 2:
+            continue
+        seconds = passed[mine[1]]
+        for k, out in zip(mine, outside_of_second(rank, num_ranks=step.num_ranks, num_microbatches=m)):
+            t = times[k]
+            seconds += (m - out[0]) * t.forward + (m - out[1]) * (t.backward - t.weight) + (m - out[2]) * t.weight
+        longest = max(longest, seconds)
+    return longest
 
 
 def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:

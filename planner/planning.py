@@ -34,7 +34,7 @@ def plan(
     memory_limit: float | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
-    time_limit: float = 45.0,
+    time_limit: float = 90.0,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
-from planner.step.candidates import STEADY, Candidate
+from planner.step.candidates import STEADY, Candidate, is_even
 from planner.step.demands import CHUNKS_PER_RANK, Demands
 from planner.step.layout import AXES, ORDERS, Layout, Links
 from planner.step.search import BYTE_WEIGHTS, Search
@@ -106,7 +106,8 @@ def _ways_to_pipeline(ranks: int, m: int, num_units: int) -> Iterator[tuple[str,
     for name, chunks in itertools.product(SCHEDULES, {1, *CHUNKS_PER_RANK}):
         total = ranks * chunks
         runs = reason_not(name, num_ranks=ranks, num_microbatches=m, num_chunks=total) is None
-        if runs and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
+        even = is_even(name, num_units=num_units, num_chunks=total)
+        if runs and even and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
             yield name, chunks
 
 
@@ -186,17 +187,22 @@ def _ways_of_run(problem: StageProblem, run: int, count: int, *, first: bool) ->
             ways.append([chosen.count(choice) for choice in range(len(choices))])
             ahead.append(leading)
     counts, leads = numpy.array(ways), numpy.array(ahead)
-    sums = counts @ numpy.array([_sums(costs) for costs in choices])
+    split = SCHEDULES[problem.schedule].splits_all
+    sums = counts @ numpy.array([_sums(costs, split=split) for costs in choices])
     peaks = numpy.array([costs.peak_bytes for costs in choices])
     reduce = numpy.array([costs.reduce_step for costs in choices])
     return Ways(sums, numpy.where(counts > 0, peaks, 0.0).max(axis=1), reduce[leads], ((run, counts, leads),))
 
 
-def _sums(costs: LayerCosts) -> tuple[float, ...]:
+def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
+    backward, weight = max(costs.backward, costs.gather_backward + costs.reduce_backward), costs.backward_weight
+    if split and costs.gather_backward:
+        weight = max(costs.backward_weight, costs.reduce_backward)
+        backward = max(costs.backward - costs.backward_weight, costs.gather_backward) + weight
     return (
         max(costs.forward, costs.gather_forward),
-        max(costs.backward, costs.gather_backward + costs.reduce_backward),
-        costs.backward_weight,
+        backward,
+        weight,
         costs.reduce_step,
         costs.update_step + costs.gather_step,
         costs.state_bytes,
@@ -258,9 +264,10 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
             for each in figures
         ]
         pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
+        pipeline = _most([pipeline, *(_passing(problem, figures, rank) for rank in range(p) if per_rank == 2)])
     else:
-        divisor = per_rank if schedule.divided else 1
-        pipeline = (m - 1 / divisor) * longest + sum(times) / divisor
+        rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
+        pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])
     tail: Any = spread(ways[0].first, 0)
     before: Any = 0.0
     for chunks in mine:
@@ -275,6 +282,18 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         peak = _most([spread(ways[chunk].peak, chunk) for chunk in chunks])
         fit = fit & (held + peak <= problem.memory[rank] * (1 + ROUNDING))
     return numpy.broadcast_to(pipeline + tail + update, shape).copy(), numpy.broadcast_to(fit, shape)
+
+
+def _passing(problem: StageProblem, figures: Sequence[dict[str, Array]], rank: int) -> Any:
+    """What the order demands of a rank from the first forward to the last gradient of inputs of its second chunk."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    second = 2 * p - 1 - rank
+    way = sum(each["forward"] + each["backward"] - each["weight"] for each in figures[:second])
+    before, back, late = min(m, 2 * (p - rank) - 1), min(m, p - rank), min(m, p)
+    down, up = figures[rank], figures[second]
+    way = way + (m - before) * down["forward"] + m * up["forward"]
+    way = way + (m - back) * (down["backward"] - down["weight"]) + m * (up["backward"] - up["weight"])
+    return way + (m - late) * down["weight"] + (m - min(m, max(1, rank))) * up["weight"]
 
 
 def _most(arrays: Sequence[Any]) -> Any:

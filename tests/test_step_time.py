@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from cost_models.schedules import SCHEDULES
 from cost_models.simulator import simulate
 from cost_models.step import Chunk, LayerCosts, PipelineStep
-from cost_models.step_time import layer_sum, step_memory, step_seconds
+from cost_models.step_time import (
+    _chunk_seconds,
+    _passing_seconds,
+    chunks_of_ranks,
+    layer_sum,
+    step_memory,
+    step_seconds,
+)
 from tests.step_samples import any_steps, equal_step, nearly_equal_steps
 
 EXACT = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
@@ -66,6 +73,71 @@ def test_dualpipev_is_at_most_four_percent_above_the_simulation_on_equal_chunks(
     )
     simulated = simulate(step).seconds
     assert simulated * (1 - 1e-9) <= step_seconds(step).total <= 1.04 * simulated
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([2, 3, 4, 8]), st.sampled_from([2, 3, 4]), st.integers(1, 4), st.integers(0, 3))
+def test_a_longer_round_is_not_hidden_when_the_pipeline_fills(num_ranks: int, rounds: int, m: int, place: int) -> None:
+    """Chunks of a round alike, one round a tenth longer than the others."""
+    long, short = (Chunk(layers=((LayerCosts(forward=seconds, backward=2 * seconds), 1),)) for seconds in (1.1, 1.0))
+    chunks = [long if index // num_ranks == place % rounds else short for index in range(rounds * num_ranks)]
+    step = PipelineStep(
+        schedule="interleaved_1f1b", num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=tuple(chunks)
+    )
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from([1, 2, 3, 4]), st.integers(2, 5), st.data())
+def test_rounds_that_differ_play_no_quicker(num_ranks: int, m: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.floats(0.01, 5.0), min_size=2, max_size=4))
+    layers = [LayerCosts(forward=seconds, backward=2 * seconds) for seconds in sizes for _ in range(num_ranks)]
+    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in layers)
+    step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=chunks)
+    assert step_seconds(step).total <= simulate(step).seconds * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(["zbv", "dualpipev"]), st.sampled_from([2, 3, 4, 5]), st.integers(2, 5), st.data())
+def test_the_order_of_two_chunks_a_rank_takes_no_less_than_is_said(
+    schedule: str, num_ranks: int, m: int, data: st.DataObject
+) -> None:
+    """However uneven the chunks are: the demands of ``_passing_seconds`` hold in every play."""
+    figures = st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.floats(0.0, 5.0))
+    drawn = data.draw(st.lists(figures, min_size=2 * num_ranks, max_size=2 * num_ranks))
+    chunks = tuple(
+        Chunk(layers=((LayerCosts(forward=forward, backward=inputs + weight, backward_weight=weight), 1),))
+        for forward, inputs, weight in drawn
+    )
+    step = PipelineStep(schedule=schedule, num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=chunks)
+    at_least = _passing_seconds(step, [_chunk_seconds(chunk, split=False) for chunk in chunks], chunks_of_ranks(step))
+    assert at_least <= simulate(step).seconds * (1 + 1e-9)
+
+
+def test_two_chunks_a_rank_gain_nothing_where_one_of_them_is_empty() -> None:
+    """A pipeline of one chunk a rank in disguise has that one's bubble, which the published fill does not see."""
+    empty, full = (LayerCosts(forward=s, backward=2 * s, backward_weight=s) for s in (0.0, 1.0))
+    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in (*[empty] * 4, *[full] * 4))
+    step = PipelineStep(schedule="zbv", num_microbatches=8, num_ranks=4, chunks=chunks)
+    assert step_seconds(step).pipeline >= 8 * 3.0 + 3 * 1.5
+    assert step_seconds(step).pipeline <= simulate(step).pipeline_seconds
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zbv"])
+@pytest.mark.parametrize(("gather", "reduce"), [(0.7, 0.0), (0.7, 1.3), (0.5, 0.5), (1.2, 0.0), (1.2, 1.8), (0.9, 2.4)])
+def test_a_split_backward_hides_gathers_and_reductions_apart(schedule: str, gather: float, reduce: float) -> None:
+    """Long chunks: what weight gradients do not hide of their reduction holds up the next action's gathers."""
+    layer = LayerCosts(
+        forward=1.0,
+        backward=2.0,
+        backward_weight=0.8,
+        gather_forward=gather,
+        gather_backward=gather,
+        reduce_backward=reduce,
+    )
+    chunks = (Chunk(layers=((layer, 48),)),) * (4 * SCHEDULES[schedule].chunks_per_rank)
+    step = PipelineStep(schedule=schedule, num_microbatches=12, num_ranks=4, chunks=chunks)
+    assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.08)
 
 
 ONE_RANK_WAITS = [name for name, schedule in SCHEDULES.items() if not schedule.divided]

@@ -43,7 +43,7 @@ def add_plan(commands: Any) -> None:
         help="values that a choice must not take (names as for --fix); with --mesh: a collective not to use",
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
-    parser.add_argument("--time-limit", type=float, default=45.0, metavar="SECONDS", help="for the search")
+    parser.add_argument("--time-limit", type=float, default=90.0, metavar="SECONDS", help="for the search")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     parser.set_defaults(command=run_plan)
     _add_step_arguments(parser.add_argument_group("planning a whole step (without --mesh)"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from planner.step.sharding import Cut
 #: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
 #: (``cost_models.step_time``) promises too much.
 STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
+
+#: Times the mean of all chunks that the longest must be at most if units are dealt out as evenly as can be. Chunks of
+#: one and of two layers on the way down and up wait for each other, which the closed form does not see.
+EVEN: Mapping[str, float] = {"zbv": 1.25, "dualpipev": 1.25}
 
 #: Names of choices that are not those of a candidate's fields.
 _FIELDS = {"micro_batch": "local_batch"}
@@ -106,8 +111,15 @@ def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands
             total = layout.pipeline * chunks
             if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
                 continue
+            if "schedule" not in demands.fixed and not is_even(name, num_units=num_units, num_chunks=total):
+                continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)
+
+
+def is_even(schedule: str, *, num_units: int, num_chunks: int) -> bool:
+    """Whether so many units make chunks that are enough alike for ``schedule``."""
+    return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
 
 
 def _wants_pipeline(demands: Demands) -> bool:

@@ -51,7 +51,7 @@ class Demands:
     compiled: bool = False
     num_alternatives: int = 1
     gap: float = 9.5e-3
-    time_limit: float = 45.0
+    time_limit: float = 90.0
 
     def allows(self, name: str, value: Any) -> bool:
         return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())

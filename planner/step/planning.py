@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
-from planner.step.search import Outcome, Search
+from planner.step.search import TIME_LIMIT, Outcome, Search
 from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
@@ -32,7 +33,7 @@ JUDGED, NEAR = 8, 0.05
 #: How much slower than the proved bound, by the closed form, a solution may be that the simulator finds faster.
 PROVED = 0.01
 #: How much faster the simulator must find one that is not, to be taken instead.
-CLEARLY = 0.005
+CLEARLY = 0.01
 #: How closely the least memory is found, as a share of it.
 MEMORY_STEP = 0.01
 
@@ -90,8 +91,9 @@ class _Planner:
         if demands.fixed.get("recompute") == {CHUNKED_LOSS}:
             self.space.unconverted = self.kept.logits  # what is demanded must be possible
 
-    def search(self, cluster: Cluster, demands: Demands) -> tuple[Search, Outcome]:
-        search = Search(LevelOne(cluster, self.space, self.kept), cluster, demands, progress=self.progress)
+    def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
+        level_one = level_one or LevelOne(cluster, self.space, self.kept)
+        search = Search(level_one, cluster, demands, progress=self.progress)
         return search, search.run()
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
@@ -106,15 +108,27 @@ class _Planner:
         return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
-        """The plan of the best of what a search found."""
+        """The plan of the best of what a search found; if that is not proved, of what a closer search finds."""
+        best, others = self.judged(cluster, demands, search, outcome)
+        gap, left = _gap_to_prove(best, outcome), search.deadline - time.monotonic()
+        if gap is not None and left > 0:
+            closer = dataclasses.replace(demands, gap=gap, time_limit=left)
+            search, again = self.search(cluster, closer, search.level_one)
+            outcome = dataclasses.replace(again, bound=max(outcome.bound, again.bound))
+            best, others = self.judged(cluster, demands, search, outcome)
+        return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+
+    def judged(
+        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
+    ) -> tuple[Judged, list[Judged]]:
+        """What the simulator makes of the solutions: the best, or an expert's if that is faster, and the others."""
         wanted, fastest = demands.num_alternatives, outcome.solutions[0].seconds
         near = [each for each in outcome.solutions[wanted:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:wanted], *near)]
         plain = [judge(each) for found in judged for each in plainer(found.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
-        others = [each for each in judged if each is not best]
-        return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+        return best, [each for each in judged if each is not best]
 
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
         """The first of the clusters of ever more devices that is fast enough."""
@@ -156,6 +170,15 @@ def _best(judged: list[Judged], bound: float) -> Judged:
     near = [each for each in judged if each.solution.seconds * (1.0 - PROVED) <= bound]
     best = min(near, key=lambda each: each.report.seconds, default=fastest)
     return fastest if fastest.report.seconds < best.report.seconds * (1.0 - CLEARLY) else best
+
+
+def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:
+    """The gap at which a search proves that ``best`` is near the best by the closed form; None if it has, or if no
+    search would: where it ran out of time, and where there is something better by the closed form."""
+    fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - PROVED)
+    if outcome.bound >= needed or outcome.status == TIME_LIMIT or fastest < needed:
+        return None
+    return 1.0 - needed / fastest
 
 
 def _sizes(cluster: Cluster) -> list[int]:

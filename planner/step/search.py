@@ -27,7 +27,7 @@ from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stage_bounds import memory_shortfall
-from planner.step.stage_ilp import CUTOFF, StageSolution, bound_within_memory, quick_bound, solve_stages
+from planner.step.stage_ilp import CUTOFF, Proofs, StageSolution, bound_within_memory, quick_bound, solve_stages
 from planner.step.stage_problem import Assignment, StageProblem, UnitRun
 from planner.step.training import POLICIES, ZERO_STAGES
 
@@ -100,6 +100,7 @@ class _Entry:
     weight: float = field(compare=False, default=0.0)
     recompute: float = field(compare=False, default=0.0)
     solver_seconds: float = field(compare=False, default=0.0)
+    proofs: Proofs = field(compare=False, default_factory=dict)
 
 
 class Search:
@@ -119,12 +120,13 @@ class Search:
         self.least = float("inf")
         self.finished: set[Candidate] = set()
         self.diving = False
+        self.deadline = float("inf")
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
         """Search until the gap is closed, nothing is left, or time is up."""
-        deadline = time.monotonic() + self.demands.time_limit
+        self.deadline = deadline = time.monotonic() + self.demands.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
         self._dive(heap, deadline)
@@ -164,12 +166,15 @@ class Search:
 
         Of every three sizes of pipeline, context and tensor axis (the last within a node), under the plainest
         schedules: the smallest micro-batch, which fills the pipeline best and holds least. If that is far from the
-        bound, also the micro-batch of least bound, whose operators are largest.
+        bound, also the micro-batch of least bound, whose operators are largest; and without a pipeline the largest that
+        may fit, for which parameters are gathered least often.
         """
         far = FAR * min((entry.bound for entry in heap), default=0.0)
         ready = self._ready(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
         if min((entry.bound for entry in ready), default=float("inf")) > far:
             ready += self._ready(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
+        alone = [entry for entry in heap if entry.candidate.layout.pipeline == 1]
+        ready += self._ready(heap, lambda entry: (-entry.candidate.local_batch, entry.bound), among=alone)
         self.diving = True
         heapq.heapify(ready)
         while ready:
@@ -182,10 +187,18 @@ class Search:
             self._tell(heap)
         self.diving = False
 
-    def _ready(self, heap: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
-        """The first candidate in ``order`` for every three sizes, bounded by its stages with what memory all have."""
+    def _ready(
+        self,
+        heap: list[_Entry],
+        order: Callable[[_Entry], tuple[float, float]],
+        *,
+        among: list[_Entry] | None = None,
+    ) -> list[_Entry]:
+        """The first candidate in ``order`` for every three sizes, bounded by its stages with what memory all have;
+        ``among`` these, if given."""
         best: dict[tuple[int, ...], _Entry] = {}
-        for entry in [each for each in heap if self._is_plain(each.candidate)] or heap:
+        found = heap if among is None else among
+        for entry in [each for each in found if self._is_plain(each.candidate)] or found:
             layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor)
             known = best.setdefault(key, entry)
@@ -353,11 +366,11 @@ class Search:
         if missing > 0:
             self._lacks(entry.candidate, missing)
             return
-        yield self._next(entry, bound, problem=problem)
+        yield self._next(entry, bound, problem=problem, proofs={})
 
     def _bound_within_memory(self, entry: _Entry) -> Iterator[_Entry]:
         assert entry.problem is not None
-        bound = bound_within_memory(entry.problem, cutoff=self._cutoff())
+        bound = bound_within_memory(entry.problem, cutoff=self._cutoff(), proofs=entry.proofs)
         if bound == float("inf"):
             self.counts["out of memory"] += 1
             return
@@ -374,6 +387,7 @@ class Search:
             time_limit=min(limit, self.demands.time_limit),
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=self.demands.gap / 2,
+            proofs=entry.proofs,
         )
         if solved is None:
             self.counts["out of memory"] += 1

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from cost_models.step import LayerCosts
 from planner.step.cuts import greedy_partition
 from planner.step.stage_bounds import Rounds, fewest_rounds
 from planner.step.stage_fronts import Front, Weights, options_of
@@ -226,19 +227,33 @@ def _used(problem: StageProblem, placed: _Placed) -> float:
     """Bytes of a rank that holds these units."""
     held = problem.in_flight
     costs = [(problem.runs[run].choices[choice].costs, held[chunk]) for chunk, run, choice in placed]
-    kept = sum(figures.state_bytes + flying * figures.saved_bytes for figures, flying in costs)
-    return kept + max(figures.peak_bytes for figures, _ in costs)
+    return sum(_kept(*each) for each in costs) + max(figures.peak_bytes for figures, _ in costs)
+
+
+def _kept(costs: LayerCosts, held: float) -> float:
+    return costs.state_bytes + held * costs.saved_bytes
 
 
 def _quickened(problem: StageProblem, rank: int, placed: _Placed) -> _Placed:
     """The units with faster choices, one after another, while memory allows."""
-    limit = problem.memory[rank] * (1 + ROUNDING)
+    limit, held = problem.memory[rank] * (1 + ROUNDING), problem.in_flight
+    costs = [[choice.costs for choice in run.choices] for run in problem.runs]
+    quickest = [
+        sorted(range(len(row)), key=lambda choice: row[choice].forward_seconds + row[choice].backward_seconds)
+        for row in costs
+    ]
+    kept = sum(_kept(costs[run][choice], held[chunk]) for chunk, run, choice in placed)
+    peaks = Counter(costs[run][choice].peak_bytes for _, run, choice in placed)
     placed = list(placed)
     for place, (chunk, run, choice) in enumerate(placed):
-        faster = sorted(range(len(problem.runs[run].choices)), key=lambda other: _seconds(problem, (chunk, run, other)))
-        for other in faster[: faster.index(choice)]:
-            tried = [*placed[:place], (chunk, run, other), *placed[place + 1 :]]
-            if _used(problem, tried) <= limit:
-                placed = tried
+        own = costs[run][choice]
+        peaks[own.peak_bytes] -= 1
+        rest, peak = kept - _kept(own, held[chunk]), max((each for each, count in (+peaks).items()), default=0.0)
+        for other in quickest[run][: quickest[run].index(choice)]:
+            faster = costs[run][other]
+            size = rest + _kept(faster, held[chunk])
+            if size + max(peak, faster.peak_bytes) <= limit:
+                placed[place], kept, own = (chunk, run, other), size, faster
                 break
+        peaks[own.peak_bytes] += 1
     return placed

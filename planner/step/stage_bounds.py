@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,13 @@ class TimeBounds:
     Attributes:
         load: of the largest load of a rank for one micro-batch.
         terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
+        whole: with rounds, what whole units say beside: (micro-batches, rest, pairs of a load and what filling adds to
+            it); of one pair the step is at least micro-batches · (the load, or a bound if that is more) + fill + rest.
     """
 
     load: float
     terms: tuple[tuple[float, float], ...]
+    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
 
     @property
     def step(self) -> float:
@@ -47,7 +50,9 @@ class TimeBounds:
 
     def step_with(self, load: float) -> float:
         """Of the whole step, if the largest load is at least ``load``."""
-        return max(times * load + rest for times, rest in self.terms)
+        least = max(times * load + rest for times, rest in self.terms)
+        times, rest, pairs = self.whole
+        return max(least, min((times * max(load, own) + fill for own, fill in pairs), default=0.0) + rest)
 
     def load_within(self, step: float) -> float:
         """The largest load that a step of so many seconds leaves room for."""
@@ -73,19 +78,43 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
     cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
     mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
     load = max(mean, bottleneck(problem, cheapest.tolist()))
+    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
     if in_rounds(problem):
         crossing = (
             min(run.receive_forward for run in problem.runs),
             min(run.receive_backward for run in problem.runs),
         )
         load = max(load, fewest_rounds(problem, cheapest.tolist(), crossing)[0].load)
+        rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
+        whole = float(problem.num_microbatches), rest, tuple(_filled_rounds(problem, cheapest.tolist(), crossing))
     terms = []
     for base, weights, first in _weightings(problem):
         total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
         total += weights[0] * received[0] + weights[1] * received[1]
         reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
         terms.append((base, total + reduction))
-    return TimeBounds(load, tuple(terms))
+    return TimeBounds(load, tuple(terms), whole)
+
+
+def _filled_rounds(
+    problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float]
+) -> Iterator[tuple[float, float]]:
+    """By the sum ℓ of the rounds' longest chunks, in units of the longest run: (seconds of ℓ, least fill beside it).
+
+    Round j whose longest chunk holds ρ(j) units has D(j) others, at most (p − 1)·ρ(j). With Σ ρ = ℓ there are N − ℓ
+    others in all; the largest D is least where the ρ are as even as they can be, s = ℓ mod v of them one more than
+    q = ⌊ℓ/v⌋: the mean, or, where rounds of q do not hold so many, what they leave to the s others. All chunks receive
+    both ways but the model's first and last, once each.
+    """
+    p, v = problem.num_ranks, problem.num_chunks // problem.num_ranks
+    count, cost = max(((run.count, unit) for run, unit in zip(problem.runs, seconds)), key=math.prod)
+    for units in range(-(-count // p), count + 1):
+        others, (each, more) = count - units, divmod(units, v)
+        most = others / v
+        if more:
+            most = max(most, (others - (v - more) * (p - 1) * each) / more)
+        received = (p - 1) * sum(crossing) - max(crossing)
+        yield units * cost + (v - 1) * sum(crossing), most * cost + received
 
 
 def _figures(problem: StageProblem) -> Array:

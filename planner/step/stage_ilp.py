@@ -2,8 +2,8 @@ r"""The stage program: where the pipeline is cut, and what every unit runs as, i
 
 Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
 in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; kinds a of the boundary between units, e(c) taken and
-x(c) given by a choice; m micro-batches. A schedule has fill coefficients φ and a divisor d (``cost_models.schedules``),
-and holds i(k) micro-batches of chunk k in flight.
+x(c) given by a choice; m micro-batches. A schedule has fill coefficients φ (``cost_models.schedules``), and holds i(k)
+micro-batches of chunk k in flight.
 
 Variables::
 
@@ -15,16 +15,20 @@ Variables::
     f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
     L, T, U ≥ 0          seconds of a micro-batch; the tail; the update
     L[j] ≥ 0             the longest chunk of round j < v, chunks j·p … (j+1)·p-1                 (interleaved 1F1B)
+    G, E ≥ 0             what filling and draining adds to m·L; to m·L and the fill of a split backward
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
 
 With a single kind of boundary there is one n for each chunk and choice, and no s.
 
 Program::
 
-    minimise   M·L + Σ_k g[k] + T + U                                                                  (objective)
-        whole backward:  M = m - 1/d,  g[k] = (f[k] + b[k])/d;          p = 1:  M = m,  g[k] = 0
-        split backward:  M = m,        g[k] ≥ 0,                                                            (fill)
-                         g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
+    minimise   m·L + G + T + U                                                                         (objective)
+        one chunk a rank, whole backward:  G = Σ_k (f[k] + b[k]) - L
+        interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
+        split backward:                    G = Σ_k g[k] + E,   g[k] ≥ 0,
+                                           g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
+        of two chunks q < u on rank r:     m·L + G ≥ Σ_{k<u} (f[k] + b[k] - W[k])                           (pass)
+                                           + what r runs from the first forward to the last I of u
 
     Σ_k Σ_{c,a} n[k,c,a] = N(u)                                              every run u                   (place)
     Σ_{c,a} n[k,c,a] ≥ 1                                                     every chunk k                  (hold)
@@ -114,8 +118,17 @@ class StageSolution:
         return (self.objective - self.bound) / self.objective if self.objective else 0.0
 
 
+#: By whether memory counts: what was proved of a problem rank by rank.
+Proofs = dict[bool, Shares | Segments | None]
+
+
 def solve_stages(
-    problem: StageProblem, *, time_limit: float = 10.0, cutoff: float | None = None, gap: float = 1e-4
+    problem: StageProblem,
+    *,
+    time_limit: float = 10.0,
+    cutoff: float | None = None,
+    gap: float = 1e-4,
+    proofs: Proofs | None = None,
 ) -> StageSolution | None:
     """The fastest assignment within memory, None if there is none at all.
 
@@ -125,6 +138,7 @@ def solve_stages(
         time_limit: seconds for the integer program.
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
+        proofs: what ``bound_within_memory`` has found of the same problem.
     """
     problem = folded(problem)
     if problem.num_units < problem.num_chunks:
@@ -132,7 +146,7 @@ def solve_stages(
     if memory_shortfall(problem) > 0:
         return None
     reduced, kept = undominated(problem)
-    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap).run(time_limit)
+    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs).run(time_limit)
     if found is None or found.assignment is None:
         return found
     return replace(found, assignment=relabelled(found.assignment, kept))
@@ -145,10 +159,13 @@ def quick_bound(problem: StageProblem, *, cutoff: float = math.inf) -> float:
     return bounds.step_with(load_within_memory(settled, lower=bounds.load, upper=bounds.load_within(cutoff)))
 
 
-def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf) -> float:
-    """Seconds that no assignment within memory beats, infinite if none fits; ``cutoff``: as good as infinite."""
+def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf, proofs: Proofs | None = None) -> float:
+    """Seconds that no assignment within memory beats, infinite if none fits; ``cutoff``: as good as infinite.
+
+    What is found on the way is put into ``proofs``.
+    """
     reduced, _ = undominated(folded(problem))
-    search = _Search(reduced, cutoff, 0.0)
+    search = _Search(reduced, cutoff, 0.0, proofs)
     for remember in (False, True):
         if search.settled() or search.prove(remember=remember) is None:
             break
@@ -165,8 +182,9 @@ def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
 class _Search:
     """Best assignment and bound so far for one problem."""
 
-    def __init__(self, problem: StageProblem, cutoff: float, gap: float) -> None:
+    def __init__(self, problem: StageProblem, cutoff: float, gap: float, proofs: Proofs | None = None) -> None:
         self.problem, self.cutoff, self.gap = problem, cutoff, gap
+        self.proofs = {} if proofs is None else proofs
         self.bounds = time_bounds(problem)
         self.bound, self.load = self.bounds.step, self.bounds.load
         self.best: Assignment | None = None
@@ -252,7 +270,9 @@ class _Search:
 
     def prove(self, *, remember: bool) -> Shares | Segments | None:
         """The least bottleneck, as if memory were plenty or (``remember``) within it, and what follows for the step."""
-        found = self.taken_apart(self.without_kinds(remember=remember), LOAD)
+        if remember not in self.proofs:
+            self.proofs[remember] = self.taken_apart(self.without_kinds(remember=remember), LOAD)
+        found = self.proofs[remember]
         if found is not None and math.isinf(found.load):
             self.bound = math.inf
         elif found is not None:

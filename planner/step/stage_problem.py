@@ -53,7 +53,18 @@ class UnitRun:
     @functools.cached_property
     def folded(self) -> UnitRun:
         """The run with each choice's hidden communication in its compute: what the closed form makes of the two."""
-        return replace(self, choices=tuple(replace(choice, costs=_fold(choice.costs)) for choice in self.choices))
+        return self._folded(split=False)
+
+    @functools.cached_property
+    def folded_split(self) -> UnitRun:
+        """The same for schedules that split every backward."""
+        return self._folded(split=True)
+
+    def _folded(self, *, split: bool) -> UnitRun:
+        folded = [_fold(choice.costs, split=split) for choice in self.choices]
+        if all(costs is choice.costs for costs, choice in zip(folded, self.choices)):
+            return self
+        return replace(self, choices=tuple(replace(each, costs=costs) for each, costs in zip(self.choices, folded)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +136,19 @@ class StageProblem:
 
 def folded(problem: StageProblem) -> StageProblem:
     """The problem with all its runs folded."""
-    return replace(problem, runs=tuple(run.folded for run in problem.runs))
+    split = SCHEDULES[problem.schedule].splits_all
+    return replace(problem, runs=tuple(run.folded_split if split else run.folded for run in problem.runs))
 
 
-def _fold(costs: LayerCosts) -> LayerCosts:
+def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
+    if not (costs.gather_forward or costs.gather_backward or costs.reduce_backward):
+        return costs
+    backward, weight = costs.split_seconds if split else (costs.backward_seconds, costs.backward_weight)
     return replace(
         costs,
         forward=costs.forward_seconds,
-        backward=costs.backward_seconds,
+        backward=backward,
+        backward_weight=weight,
         gather_forward=0.0,
         gather_backward=0.0,
         reduce_backward=0.0,

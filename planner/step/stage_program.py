@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cost_models.schedules import SCHEDULES
+from cost_models.schedules import SCHEDULES, outside_of_second
 from cost_models.step import LayerCosts
 from planner.search.linear import LinearProgram
 from planner.step.stage_problem import StageProblem, UnitChoice
@@ -289,11 +289,9 @@ def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Line
 def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], load_bound: float) -> None:
     """(load), (round), (fill): the seconds of a micro-batch, m times, and what filling and draining adds."""
     problem, program = stage.problem, stage.program
-    schedule = SCHEDULES[problem.schedule]
-    divisor = problem.num_chunks // problem.num_ranks if schedule.divided else 1
-    plain = not schedule.splits_backward
-    times = problem.num_microbatches - (1 / divisor if plain and problem.num_ranks > 1 else 0)
-    largest = program.variable(times)
+    plain = not SCHEDULES[problem.schedule].splits_backward
+    times = problem.num_microbatches - (plain and problem.num_ranks > 1 and not in_rounds(problem))
+    largest = program.variable(float(times))
     program.row([(largest, 1.0)], lower=load_bound / stage.second)
     for chunks in chunks_of(problem):
         load = Linear()
@@ -302,25 +300,58 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
         if not in_rounds(problem):
             stage.at_least(largest, load)
         stage.loads.append(load)
-    if in_rounds(problem):
-        rounds = Linear()
-        for together in zip(*chunks_of(problem)):
-            longest = program.variable()
-            for chunk in together:
-                stage.at_least(longest, Linear().add(forward[chunk]).add(backward[chunk]))
-            rounds.terms.append((longest, 1.0))
-        stage.at_least(largest, rounds)
     if problem.num_ranks == 1:
         return
+    if in_rounds(problem):
+        add_rounds(stage, forward, backward, largest)
+    elif plain:
+        for chunk in range(problem.num_chunks):
+            stage.minimise(Linear().add(forward[chunk]).add(backward[chunk]))
+    else:
+        add_split_fill(stage, forward, backward, largest)
+
+
+def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
+    """(round), (fill): rounds go as fast as their longest chunk, and the longest passes the other ranks unhidden."""
+    rounds, fill = Linear(), stage.program.variable(1.0)
+    for together in zip(*chunks_of(stage.problem)):
+        longest = stage.program.variable()
+        through = Linear([(longest, -1.0)])
+        for chunk in together:
+            stage.at_least(longest, Linear().add(forward[chunk]).add(backward[chunk]))
+            through.add(forward[chunk]).add(backward[chunk])
+        rounds.terms.append((longest, 1.0))
+        stage.at_least(fill, through)
+    stage.at_least(largest, rounds)
+
+
+def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
+    """(fill), (pass): the published bubble, and what the order demands of each rank that holds two chunks."""
+    problem, program = stage.problem, stage.program
+    ranks, m = problem.num_ranks, problem.num_microbatches
+    fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
+    weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
+    fills = []
     for chunk in range(problem.num_chunks):
-        if plain:
-            stage.minimise(Linear().add(forward[chunk]).add(backward[chunk]), 1 / divisor)
-            continue
-        fill_forward, fill_backward, fill_weight = schedule.fill
         expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
-        expression.add(stage.seconds([chunk], "backward_weight"), fill_weight - fill_backward)
-        fill = program.variable((problem.num_ranks - 1) / problem.num_ranks)
-        stage.at_least(fill, expression)
+        fills.append(program.variable((ranks - 1) / ranks))
+        stage.at_least(fills[-1], expression.add(weight[chunk], fill_weight - fill_backward))
+    if problem.num_chunks == ranks:
+        return
+    extra = program.variable(1.0)
+    pipeline = Linear([(largest, float(m)), (extra, 1.0), *((column, (ranks - 1) / ranks) for column in fills)])
+    passed, reached = Linear(), 0
+    for rank, (first, second) in sorted(enumerate(chunks_of(problem)), key=lambda entry: entry[1][1]):
+        for chunk in range(reached, second):
+            passed.add(forward[chunk]).add(backward[chunk]).add(weight[chunk], -1.0)
+        before = program.variable()
+        stage.at_least(before, passed)
+        passed, reached = Linear([(before, 1.0)]), second
+        needed = Linear([(before, 1.0)])
+        for chunk, out in zip((first, second), outside_of_second(rank, num_ranks=ranks, num_microbatches=m)):
+            needed.add(forward[chunk], m - out[0]).add(backward[chunk], m - out[1])
+            needed.add(weight[chunk], float(out[1] - out[2]))
+        stage.row(Linear().add(pipeline).add(needed, -1.0), lower=0.0)
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
