@@ -33,7 +33,6 @@ __all__ = [
     "actions",
     "in_flight",
     "in_flight_peaks",
-    "outside_of_second",
     "rank_of_chunk",
     "reason_not",
 ]
@@ -195,18 +194,6 @@ def in_flight_peaks(
         ValueError: if the combination cannot run; the message is that of ``reason_not``.
     """
     return _in_flight_peaks(schedule, num_ranks, num_microbatches, num_chunks)
-
-
-def outside_of_second(rank: int, *, num_ranks: int, num_microbatches: int) -> tuple[tuple[int, int, int], ...]:
-    """Of each of the two chunks of a rank ("vee"): at most how many forwards, gradients of inputs and of weights run
-    before the first forward, or after the last gradient of inputs, of the second.
-
-    Of both orders, ZBV's and DualPipeV's: warm-up sends 2(p − r) − 1 micro-batches down first; of what came up last,
-    p − r are still to go back through the first chunk, and up to p and r weight gradients are left.
-    """
-    p, m = num_ranks, num_microbatches
-    first = (min(m, 2 * (p - rank) - 1), min(m, p - rank), min(m, p))
-    return first, (0, 0, min(m, max(1, rank)))
 
 
 def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> None:

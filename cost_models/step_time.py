@@ -27,8 +27,9 @@ being slow in another. This is never less than max_r load_r. The pipeline takes
 
 where round j is chunks j·p … (j+1)·p−1, of which there is one but for interleaved 1F1B, and (φF, φB, φW) is the
 schedule's fill: to fill and to drain, a micro-batch passes the other ranks of a round, and the longest round is never
-hidden behind another. With two chunks a rank, down the ranks and back up, the pipeline takes no less than what the
-order demands of any rank (``_passing_seconds``). On equal chunks these are the published bubbles: (p−1)·t for GPipe
+hidden behind another. With two chunks a rank, down the ranks and back up, the pipeline takes no less than the longest
+path through the schedule's order (``cost_models.order_path``), which is longer where chunks are uneven; micro-batches
+beyond the first 3p take L each. On equal chunks these are the published bubbles: (p−1)·t for GPipe
 (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM,
 Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023;
 exact where W is at most F and I, else (p−1)·max(F, I)).
@@ -71,7 +72,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_models.schedules import in_flight, outside_of_second, rank_of_chunk, schedule_named
+from cost_models.order_path import OrderPath, longest_path, played_microbatches
+from cost_models.schedules import in_flight, rank_of_chunk, schedule_named
 from cost_models.step import Chunk, PipelineStep
 
 
@@ -105,7 +107,7 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
         ValueError: if the schedule is not known or the number of chunks is not a multiple of the ranks.
     """
     ranks = chunks_of_ranks(step)
-    times = [_chunk_seconds(chunk, split=schedule_named(step.schedule).splits_all) for chunk in step.chunks]
+    times = _all_chunk_seconds(step)
     return StepSeconds(
         pipeline=_pipeline_seconds(step, times, ranks),
         tail=_tail_seconds(step, times, ranks),
@@ -155,6 +157,11 @@ def layer_sum(chunk: Chunk, *fields: str) -> float:
     return sum(count * sum(getattr(layer, field) for field in fields) for layer, count in chunk.layers)
 
 
+def _all_chunk_seconds(step: PipelineStep) -> list[_ChunkSeconds]:
+    split = schedule_named(step.schedule).splits_all
+    return [_chunk_seconds(chunk, split=split) for chunk in step.chunks]
+
+
 def _chunk_seconds(chunk: Chunk, *, split: bool) -> _ChunkSeconds:
     backward, weight = layer_sum(chunk, "backward_seconds"), layer_sum(chunk, "backward_weight")
     if split:
@@ -177,34 +184,31 @@ def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: lis
         )
         share = (step.num_ranks - 1) / step.num_ranks
         seconds = step.num_microbatches * longest + share * sum(max(0.0, fill) for fill in fills)
-        return max(seconds, _passing_seconds(step, times, ranks))
+        path = _played_path(step, times)
+        if path is None:
+            return seconds
+        rest = step.num_microbatches - played_microbatches(step.num_ranks, step.num_microbatches)
+        return max(seconds, path.seconds + rest * longest)
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
 
 
-def _passing_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
-    """What the order of a schedule with two chunks a rank, down the ranks and back up, demands of any rank at least.
+def played_path(step: PipelineStep) -> OrderPath | None:
+    """The longest path through the order of ``step``, of the micro-batches that are played; None for schedules whose
+    closed form needs none."""
+    return _played_path(step, _all_chunk_seconds(step))
 
-    The second chunk u of rank r waits for the first micro-batch to pass all chunks before it; when its last gradient of
-    inputs is done, that goes back through them all. What rank r does in between, it does one after another:
 
-        Σ_{k < u} (f_k + b_k − W_k) + Σ of the actions of rank r between its first forward and last I of u
-
-    which leaves out only ``cost_models.schedules.outside_of_second``.
-    """
-    m, longest, passed = step.num_microbatches, 0.0, [0.0]
-    for t in times:
-        passed.append(passed[-1] + t.forward + t.backward - t.weight)
-    for rank, mine in enumerate(ranks):
-        if len(mine) < 2:
-            continue
-        seconds = passed[mine[1]]
-        for k, out in zip(mine, outside_of_second(rank, num_ranks=step.num_ranks, num_microbatches=m)):
-            t = times[k]
-            seconds += (m - out[0]) * t.forward + (m - out[1]) * (t.backward - t.weight) + (m - out[2]) * t.weight
-        longest = max(longest, seconds)
-    return longest
+def _played_path(step: PipelineStep, times: list[_ChunkSeconds]) -> OrderPath | None:
+    if schedule_named(step.schedule).placement != "vee" or step.num_ranks == 1:
+        return None
+    return longest_path(
+        step.schedule,
+        num_ranks=step.num_ranks,
+        num_microbatches=played_microbatches(step.num_ranks, step.num_microbatches),
+        seconds=[(t.forward, t.backward - t.weight, t.weight) for t in times],
+    )
 
 
 def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from cost_models.order_path import path_seconds, played_microbatches
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
@@ -264,7 +265,13 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
             for each in figures
         ]
         pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
-        pipeline = _most([pipeline, *(_passing(problem, figures, rank) for rank in range(p) if per_rank == 2)])
+        if schedule.placement == "vee":
+            played = played_microbatches(p, m)
+            actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
+            path = path_seconds(
+                problem.schedule, num_ranks=p, num_microbatches=played, seconds=actions, largest=numpy.maximum
+            )
+            pipeline = numpy.maximum(pipeline, path + (m - played) * longest)
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])
@@ -282,18 +289,6 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         peak = _most([spread(ways[chunk].peak, chunk) for chunk in chunks])
         fit = fit & (held + peak <= problem.memory[rank] * (1 + ROUNDING))
     return numpy.broadcast_to(pipeline + tail + update, shape).copy(), numpy.broadcast_to(fit, shape)
-
-
-def _passing(problem: StageProblem, figures: Sequence[dict[str, Array]], rank: int) -> Any:
-    """What the order demands of a rank from the first forward to the last gradient of inputs of its second chunk."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    second = 2 * p - 1 - rank
-    way = sum(each["forward"] + each["backward"] - each["weight"] for each in figures[:second])
-    before, back, late = min(m, 2 * (p - rank) - 1), min(m, p - rank), min(m, p)
-    down, up = figures[rank], figures[second]
-    way = way + (m - before) * down["forward"] + m * up["forward"]
-    way = way + (m - back) * (down["backward"] - down["weight"]) + m * (up["backward"] - up["weight"])
-    return way + (m - late) * down["weight"] + (m - min(m, max(1, rank))) * up["weight"]
 
 
 def _most(arrays: Sequence[Any]) -> Any:

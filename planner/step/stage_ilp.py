@@ -27,8 +27,8 @@ Program::
         interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
         split backward:                    G = Σ_k g[k] + E,   g[k] ≥ 0,
                                            g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
-        of two chunks q < u on rank r:     m·L + G ≥ Σ_{k<u} (f[k] + b[k] - W[k])                           (pass)
-                                           + what r runs from the first forward to the last I of u
+        two chunks a rank (of M played):   m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
+                                           every path through the order, of F, I and W actions of chunk k
 
     Σ_k Σ_{c,a} n[k,c,a] = N(u)                                              every run u                   (place)
     Σ_{c,a} n[k,c,a] ≥ 1                                                     every chunk k                  (hold)
@@ -65,15 +65,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
-from cost_models.step_time import step_memory, step_seconds
+from cost_models.step_time import played_path, step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
 from planner.step.stage_balance import balance, by_rounds
 from planner.step.stage_bounds import memory_shortfall, time_bounds
 from planner.step.stage_fronts import LOAD, Weights
 from planner.step.stage_loads import load_within_memory
+from planner.step.stage_paths import add_longest_path, add_paths
 from planner.step.stage_problem import (
     Assignment,
     StageProblem,
@@ -118,6 +120,8 @@ class StageSolution:
         return (self.objective - self.bound) / self.objective if self.objective else 0.0
 
 
+#: How often a relaxation is solved at most, each time with one path more.
+_RELAXED = 40
 #: By whether memory counts: what was proved of a problem rank by rank.
 Proofs = dict[bool, Shares | Segments | None]
 
@@ -190,6 +194,8 @@ class _Search:
         self.best: Assignment | None = None
         self.objective = math.inf
         self.size = (0, 0)
+        #: Paths through the order that are longest for some assignment.
+        self.paths: dict[Counts, None] = {}
 
     def run(self, time_limit: float) -> StageSolution | None:
         """Try what is quick, then the integer program's relaxation, then the program itself."""
@@ -202,12 +208,12 @@ class _Search:
         if shares is not None and math.isinf(shares.load):
             return None
         stage = build_stage_program(self.problem, load_bound=self.load)
+        add_paths(stage, self.paths)
         self.size = (stage.program.num_variables, stage.program.num_constraints)
-        if self.best is not None:
-            if isinstance(shares, Shares):
-                add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
-            relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
-            self.raise_bound(stage, solve(relaxed, time_limit=max(0.1, deadline - time.monotonic())))
+        if self.best is not None and isinstance(shares, Shares):
+            add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
+        if self.best is not None or stage.pipeline is not None:
+            self.relax(stage, deadline)
             if self.settled():
                 return self.solution()
         return self.solve(stage, max(0.1, deadline - time.monotonic()))
@@ -228,6 +234,9 @@ class _Search:
         seconds = step_seconds(step).total
         if seconds < self.objective:
             self.best, self.objective = assignment, seconds
+            path = played_path(step)
+            if path is not None:
+                self.paths[path.counts] = None
         return True
 
     def offer_all(self, found: Shares | Segments) -> bool:
@@ -252,6 +261,8 @@ class _Search:
         Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
         self.try_single_kinds()
+        if SCHEDULES[self.problem.schedule].placement == "vee":
+            self.try_balanced()
         proofs: dict[bool, Shares | Segments] = {}
         for remember in (False, True):
             found = self.prove(remember=remember)
@@ -334,17 +345,36 @@ class _Search:
         elif solution.status == OPTIMAL or any(stage.program.integers):
             self.bound = max(self.bound, min(limit, (solution.bound + stage.constant) * stage.second))
 
+    def relax(self, stage: StageProgram, deadline: float) -> None:
+        """Raise the bound by the program's relaxation, with the paths that are longest for its answers."""
+        for _ in range(_RELAXED):
+            relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
+            solution = solve(relaxed, time_limit=max(0.1, deadline - time.monotonic()))
+            self.raise_bound(stage, solution)
+            if solution.values is None or self.settled() or not add_longest_path(stage, solution.values):
+                break
+
     def solve(self, stage: StageProgram, time_limit: float) -> StageSolution | None:
-        """Solve the integer program, from the best assignment so far."""
+        """Solve the integer program, from the best assignment so far; again while paths are missing."""
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
-        start = encode(stage, self.best) if self.best is not None else None
-        solution = solve(stage.program, time_limit=time_limit, gap=self.gap, cutoff=limit, start=start)
-        if solution.values is not None:
-            self.offer(decode(stage, solution.values))
-        self.raise_bound(stage, solution)
-        if solution.infeasible and self.best is None and math.isinf(self.cutoff):
-            return None
-        return self.solution(OPTIMAL if solution.infeasible else solution.status)
+        deadline = time.monotonic() + time_limit
+        while True:
+            start = encode(stage, self.best) if self.best is not None else None
+            left = max(0.1, deadline - time.monotonic())
+            solution = solve(stage.program, time_limit=left, gap=self.gap, cutoff=limit, start=start)
+            found = None if solution.values is None else decode(stage, solution.values)
+            if found is not None:
+                self.offer(found)
+            self.raise_bound(stage, solution)
+            if solution.infeasible and self.best is None and math.isinf(self.cutoff):
+                return None
+            if self.settled() or time.monotonic() > deadline or not self.add_path(stage, found):
+                return self.solution(OPTIMAL if solution.infeasible else solution.status)
+
+    def add_path(self, stage: StageProgram, assignment: Assignment | None) -> bool:
+        """Add the longest path of an assignment to the program; whether there is one that it does not have."""
+        path = None if assignment is None else played_path(as_step(self.problem, assignment))
+        return path is not None and add_paths(stage, [path.counts]) > 0
 
     def solution(self, status: str = OPTIMAL) -> StageSolution:
         """What is known, as a result."""

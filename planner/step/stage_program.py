@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cost_models.schedules import SCHEDULES, outside_of_second
+from cost_models.order_path import Counts
+from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.search.linear import LinearProgram
 from planner.step.stage_problem import StageProblem, UnitChoice
@@ -30,6 +31,10 @@ class Linear:
         self.constant += factor * other.constant
         return self
 
+    def at(self, values: Sequence[float]) -> float:
+        """The expression's value."""
+        return self.constant + sum(factor * values[column] for column, factor in self.terms)
+
 
 @dataclass(frozen=True)
 class Move:
@@ -49,7 +54,9 @@ class StageProgram:
 
     Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
     ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
-    runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r.
+    runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are
+    f[k] and b[k], ``largest`` the column of L. With two chunks a rank, ``pipeline`` is m·L + G, and ``paths`` are those
+    through the order that are rows (``planner.step.stage_paths``).
     """
 
     problem: StageProblem
@@ -59,6 +66,11 @@ class StageProgram:
     moves: list[list[Move]] = field(default_factory=list)
     first: list[tuple[int, int]] = field(default_factory=list)
     loads: list[Linear] = field(default_factory=list)
+    forward: Sequence[Linear] = ()
+    backward: Sequence[Linear] = ()
+    largest: int = 0
+    pipeline: Linear | None = None
+    paths: set[Counts] = field(default_factory=set)
 
     def at_least(self, target: int, expression: Linear) -> None:
         """Add the row: column ``target`` ≥ expression."""
@@ -291,7 +303,8 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
     problem, program = stage.problem, stage.program
     plain = not SCHEDULES[problem.schedule].splits_backward
     times = problem.num_microbatches - (plain and problem.num_ranks > 1 and not in_rounds(problem))
-    largest = program.variable(float(times))
+    stage.forward, stage.backward = forward, backward
+    largest = stage.largest = program.variable(float(times))
     program.row([(largest, 1.0)], lower=load_bound / stage.second)
     for chunks in chunks_of(problem):
         load = Linear()
@@ -326,7 +339,7 @@ def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequenc
 
 
 def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
-    """(fill), (pass): the published bubble, and what the order demands of each rank that holds two chunks."""
+    """(fill) of a split backward: the published bubble, and room for what a path through the order adds to it."""
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
     fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
@@ -336,22 +349,9 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
         expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
         fills.append(program.variable((ranks - 1) / ranks))
         stage.at_least(fills[-1], expression.add(weight[chunk], fill_weight - fill_backward))
-    if problem.num_chunks == ranks:
-        return
-    extra = program.variable(1.0)
-    pipeline = Linear([(largest, float(m)), (extra, 1.0), *((column, (ranks - 1) / ranks) for column in fills)])
-    passed, reached = Linear(), 0
-    for rank, (first, second) in sorted(enumerate(chunks_of(problem)), key=lambda entry: entry[1][1]):
-        for chunk in range(reached, second):
-            passed.add(forward[chunk]).add(backward[chunk]).add(weight[chunk], -1.0)
-        before = program.variable()
-        stage.at_least(before, passed)
-        passed, reached = Linear([(before, 1.0)]), second
-        needed = Linear([(before, 1.0)])
-        for chunk, out in zip((first, second), outside_of_second(rank, num_ranks=ranks, num_microbatches=m)):
-            needed.add(forward[chunk], m - out[0]).add(backward[chunk], m - out[1])
-            needed.add(weight[chunk], float(out[1] - out[2]))
-        stage.row(Linear().add(pipeline).add(needed, -1.0), lower=0.0)
+    if SCHEDULES[problem.schedule].placement == "vee":
+        beyond = program.variable(1.0)
+        stage.pipeline = Linear([(largest, float(m)), (beyond, 1.0), *((fill, (ranks - 1) / ranks) for fill in fills)])
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:

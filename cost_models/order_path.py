@@ -1,0 +1,122 @@
+"""The longest path through a schedule's order, of chunks that take given seconds and hide nothing.
+
+Every action starts when its rank is done with the one before it and its input is there. So the pipeline takes as long
+as its longest path: a sum over chunks of so many forwards, input gradients and weight gradients, and for any seconds of
+the chunks no path is longer than that one. It is what ``cost_models.simulator`` plays, without communication.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from cost_models.schedules import actions
+
+#: Micro-batches for each rank that are played, by which the pipeline is full.
+PLAYED = 3
+#: By chunk: forwards, input gradients and weight gradients on a path.
+Counts = tuple[tuple[int, int, int], ...]
+#: What an action of each kind adds to a path: forwards, input gradients, weight gradients.
+_COUNTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
+
+
+class OrderPath(NamedTuple):
+    """A longest path.
+
+    Attributes:
+        seconds: its length.
+        counts: by chunk, how many forwards, input gradients and weight gradients are on it.
+    """
+
+    seconds: float
+    counts: Counts
+
+
+class _Step(NamedTuple):
+    """An action: what it runs, and the places of those it waits for (−1: none), on its own rank and on another."""
+
+    kind: str
+    chunk: int
+    before: int
+    source: int
+
+
+def played_microbatches(num_ranks: int, num_microbatches: int) -> int:
+    """How many of the micro-batches are played."""
+    return min(num_microbatches, PLAYED * num_ranks)
+
+
+def longest_path(
+    schedule: str, *, num_ranks: int, num_microbatches: int, seconds: Sequence[tuple[float, float, float]]
+) -> OrderPath:
+    """The longest path where chunk k takes ``seconds[k]`` forward, for input gradients and for weight gradients.
+
+    Raises:
+        ValueError: if the schedule cannot run this combination.
+    """
+    steps = _steps(schedule, num_ranks, num_microbatches, len(seconds))
+    ends = path_ends(steps, seconds)
+    place = max(range(len(ends)), key=ends.__getitem__)
+    length = ends[place]
+    counts = [[0, 0, 0] for _ in seconds]
+    while place >= 0:
+        step = steps[place]
+        for part, count in enumerate(_COUNTS[step.kind]):
+            counts[step.chunk][part] += count
+        before, source = step.before, step.source
+        place = source if source >= 0 and (before < 0 or ends[source] > ends[before]) else before
+    return OrderPath(length, tuple((f, i, w) for f, i, w in counts))
+
+
+def path_seconds(
+    schedule: str, *, num_ranks: int, num_microbatches: int, seconds: Sequence[tuple[Any, Any, Any]], largest: Any = max
+) -> Any:
+    """The length of the longest path alone; of arrays too, with their ``largest`` of two."""
+    steps = _steps(schedule, num_ranks, num_microbatches, len(seconds))
+    return functools.reduce(largest, path_ends(steps, seconds, largest=largest))
+
+
+def path_ends(
+    steps: Sequence[_Step], seconds: Sequence[tuple[Any, Any, Any]], *, largest: Callable[[Any, Any], Any] = max
+) -> list[Any]:
+    """When every action ends."""
+    durations = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in seconds]
+    ends: list[Any] = []
+    for kind, chunk, before, source in steps:
+        if source < 0:
+            start = ends[before] if before >= 0 else 0.0
+        elif before < 0:
+            start = ends[source]
+        else:
+            start = largest(ends[before], ends[source])
+        ends.append(start + durations[chunk][kind])
+    return ends
+
+
+@functools.lru_cache(maxsize=32)
+def _steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[_Step, ...]:
+    """All actions of all ranks, each after those that it waits for."""
+    orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    places: dict[tuple[bool, int, int], int] = {}
+    steps: list[_Step] = []
+    done, last = [0] * num_ranks, [-1] * num_ranks
+    while len(steps) < sum(map(len, orders)):
+        for rank, order in enumerate(orders):
+            for kind, chunk, microbatch in order[done[rank] :]:
+                wanted = _source(kind, chunk, microbatch, num_chunks)
+                if wanted is not None and wanted not in places:
+                    break
+                steps.append(_Step(kind, chunk, last[rank], -1 if wanted is None else places[wanted]))
+                last[rank] = len(steps) - 1
+                done[rank] += 1
+                if kind != "W":
+                    places[kind == "F", chunk, microbatch] = last[rank]
+    return tuple(steps)
+
+
+def _source(kind: str, chunk: int, microbatch: int, num_chunks: int) -> tuple[bool, int, int] | None:
+    """What an action waits for on another rank: the forward of the chunk before, the gradient of the one after."""
+    if kind == "F":
+        return (True, chunk - 1, microbatch) if chunk else None
+    return (False, chunk + 1, microbatch) if kind != "W" and chunk < num_chunks - 1 else None
