@@ -48,7 +48,8 @@ Program::
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
 
 A proved bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not
-see. (With rounds, p equal units in one take as long as one does.) With one long run (``stage_ranks``), so is the convex
+see. (With rounds, p equal units in one take as long as one does; and G ≥ Σ_r load(r) - p·L + (p-1)·h, where some chunk
+must be at least h seconds long, see ``stage_rounds``.) With one long run (``stage_ranks``), so is the convex
 hull of each rank's least load against the units that it holds,
 
     n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
@@ -89,7 +90,9 @@ from planner.step.stage_problem import (
 )
 from planner.step.stage_program import Move, StageProgram, build_stage_program, has_kinds, in_rounds
 from planner.step.stage_ranks import Shares, add_tables, share_out
+from planner.step.stage_rounds import add_longest
 from planner.step.stage_segments import Segments, cut_segments
+from planner.step.stage_tails import shorter_tails
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"
@@ -207,8 +210,12 @@ class _Search:
             return self.solution()
         if shares is not None and math.isinf(shares.load):
             return None
+        self.try_shorter_tail()
+        if self.settled():
+            return self.solution()
         stage = build_stage_program(self.problem, load_bound=self.load)
         add_paths(stage, self.paths)
+        add_longest(stage)
         self.size = (stage.program.num_variables, stage.program.num_constraints)
         if self.best is not None and isinstance(shares, Shares):
             add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
@@ -329,6 +336,15 @@ class _Search:
             assignment = balance(problem, weights)
             if assignment is not None:
                 self.offer(assignment)
+
+    def try_shorter_tail(self) -> None:
+        """The best so far with less of a tail, if it has one that counts."""
+        if self.best is None or has_kinds(self.problem):
+            return
+        if step_seconds(as_step(self.problem, self.best)).tail <= self.gap * self.objective:
+            return
+        for assignment in shorter_tails(self.problem, self.best):
+            self.offer(assignment)
 
     def taken_apart(self, problem: StageProblem, weights: Weights) -> Shares | Segments | None:
         """The least bottleneck rank by rank, where the problem allows that."""

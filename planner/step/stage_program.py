@@ -55,8 +55,8 @@ class StageProgram:
     Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
     ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
     runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are
-    f[k] and b[k], ``largest`` the column of L. With two chunks a rank, ``pipeline`` is m·L + G, and ``paths`` are those
-    through the order that are rows (``planner.step.stage_paths``).
+    f[k] and b[k], ``largest`` the column of L and, with rounds, ``fill`` that of G. With two chunks a rank,
+    ``pipeline`` is m·L + G, and ``paths`` are those through the order that are rows (``planner.step.stage_paths``).
     """
 
     problem: StageProblem
@@ -69,6 +69,7 @@ class StageProgram:
     forward: Sequence[Linear] = ()
     backward: Sequence[Linear] = ()
     largest: int = 0
+    fill: int = 0
     pipeline: Linear | None = None
     paths: set[Counts] = field(default_factory=set)
 
@@ -327,6 +328,7 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
 def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
     """(round), (fill): rounds go as fast as their longest chunk, and the longest passes the other ranks unhidden."""
     rounds, fill = Linear(), stage.program.variable(1.0)
+    stage.fill = fill
     for together in zip(*chunks_of(stage.problem)):
         longest = stage.program.variable()
         through = Linear([(longest, -1.0)])

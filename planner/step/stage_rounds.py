@@ -1,0 +1,71 @@
+"""(longest): what the longest chunk of interleaved rounds adds to filling and draining the pipeline.
+
+Every rank's chunks together are load(r), and no chunk of round j is longer than L[j], so that of round j
+
+    Σ_{k of round j} (f[k] + b[k]) ≥ Σ_r load(r) − p·(L − L[j])          since  Σ_j L[j] ≤ L
+
+and filling takes that less L[j], of every round. Some chunk is at least h seconds long, so some L[j] is:
+
+    G ≥ Σ_r load(r) − p·L + (p − 1)·h
+
+The relaxation does not see this: it makes all rounds equally long, with fractions of choices.
+"""
+
+from __future__ import annotations
+
+import math
+
+from planner.step.stage_problem import ROUNDING, StageProblem, UnitChoice
+from planner.step.stage_program import Linear, StageProgram, chunks_of, in_rounds
+from planner.step.stage_ranks import main_run
+
+
+def add_longest(stage: StageProgram) -> None:
+    """(longest), for models that are one long run."""
+    problem = stage.problem
+    run = main_run(problem)
+    if run is None or not in_rounds(problem):
+        return
+    ranks = problem.num_ranks
+    row = Linear([(stage.fill, 1.0), (stage.largest, float(ranks))])
+    for load in stage.loads:
+        row.add(load, -1.0)
+    stage.row(row, lower=(ranks - 1) * longest_chunk(problem, run) / stage.second)
+
+
+def longest_chunk(problem: StageProblem, run: int) -> float:
+    """Seconds of the longest chunk at least, in any assignment within memory (``folded``).
+
+    If none were longer, every rank would hold no more units than fit into so many seconds a chunk, and into its memory
+    in the choices that take no longer.
+    """
+    choices = sorted(problem.runs[run].choices, key=_seconds)
+    quickest = _seconds(choices[0])
+    if quickest <= 0:
+        return 0.0
+    each = math.ceil(problem.runs[run].count / problem.num_chunks)
+    tried = {_seconds(choice) for choice in choices} | {units * quickest for units in range(each, 3 * each + 1)}
+    least = (each - 1) * quickest
+    for seconds in sorted(tried):
+        allowed = [choice for choice in choices if _seconds(choice) <= seconds * (1 + ROUNDING)]
+        whole = math.floor(seconds / quickest * (1 + ROUNDING))
+        if allowed and _most_units(problem, allowed, whole) >= problem.runs[run].count:
+            return max(least, seconds)
+    return max(least, max(tried))
+
+
+def _most_units(problem: StageProblem, allowed: list[UnitChoice], each: int) -> int:
+    """Units that all ranks hold at most in ``allowed`` choices, at most ``each`` in a chunk."""
+    total = 0
+    peak = min(choice.costs.peak_bytes for choice in allowed)
+    for limit, chunks in zip(problem.memory, chunks_of(problem)):
+        room = limit * (1 + ROUNDING) - peak
+        for held in sorted(problem.in_flight[chunk] for chunk in chunks):
+            size = max(1.0, min(choice.costs.state_bytes + held * choice.costs.saved_bytes for choice in allowed))
+            units = each if math.isinf(room) else min(each, math.floor(max(0.0, room) / size))
+            total, room = total + units, room - units * size
+    return total
+
+
+def _seconds(choice: UnitChoice) -> float:
+    return choice.costs.forward + choice.costs.backward
