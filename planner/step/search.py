@@ -48,8 +48,6 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 #: Seconds for a stage program when it is solved for the first time: little for those before the search begins. Where
 #: they do not suffice the candidate waits under the bound that was proved, and is then given twice as long.
 DIVE_SECONDS, STAGE_SECONDS = 0.25, 1.0
-#: The stage of an entry from which on its own stages are looked at, to be cut in the next.
-_WITHIN = 5
 
 
 @dataclass(frozen=True)
@@ -165,17 +163,23 @@ class Search:
         """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
 
         Of every three sizes of pipeline, context and tensor axis (the last within a node), under the plainest
-        schedules: the smallest micro-batch, which fills the pipeline best and holds least. If that is far from the
-        bound, also the micro-batch of least bound, whose operators are largest; and without a pipeline the largest that
-        may fit, for which parameters are gathered least often.
+        schedules: the smallest micro-batch, which fills the pipeline best and holds least; and without a pipeline the
+        largest that may fit, for which parameters are gathered least often. If the best is far from the bound, also the
+        micro-batch of least bound, whose operators are largest.
         """
         far = FAR * min((entry.bound for entry in heap), default=0.0)
-        ready = self._ready(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
-        if min((entry.bound for entry in ready), default=float("inf")) > far:
-            ready += self._ready(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
         alone = [entry for entry in heap if entry.candidate.layout.pipeline == 1]
-        ready += self._ready(heap, lambda entry: (-entry.candidate.local_batch, entry.bound), among=alone)
         self.diving = True
+        firsts = self._firsts(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
+        self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)), deadline)
+        if not self.solutions or self.solutions[0].seconds > far:
+            firsts = self._firsts(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
+            self._solve_best(heap, firsts, deadline)
+        self.diving = False
+
+    def _solve_best(self, heap: list[_Entry], ready: list[_Entry], deadline: float) -> None:
+        """Take ``ready`` through all stages, best first, but for what is near the best no more."""
+        self.finished.update(entry.candidate for entry in ready)
         heapq.heapify(ready)
         while ready:
             entry = heapq.heappop(ready)
@@ -183,29 +187,19 @@ class Search:
                 self._leave(entry.bound)
                 continue
             for follower in self._advance(entry):
-                heapq.heappush(heap if follower.solver_seconds else ready, follower)
+                heapq.heappush(heap if follower.weight or follower.solver_seconds else ready, follower)
             self._tell(heap)
-        self.diving = False
 
-    def _ready(
-        self,
-        heap: list[_Entry],
-        order: Callable[[_Entry], tuple[float, float]],
-        *,
-        among: list[_Entry] | None = None,
-    ) -> list[_Entry]:
-        """The first candidate in ``order`` for every three sizes, bounded by its stages with what memory all have;
-        ``among`` these, if given."""
+    def _firsts(self, found: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
+        """The first candidate in ``order`` for every three sizes, of the plain ones if there are any."""
         best: dict[tuple[int, ...], _Entry] = {}
-        found = heap if among is None else among
         for entry in [each for each in found if self._is_plain(each.candidate)] or found:
             layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor)
             known = best.setdefault(key, entry)
             if order(entry) < order(known):
                 best[key] = entry
-        firsts = sorted(entry for entry in best.values() if entry.candidate not in self.finished)
-        return [entry for first in firsts for entry in self._finish(heap, first, until=_WITHIN)]
+        return [entry for entry in best.values() if entry.candidate not in self.finished]
 
     def _is_plain(self, candidate: Candidate) -> bool:
         """Whether a candidate may be solved before the search begins, where the demands leave any such."""
@@ -213,24 +207,20 @@ class Search:
         near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
         return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
 
-    def _finish(self, heap: list[_Entry], first: _Entry, *, until: int | None = None) -> list[_Entry]:
-        """Take one candidate through all stages at once; the entries that came to stage ``until`` instead, if given."""
+    def _finish(self, heap: list[_Entry], first: _Entry) -> None:
+        """Take one candidate through all stages at once."""
         self.finished.add(first.candidate)
-        stack, reached = [first], []
+        stack = [first]
         while stack:
             entry = stack.pop()
             if entry.bound >= self._cutoff():
                 self._leave(entry.bound)
-                continue
-            if entry.stage == until:
-                reached.append(entry)
                 continue
             for follower in self._advance(entry):
                 if follower.weight or follower.solver_seconds:
                     heapq.heappush(heap, follower)  # the same in fewer bytes, or solved for longer: later
                 else:
                     stack.append(follower)
-        return reached
 
     def _tell(self, heap: list[_Entry]) -> None:
         """Report progress, now and then and at every better plan."""

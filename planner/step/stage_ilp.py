@@ -197,6 +197,7 @@ class _Search:
         self.best: Assignment | None = None
         self.objective = math.inf
         self.size = (0, 0)
+        self.stage: StageProgram | None = None
         #: Paths through the order that are longest for some assignment.
         self.paths: dict[Counts, None] = {}
 
@@ -205,7 +206,7 @@ class _Search:
         deadline = time.monotonic() + time_limit
         if self.settled() or (self.try_alike() and self.settled()):
             return self.solution()
-        shares = self.share()
+        shares = self.share(deadline)
         if self.settled():
             return self.solution()
         if shares is not None and math.isinf(shares.load):
@@ -213,17 +214,24 @@ class _Search:
         self.try_shorter_tail()
         if self.settled():
             return self.solution()
-        stage = build_stage_program(self.problem, load_bound=self.load)
-        add_paths(stage, self.paths)
-        add_longest(stage)
-        self.size = (stage.program.num_variables, stage.program.num_constraints)
-        if self.best is not None and isinstance(shares, Shares):
-            add_tables(stage, shares, self.bounds.load_within(min(self.objective, self.cutoff)))
+        stage = self.program(shares)
         if self.best is not None or stage.pipeline is not None:
             self.relax(stage, deadline)
             if self.settled():
                 return self.solution()
         return self.solve(stage, max(0.1, deadline - time.monotonic()))
+
+    def program(self, shares: Shares | Segments | None) -> StageProgram:
+        """The integer program, made once, with what is known so far."""
+        if self.stage is None:
+            self.stage = build_stage_program(self.problem, load_bound=self.load)
+            add_longest(self.stage)
+            largest = min(self.objective, self.cutoff)
+            if isinstance(shares, Shares) and math.isfinite(largest):
+                add_tables(self.stage, shares, self.bounds.load_within(largest))
+        add_paths(self.stage, self.paths)
+        self.size = (self.stage.program.num_variables, self.stage.program.num_constraints)
+        return self.stage
 
     def settled(self) -> bool:
         """Whether the best is within the gap of the bound, or nothing can be better than the cutoff."""
@@ -261,8 +269,9 @@ class _Search:
         alike = ((run, row.index(min(row)), self.problem.runs[run].count) for run, row in enumerate(costs))
         return self.offer((tuple(alike),))
 
-    def share(self) -> Shares | Segments | None:
-        """Share units out over ranks and take over what that proves; only if that settles nothing look for better.
+    def share(self, deadline: float) -> Shares | Segments | None:
+        """Share units out over ranks and take over what that proves, with a cutoff also what the relaxation proves; only
+        if that settles nothing look for better.
 
         Kinds are left out of what is proved, as conversions only add; assignments of a single kind are offered besides.
         Returns the last proof, None for a problem that cannot be taken rank by rank.
@@ -281,10 +290,13 @@ class _Search:
             proofs[remember] = found
             if self.offer_all(found) and not in_rounds(self.problem):
                 break
+        last = found
+        if math.isfinite(self.cutoff):
+            self.relax(self.program(last), deadline)
         for remember, found in proofs.items():
             if self.settled() or self.improve(found, remember=remember):
                 break
-        return found
+        return last
 
     def prove(self, *, remember: bool) -> Shares | Segments | None:
         """The least bottleneck, as if memory were plenty or (``remember``) within it, and what follows for the step."""
