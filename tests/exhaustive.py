@@ -26,7 +26,7 @@ from planner.step.candidates import STEADY, Candidate, is_even
 from planner.step.demands import CHUNKS_PER_RANK, Demands
 from planner.step.layout import AXES, ORDERS, Layout, Links
 from planner.step.search import BYTE_WEIGHTS, Search
-from planner.step.stage_problem import Assignment, StageProblem, as_step
+from planner.step.stages.problem import Assignment, StageProblem, as_step
 
 Array = NDArray[numpy.float64]
 

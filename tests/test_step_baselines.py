@@ -32,7 +32,7 @@ from planner.step.demands import Demands, read_demands
 from planner.step.plainer import plainer
 from planner.step.planning import plan_step
 from planner.step.search import Search
-from planner.step.stage_problem import as_step, fits
+from planner.step.stages.problem import as_step, fits
 from planner.step.tensor_roles import transformers_roles
 from planner.verification import slow_devices
 from tests.small_models import squared_error

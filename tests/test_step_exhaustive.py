@@ -22,7 +22,7 @@ from planner.step.demands import read_demands
 from planner.step.planning import plan_step
 from planner.step.price import price_step
 from planner.step.search import Outcome, Search
-from planner.step.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
+from planner.step.stages.problem import StageProblem, UnitChoice, UnitRun, as_step
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
 from tests.exhaustive_models import CONFIGS, level_one
 

@@ -15,9 +15,9 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import layer_sum, step_memory, step_seconds
 from planner.search.linear import LinearProgram
 from planner.search.solver import solve
-from planner.step.stage_bounds import lower_bound, memory_shortfall
-from planner.step.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
-from planner.step.stage_problem import (
+from planner.step.stages.bounds import lower_bound, memory_shortfall
+from planner.step.stages.ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
+from planner.step.stages.problem import (
     Assignment,
     StageProblem,
     UnitChoice,
@@ -27,8 +27,8 @@ from planner.step.stage_problem import (
     folded,
     undominated,
 )
-from planner.step.stage_ranks import main_run
-from planner.step.stage_rounds import longest_chunk
+from planner.step.stages.ranks import main_run
+from planner.step.stages.rounds import longest_chunk
 
 GIB = 2.0**30
 

@@ -28,8 +28,8 @@ from planner.step.layout import ORDERS, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.search import Outcome, Search, Solution
 from planner.step.sharding import ShardingSpace
-from planner.step.stage_ilp import StageSolution
-from planner.step.stage_problem import Assignment, StageProblem, as_step, fits
+from planner.step.stages.ilp import StageSolution
+from planner.step.stages.problem import Assignment, StageProblem, as_step, fits
 from planner.step.tensor_roles import TensorRoles, megatron_roles, redco_roles, transformers_roles
 from planner.step.training import POLICIES, ZERO_STAGES
 

@@ -11,7 +11,7 @@ from cost_models.step import LayerCosts
 from planner.step.figures import Policy, UnitFigures, Weight
 from planner.step.layout import Layout, Links
 from planner.step.pricing import DATA, PIPELINE
-from planner.step.stage_problem import UnitChoice, UnitRun
+from planner.step.stages.problem import UnitChoice, UnitRun
 from planner.step.training import ZERO_STAGES, Training
 
 

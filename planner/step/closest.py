@@ -10,9 +10,9 @@ from planner.step.candidates import Candidate, candidates
 from planner.step.layout import ORDERS
 from planner.step.level_one import Sharded
 from planner.step.search import BYTE_WEIGHTS, Search
-from planner.step.stage_bounds import memory_shortfall
-from planner.step.stage_ilp import StageSolution, solve_stages
-from planner.step.stage_problem import StageProblem
+from planner.step.stages.bounds import memory_shortfall
+from planner.step.stages.ilp import StageSolution, solve_stages
+from planner.step.stages.problem import StageProblem
 
 #: Candidates that are looked at closely, those of least memory by their bound first.
 TRIES = 24

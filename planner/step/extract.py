@@ -21,7 +21,7 @@ from planner.search.extract import make_plan
 from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Outcome, Search, Solution
-from planner.step.stage_problem import as_step
+from planner.step.stages.problem import as_step
 
 #: Forward and backward of a model are three forward passes: one product forward, two backward (Narayanan et al. 2021).
 PASSES = 3.0

@@ -10,7 +10,7 @@ from planner.step.conflicts import conflict
 from planner.step.extract import memory_by_rank
 from planner.step.relaxations import relaxations
 from planner.step.search import TIME_LIMIT, Outcome, Search, Solution
-from planner.step.stage_problem import as_step
+from planner.step.stages.problem import as_step
 
 #: Seconds of processor time to look for what would help.
 SECONDS = 8.0

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from cost_models.step_time import step_memory, step_seconds
 from planner.step.search import Solution
-from planner.step.stage_ilp import even_rounds
-from planner.step.stage_problem import Assignment, UnitRun, as_step, fits
+from planner.step.stages.ilp import even_rounds
+from planner.step.stages.problem import Assignment, UnitRun, as_step, fits
 
 
 def plainer(solution: Solution) -> Iterator[Solution]:

@@ -2,8 +2,8 @@
 
 Candidates (layout × micro-batch × schedule) wait in a heap, each under a lower bound of its step's seconds. A candidate
 that comes to the top is bounded better, in several stages, and goes back; one whose shardings, cuts, recompute and ZeRO
-are solved (``planner.step.stage_ilp``) is an incumbent. The search stops when the top of the heap is no better than the
-incumbent by more than the gap: everything below it is pruned by its bound, which is the certificate.
+are solved (``planner.step.stages.ilp``) is an incumbent. The search stops when the top of the heap is no better than
+the incumbent by more than the gap: everything below it is pruned by its bound, which is the certificate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from planner.step.demands import Demands
 from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
-from planner.step.stage_bounds import memory_shortfall
-from planner.step.stage_ilp import CUTOFF, Proofs, StageSolution, bound_within_memory, quick_bound, solve_stages
-from planner.step.stage_problem import Assignment, StageProblem, UnitRun
+from planner.step.stages.bounds import memory_shortfall
+from planner.step.stages.ilp import CUTOFF, Proofs, StageSolution, bound_within_memory, quick_bound, solve_stages
+from planner.step.stages.problem import Assignment, StageProblem, UnitRun
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.

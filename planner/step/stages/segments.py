@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.step.stage_fronts import Front, Weights, options_of, received
-from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
+from planner.step.stages.fronts import Front, Weights, options_of, received
+from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
 
 #: Relative precision of the bottleneck.
 _PRECISION = 1e-6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.step.stage_problem import Assignment
-from planner.step.stage_program import Move, StageProgram, has_kinds
+from planner.step.stages.problem import Assignment
+from planner.step.stages.program import Move, StageProgram, has_kinds
 
 
 def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The stage program as arrays: each function adds the constraints of the name in brackets, stated in ``stage_ilp``."""
+"""The stage program as arrays: each function adds the constraints of the name in brackets, stated in ``ilp``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from planner.search.linear import LinearProgram
-from planner.step.stage_problem import StageProblem, UnitChoice
+from planner.step.stages.problem import StageProblem, UnitChoice
 
 #: Time is counted so that the mean load of a rank is this, and memory so that a rank's limit is: both then stand well
 #: above the solver's tolerances.
@@ -56,7 +56,7 @@ class StageProgram:
     ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
     runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are
     f[k] and b[k], ``largest`` the column of L and, with rounds, ``fill`` that of G. With two chunks a rank,
-    ``pipeline`` is m·L + G, and ``paths`` are those through the order that are rows (``planner.step.stage_paths``).
+    ``pipeline`` is m·L + G, and ``paths`` are those through the order that are rows (``planner.step.stages.paths``).
     """
 
     problem: StageProblem

@@ -12,7 +12,7 @@ and n is whole. Of all λ only the slopes between two choices are tried: between
 linear functions, hence monotone. What counts beyond what is kept is the largest peak: it is one of the choices' peaks,
 and for each of them (for a few near each other at once, room taken by the least of them) only choices of no larger peak
 take part. Ranks that cannot hold all units together within L show that the largest load exceeds L.
-``planner.step.stage_ranks`` finds the same in whole choices, ten times as slowly.
+``planner.step.stages.ranks`` finds the same in whole choices, ten times as slowly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.step.stage_fronts import LOAD, received
-from planner.step.stage_pool import pooled_load
-from planner.step.stage_problem import ROUNDING, StageProblem, UnitChoice, UnitRun
-from planner.step.stage_program import chunks_of
-from planner.step.stage_ranks import main_run
+from planner.step.stages.fronts import LOAD, received
+from planner.step.stages.pool import pooled_load
+from planner.step.stages.problem import ROUNDING, StageProblem, UnitChoice, UnitRun
+from planner.step.stages.program import chunks_of
+from planner.step.stages.ranks import main_run
 
 Array = NDArray[np.float64]
 #: Seconds, bytes of state and bytes saved (rows) of some choices.

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.schedules import SCHEDULES
-from planner.step.stage_memory import memory_shortfall
-from planner.step.stage_problem import StageProblem, folded
-from planner.step.stage_program import in_rounds
+from planner.step.stages.memory import memory_shortfall
+from planner.step.stages.problem import StageProblem, folded
+from planner.step.stages.program import in_rounds
 
 __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
 

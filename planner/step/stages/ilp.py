@@ -47,9 +47,9 @@ Program::
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)                    (remember)
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
 
-A proved bound of L (``stage_bounds``) is added as a valid inequality: units are whole, which the relaxation does not
+A proved bound of L (``bounds``) is added as a valid inequality: units are whole, which the relaxation does not
 see. (With rounds, p equal units in one take as long as one does; and G ≥ Σ_r load(r) - p·L + (p-1)·h, where some chunk
-must be at least h seconds long, see ``stage_rounds``.) With one long run (``stage_ranks``), so is the convex
+must be at least h seconds long, see ``rounds``.) With one long run (``ranks``), so is the convex
 hull of each rank's least load against the units that it holds,
 
     n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
@@ -71,13 +71,13 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import played_path, step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
-from planner.step.stage_balance import balance, by_rounds
-from planner.step.stage_bounds import memory_shortfall, time_bounds
-from planner.step.stage_coding import decode, encode
-from planner.step.stage_fronts import LOAD, Weights
-from planner.step.stage_loads import load_within_memory
-from planner.step.stage_paths import add_longest_path, add_paths
-from planner.step.stage_problem import (
+from planner.step.stages.balance import balance, by_rounds
+from planner.step.stages.bounds import memory_shortfall, time_bounds
+from planner.step.stages.coding import decode, encode
+from planner.step.stages.fronts import LOAD, Weights
+from planner.step.stages.loads import load_within_memory
+from planner.step.stages.paths import add_longest_path, add_paths
+from planner.step.stages.problem import (
     Assignment,
     StageProblem,
     as_step,
@@ -88,11 +88,11 @@ from planner.step.stage_problem import (
     undominated,
     without_kinds,
 )
-from planner.step.stage_program import StageProgram, build_stage_program, has_kinds, in_rounds
-from planner.step.stage_ranks import Shares, add_tables, share_out
-from planner.step.stage_rounds import add_longest
-from planner.step.stage_segments import Segments, cut_segments
-from planner.step.stage_tails import shorter_tails
+from planner.step.stages.program import StageProgram, build_stage_program, has_kinds, in_rounds
+from planner.step.stages.ranks import Shares, add_tables, share_out
+from planner.step.stages.rounds import add_longest
+from planner.step.stages.segments import Segments, cut_segments
+from planner.step.stages.tails import shorter_tails
 
 #: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 
-from planner.step.stage_problem import ROUNDING, StageProblem, UnitChoice
-from planner.step.stage_program import Linear, StageProgram, chunks_of, in_rounds
-from planner.step.stage_ranks import main_run
+from planner.step.stages.problem import ROUNDING, StageProblem, UnitChoice
+from planner.step.stages.program import Linear, StageProgram, chunks_of, in_rounds
+from planner.step.stages.ranks import main_run
 
 
 def add_longest(stage: StageProgram) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.step import LayerCosts
-from planner.step.stage_problem import StageProblem, UnitChoice
-from planner.step.stage_program import spans
+from planner.step.stages.problem import StageProblem, UnitChoice
+from planner.step.stages.program import spans
 
 Array = NDArray[np.float64]
 

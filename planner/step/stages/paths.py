@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cost_models.order_path import Counts, longest_path, played_microbatches
-from planner.step.stage_program import Linear, StageProgram
+from planner.step.stages.program import Linear, StageProgram
 
 #: How much longer than the program's pipeline a path is at least, as a share, to become a row.
 NEGLIGIBLE = 1e-4

@@ -20,8 +20,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.step.stage_problem import ROUNDING, StageProblem
-from planner.step.stage_program import chunks_of
+from planner.step.stages.problem import ROUNDING, StageProblem
+from planner.step.stages.program import chunks_of
 
 Array = NDArray[np.float64]
 

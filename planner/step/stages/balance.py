@@ -15,11 +15,11 @@ import numpy as np
 
 from cost_models.step import LayerCosts
 from planner.step.cuts import greedy_partition
-from planner.step.stage_bounds import Rounds, fewest_rounds
-from planner.step.stage_fronts import Front, Weights, options_of
-from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
-from planner.step.stage_program import chunks_of, in_rounds
-from planner.step.stage_ranks import main_run
+from planner.step.stages.bounds import Rounds, fewest_rounds
+from planner.step.stages.fronts import Front, Weights, options_of
+from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
+from planner.step.stages.program import chunks_of, in_rounds
+from planner.step.stages.ranks import main_run
 
 #: How many of the least busy ranks are tried as the place for a unit of the busiest one.
 _TARGETS = 4

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.step.stage_fronts import Front, Options, Weights, options_of, received
-from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
-from planner.step.stage_program import Linear, StageProgram, chunks_of, has_kinds
+from planner.step.stages.fronts import Front, Options, Weights, options_of, received
+from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
+from planner.step.stages.program import Linear, StageProgram, chunks_of, has_kinds
 
 Array = NDArray[np.float64]
 

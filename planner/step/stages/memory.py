@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.step.stage_problem import ROUNDING, StageProblem
+from planner.step.stages.problem import ROUNDING, StageProblem
 
 #: Relative precision of a shortfall found by bisection.
 _PRECISION = 1e-6

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cost_models.step import LayerCosts
-from planner.step.stage_problem import ROUNDING, Assignment, StageProblem
-from planner.step.stage_program import chunks_of, in_rounds
+from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
+from planner.step.stages.program import chunks_of, in_rounds
 
 #: By chunk, by (run, choice): how many units.
 _Counts = list[dict[tuple[int, int], int]]
