@@ -374,7 +374,7 @@ class Search:
         limit = entry.solver_seconds or (DIVE_SECONDS if self.diving else STAGE_SECONDS)
         solved = solve_stages(
             entry.problem,
-            time_limit=min(limit, self.demands.time_limit),
+            time_limit=max(0.0, min(limit, self.deadline - time.monotonic())),
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=self.demands.gap / 2,
             proofs=entry.proofs,

@@ -148,6 +148,58 @@ def by_rounds(problem: StageProblem, weights: Weights) -> Iterator[Assignment]:
             yield _grouped(problem, [_quickened(problem, rank, placed) for rank, placed in enumerate(alike)])
 
 
+def all_alike(problem: StageProblem) -> Iterator[Assignment]:
+    """Assignments with equally many units in every chunk, as far as they go, all of the long run in one choice; each
+    also with faster choices where memory is left. For one long run."""
+    run = main_run(problem)
+    if run is None:
+        return
+    counts = _even_counts(problem)
+    for choice in range(len(problem.runs[run].choices)):
+        placed = [
+            [
+                (chunk, kind, choice if kind == run else -1)
+                for chunk in mine
+                for kind in _runs_of(problem, run, chunk, counts)
+            ]
+            for mine in chunks_of(problem)
+        ]
+        found = [_with_ends(problem, rank, units) for rank, units in enumerate(placed)]
+        ranks = [units for units in found if units is not None]
+        if len(ranks) == problem.num_ranks:
+            yield _grouped(problem, ranks)
+            yield _grouped(problem, [_quickened(problem, rank, units) for rank, units in enumerate(ranks)])
+
+
+def _even_counts(problem: StageProblem) -> list[int]:
+    """Units of the long run in each chunk: one less beside an end of the model; one more, where they do not go up, in
+    chunks that are held for few micro-batches."""
+    each, more = divmod(problem.num_units, problem.num_chunks)
+    counts = [each] * problem.num_chunks
+    for chunk in sorted(range(problem.num_chunks), key=lambda chunk: problem.in_flight[chunk])[:more]:
+        counts[chunk] += 1
+    run = main_run(problem)
+    assert run is not None  # asked by those that know
+    counts[0] -= run > 0
+    counts[-1] -= run < len(problem.runs) - 1
+    return counts
+
+
+def _with_ends(problem: StageProblem, rank: int, placed: _Placed) -> _Placed | None:
+    """The units with the fastest choices for the model's ends (given as −1) that fit; None if none does."""
+    ends = sorted({kind for _, kind, choice in placed if choice < 0})
+    orders = [
+        sorted(range(len(problem.runs[kind].choices)), key=lambda choice: _seconds(problem, (0, kind, choice)))
+        for kind in ends
+    ]
+    for chosen in itertools.product(*orders):
+        of_end = dict(zip(ends, chosen))
+        units = [(chunk, kind, of_end.get(kind, choice)) for chunk, kind, choice in placed]
+        if _used(problem, units) <= problem.memory[rank] * (1 + ROUNDING):
+            return units
+    return None
+
+
 def _seconds(problem: StageProblem, unit: tuple[int, int, int]) -> float:
     costs = problem.runs[unit[1]].choices[unit[2]].costs
     return costs.forward_seconds + costs.backward_seconds

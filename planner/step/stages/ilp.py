@@ -71,7 +71,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import played_path, step_memory, step_seconds
 from planner.search.linear import OPTIMAL, Solution
 from planner.search.solver import solve
-from planner.step.stages.balance import balance, by_rounds
+from planner.step.stages.balance import all_alike, balance, by_rounds
 from planner.step.stages.bounds import memory_shortfall, time_bounds
 from planner.step.stages.coding import decode, encode
 from planner.step.stages.fronts import LOAD, Weights
@@ -279,6 +279,8 @@ class _Search:
         self.try_single_kinds()
         if SCHEDULES[self.problem.schedule].placement == "vee":
             self.try_balanced()
+            for assignment in all_alike(without_kinds(self.problem)):
+                self.offer(assignment)
         proofs: dict[bool, Shares | Segments] = {}
         for remember in (False, True):
             found = self.prove(remember=remember)
