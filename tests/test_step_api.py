@@ -106,3 +106,18 @@ def test_one_process_is_a_cluster_of_one() -> None:
         [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "seq_len", "global_batch"),
+    [
+        ("bert-large", "8x1080ti", 512, 64),
+        ("gpt2-xl", "8x-rtx3090", 1024, 64),
+        ("vit-large", "dgx-a100-40g:2", None, 512),
+    ],
+)
+def test_plans_are_proved_within_one_percent(model: str, cluster: str, seq_len: int | None, global_batch: int) -> None:
+    """Also where the simulator prefers another plan than the search: a closer search then proves that one."""
+    plan = planner.plan(model, cluster, seq_len=seq_len, global_batch=global_batch)
+    assert plan.certificate.status == "optimal"
+    assert plan.certificate.gap <= 0.01

@@ -29,6 +29,7 @@ from planner.step.stages.problem import (
 )
 from planner.step.stages.ranks import main_run
 from planner.step.stages.rounds import longest_chunk
+from planner.step.stages.tails import shorter_tails
 
 GIB = 2.0**30
 
@@ -457,3 +458,30 @@ def test_problems_that_make_no_sense_are_refused(wrong: dict[str, object]) -> No
     good = uniform(num_layers=4, num_ranks=2, memory=GIB)
     with pytest.raises(ValueError, match=r"expected|needs"):
         StageProblem(**{**vars(good), **wrong})
+
+
+def test_tails_are_shortened_by_units_that_reduce_each_micro_batch() -> None:
+    late = LayerCosts(forward=1.0, backward=2.0, reduce_step=9.0, state_bytes=1.0, saved_bytes=1.0)
+    early = replace(late, backward=2.2, reduce_step=0.0, state_bytes=0.8, peak_bytes=0.1)
+    problem = StageProblem(
+        runs=(UnitRun(name="layers", count=8, choices=tuple(UnitChoice(label=(), costs=c) for c in (late, early))),),
+        schedule="1f1b",
+        num_ranks=2,
+        num_chunks=2,
+        num_microbatches=4,
+        memory=(13.0, 13.0),
+    )
+    start = (((0, 0, 4),), ((0, 0, 4),))
+    steps = [as_step(problem, each) for each in (start, *shorter_tails(problem, start))]
+    tails = [step_seconds(step).tail for step in steps]
+    assert tails == sorted(tails, reverse=True) and tails[-1] < tails[0] / 2
+    assert all(fits(problem, step_memory(step)) for step in steps)
+
+
+def test_a_v_of_even_chunks_in_one_choice_is_found_where_loads_alone_mislead() -> None:
+    """62 layers between an embedding and a head in 32 chunks: two units in each, though the ends are quicker."""
+    problem = uniform(num_layers=62, num_ranks=16, memory=1000 * GIB, schedule="zbv", chunks_per_rank=2)
+    found = solve_stages(problem, gap=5e-3, time_limit=5.0)
+    assert found is not None and found.assignment is not None and found.gap <= 5e-3
+    counts = [sum(count for _, _, count in groups) for groups in found.assignment]
+    assert set(counts) == {2}

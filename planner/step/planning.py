@@ -32,6 +32,8 @@ OBJECTIVES = ("time", "devices", "memory")
 JUDGED, NEAR = 8, 0.05
 #: How much slower than the proved bound, by the closed form, a solution may be that the simulator finds faster.
 PROVED = 0.01
+#: Share of that which a search for a proof asks for, so that rounding does not spoil it.
+ROUNDED = 0.99
 #: How much faster the simulator must find one that is not, to be taken instead.
 CLEARLY = 0.01
 #: How closely the least memory is found, as a share of it.
@@ -175,7 +177,7 @@ def _best(judged: list[Judged], bound: float) -> Judged:
 def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:
     """The gap at which a search proves that ``best`` is near the best by the closed form; None if it has, or if no
     search would: where it ran out of time, and where there is something better by the closed form."""
-    fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - PROVED)
+    fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - ROUNDED * PROVED)
     if outcome.bound >= needed or outcome.status == TIME_LIMIT or fastest < needed:
         return None
     return 1.0 - needed / fastest
