@@ -94,20 +94,20 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
                 continue
             if m > 1 and not level_one.micro_batches:
                 continue
-            for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units):
+            for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units, demands):
                 found = Candidate(layout, batch // layout.data // m, m, schedule, chunks)
                 if _is_allowed(found, demands):
                     yield found
 
 
-def _ways_to_pipeline(ranks: int, m: int, num_units: int) -> Iterator[tuple[str, int]]:
+def _ways_to_pipeline(ranks: int, m: int, num_units: int, demands: Demands) -> Iterator[tuple[str, int]]:
     if ranks == 1:
         yield "1f1b", 1
         return
     for name, chunks in itertools.product(SCHEDULES, {1, *CHUNKS_PER_RANK}):
         total = ranks * chunks
         runs = reason_not(name, num_ranks=ranks, num_microbatches=m, num_chunks=total) is None
-        even = is_even(name, num_units=num_units, num_chunks=total)
+        even = "schedule" in demands.fixed or is_even(name, num_units=num_units, num_chunks=total)
         if runs and even and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
             yield name, chunks
 

@@ -300,13 +300,13 @@ def uniform(
     )
 
 
-#: Schedule, layers, ranks, chunks a rank, and the gap within ten seconds: layers that make no equal rounds, and two
+#: Schedule, layers, ranks, chunks a rank, and the gap within four seconds: layers that make no equal rounds, and two
 #: chunks a rank within memory, are bounded less closely (the search asks for half a percent).
 SHAPES = [
     ("1f1b", 32, 4, 1, 1e-3),
     ("1f1b", 126, 16, 1, 1e-3),
     ("gpipe", 126, 16, 1, 1e-3),
-    ("interleaved_1f1b", 126, 16, 7, 1.5e-2),
+    ("interleaved_1f1b", 126, 16, 7, 2e-2),
     ("interleaved_1f1b", 126, 16, 8, 1e-3),
     ("interleaved_1f1b", 32, 4, 4, 1e-3),
     ("zb_h1", 126, 16, 1, 1e-3),
@@ -327,7 +327,7 @@ def test_uniform_pipelines_are_solved_to_a_small_gap_in_a_small_program(
         schedule=schedule,
         chunks_per_rank=chunks_per_rank,
     )
-    found = solve_stages(problem, gap=1e-3)
+    found = solve_stages(problem, gap=1e-3, time_limit=4.0)
     assert found is not None and found.assignment is not None
     assert found.gap <= gap
     assert found.num_variables <= 8 * problem.num_chunks + 8 * num_ranks + 8
