@@ -13,6 +13,7 @@ mesh shapes (layouts over which candidates range). Sweeps count processor second
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -86,7 +87,6 @@ def measure(point: Point, *, time_limit: float) -> Measured:
 
 def plan_one(point: Point, *, time_limit: float) -> Measured:
     """Plan one point here, as ``planner plan`` does, and save the plan."""
-    import gc
     import resource
 
     gc.disable()  # as the command line does: a plan is made once
@@ -232,6 +232,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.one:
         print(json.dumps(asdict(plan_one(Point(**json.loads(given.one)), time_limit=given.time_limit))))
+        gc.freeze()  # as the command line does
         return
     results = run(given.sweep or ("fast", "layers", "devices"), time_limit=given.time_limit, table=given.markdown)
     if given.plot:

@@ -1,6 +1,6 @@
 """``python -m planner`` is the ``planner`` command."""
 
-from planner.cli import main
+from planner.cli import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())
