@@ -33,7 +33,7 @@ class OrderPath(NamedTuple):
     counts: Counts
 
 
-class _Step(NamedTuple):
+class OrderStep(NamedTuple):
     """An action: what it runs, and the places of those it waits for (−1: none), on its own rank and on another."""
 
     kind: str
@@ -55,7 +55,7 @@ def longest_path(
     Raises:
         ValueError: if the schedule cannot run this combination.
     """
-    steps = _steps(schedule, num_ranks, num_microbatches, len(seconds))
+    steps = order_steps(schedule, num_ranks, num_microbatches, len(seconds))
     ends = path_ends(steps, seconds)
     place = max(range(len(ends)), key=ends.__getitem__)
     length = ends[place]
@@ -69,18 +69,10 @@ def longest_path(
     return OrderPath(length, tuple((f, i, w) for f, i, w in counts))
 
 
-def path_seconds(
-    schedule: str, *, num_ranks: int, num_microbatches: int, seconds: Sequence[tuple[Any, Any, Any]], largest: Any = max
-) -> Any:
-    """The length of the longest path alone; of arrays too, with their ``largest`` of two."""
-    steps = _steps(schedule, num_ranks, num_microbatches, len(seconds))
-    return functools.reduce(largest, path_ends(steps, seconds, largest=largest))
-
-
 def path_ends(
-    steps: Sequence[_Step], seconds: Sequence[tuple[Any, Any, Any]], *, largest: Callable[[Any, Any], Any] = max
+    steps: Sequence[OrderStep], seconds: Sequence[tuple[Any, Any, Any]], *, largest: Callable[[Any, Any], Any] = max
 ) -> list[Any]:
-    """When every action ends."""
+    """When every action ends; of arrays of seconds too, with their ``largest`` of two."""
     durations = [{"F": f, "I": i, "W": w, "B": i + w} for f, i, w in seconds]
     ends: list[Any] = []
     for kind, chunk, before, source in steps:
@@ -95,11 +87,11 @@ def path_ends(
 
 
 @functools.lru_cache(maxsize=32)
-def _steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[_Step, ...]:
+def order_steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[OrderStep, ...]:
     """All actions of all ranks, each after those that it waits for."""
     orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     places: dict[tuple[bool, int, int], int] = {}
-    steps: list[_Step] = []
+    steps: list[OrderStep] = []
     done, last = [0] * num_ranks, [-1] * num_ranks
     while len(steps) < sum(map(len, orders)):
         for rank, order in enumerate(orders):
@@ -107,7 +99,7 @@ def _steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
                 wanted = _source(kind, chunk, microbatch, num_chunks)
                 if wanted is not None and wanted not in places:
                     break
-                steps.append(_Step(kind, chunk, last[rank], -1 if wanted is None else places[wanted]))
+                steps.append(OrderStep(kind, chunk, last[rank], -1 if wanted is None else places[wanted]))
                 last[rank] = len(steps) - 1
                 done[rank] += 1
                 if kind != "W":

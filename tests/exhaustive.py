@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from cost_models.order_path import path_seconds, played_microbatches
+from cost_models.order_path import order_steps, path_ends, played_microbatches
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
@@ -268,10 +268,10 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         if schedule.placement == "vee":
             played = played_microbatches(p, m)
             actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
-            path = path_seconds(
-                problem.schedule, num_ranks=p, num_microbatches=played, seconds=actions, largest=numpy.maximum
+            steps = order_steps(problem.schedule, p, played, num_chunks)
+            pipeline = _most(
+                [pipeline, _most(path_ends(steps, actions, largest=numpy.maximum)) + (m - played) * longest]
             )
-            pipeline = numpy.maximum(pipeline, path + (m - played) * longest)
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])

@@ -133,6 +133,7 @@ def test_a_split_backward_hides_gathers_and_reductions_apart(schedule: str, gath
     )
     chunks = (Chunk(layers=((layer, 48),)),) * (4 * SCHEDULES[schedule].chunks_per_rank)
     step = PipelineStep(schedule=schedule, num_microbatches=12, num_ranks=4, chunks=chunks)
+    # 8%: first gathers and last reductions are left out; a backward in one piece is up to 17% off
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.08)
 
 

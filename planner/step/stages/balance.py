@@ -154,7 +154,7 @@ def all_alike(problem: StageProblem) -> Iterator[Assignment]:
     run = main_run(problem)
     if run is None:
         return
-    counts = _even_counts(problem)
+    counts = _even_counts(problem, run)
     for choice in range(len(problem.runs[run].choices)):
         placed = [
             [
@@ -171,15 +171,13 @@ def all_alike(problem: StageProblem) -> Iterator[Assignment]:
             yield _grouped(problem, [_quickened(problem, rank, units) for rank, units in enumerate(ranks)])
 
 
-def _even_counts(problem: StageProblem) -> list[int]:
+def _even_counts(problem: StageProblem, run: int) -> list[int]:
     """Units of the long run in each chunk: one less beside an end of the model; one more, where they do not go up, in
     chunks that are held for few micro-batches."""
     each, more = divmod(problem.num_units, problem.num_chunks)
     counts = [each] * problem.num_chunks
     for chunk in sorted(range(problem.num_chunks), key=lambda chunk: problem.in_flight[chunk])[:more]:
         counts[chunk] += 1
-    run = main_run(problem)
-    assert run is not None  # asked by those that know
     counts[0] -= run > 0
     counts[-1] -= run < len(problem.runs) - 1
     return counts

@@ -19,6 +19,9 @@ from planner.step.stages.problem import ROUNDING, StageProblem, UnitChoice
 from planner.step.stages.program import Linear, StageProgram, chunks_of, in_rounds
 from planner.step.stages.ranks import main_run
 
+#: Times the mean units of a chunk up to which the longest chunk is looked for.
+_TRIED = 3
+
 
 def add_longest(stage: StageProgram) -> None:
     """(longest), for models that are one long run."""
@@ -43,15 +46,16 @@ def longest_chunk(problem: StageProblem, run: int) -> float:
     quickest = _seconds(choices[0])
     if quickest <= 0:
         return 0.0
-    each = math.ceil(problem.runs[run].count / problem.num_chunks)
-    tried = {_seconds(choice) for choice in choices} | {units * quickest for units in range(each, 3 * each + 1)}
-    least = (each - 1) * quickest
+    most = _TRIED * math.ceil(problem.runs[run].count / problem.num_chunks)
+    whole_units = {units * quickest for units in range(1, most + 1)}
+    # between two of these nothing more fits; beyond the last one more units might
+    tried = whole_units | {_seconds(choice) for choice in choices if _seconds(choice) < most * quickest}
     for seconds in sorted(tried):
         allowed = [choice for choice in choices if _seconds(choice) <= seconds * (1 + ROUNDING)]
         whole = math.floor(seconds / quickest * (1 + ROUNDING))
         if allowed and _most_units(problem, allowed, whole) >= problem.runs[run].count:
-            return max(least, seconds)
-    return max(least, max(tried))
+            return seconds
+    return max(tried)
 
 
 def _most_units(problem: StageProblem, allowed: list[UnitChoice], each: int) -> int:
