@@ -18,8 +18,7 @@ import torch
 from runtime.checkpoint import CheckpointManager
 from runtime.checkpoint.directory import latest_name
 from tests.checkpoint_cases import Pieces, state_is_right, trained_once, uneven_chunks, whole_pieces
-
-SECONDS = 120.0
+from tests.patience import PATIENCE
 
 
 def save_forever(rank: int, num_ranks: int, directory: Path, first: int) -> None:
@@ -44,7 +43,7 @@ def round_of_saves(directory: Path, num_ranks: int, latest: int, generator: rand
     for process in processes:
         process.start()
     try:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + PATIENCE
         while latest_name(directory) in (None, f"step-{latest:08d}"):
             assert all(process.is_alive() for process in processes), "a process ended before it was killed"
             assert time.monotonic() < deadline, "no checkpoint in time"

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE
 from tests.rank_server import ROOT, RankServer
 
 #: Of this process of pytest: a second one only if the first has died.
 _servers: list[RankServer] = []
 
 
-def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float = 280.0) -> Any:
+def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float = PATIENCE) -> Any:
     """Run ``tests/<worker>.py`` on ``world_size`` processes; rank 0 leaves its result as JSON.
 
     The workers get ``payload`` through ``tests.ranks.task()`` and answer with ``tests.ranks.answer(result)``. Where the

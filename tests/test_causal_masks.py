@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 
@@ -204,13 +203,11 @@ def test_dropout_and_grouped_keys_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("mask", [one_document, wide_window, low_where_hidden])
 def test_long_masks_are_never_formed(mask: Mask) -> None:
-    length = 131072
+    length = 2**21
     model = Attends(mask).to("meta")
-    started = time.process_time()
+    # A mask of four tera-elements fits no machine.
     call = attention_of(capture(model, args=(torch.empty(2, length, 4, dtype=torch.float64, device="meta"),)))
-    seconds = time.process_time() - started
     assert call["is_causal"] and not call.has("attn_mask")
-    assert seconds < 5.0, "a mask of 17 G elements takes longer than that to look at"
 
 
 def test_a_window_is_told_from_a_causal_mask_however_long() -> None:

@@ -26,6 +26,7 @@ from tests.checkpoint_cases import (
     two_dims,
     whole_pieces,
 )
+from tests.patience import PATIENCE
 from tests.ranks import ROOT
 from tests.small_models import Mlp, seeded, squared_error
 
@@ -248,7 +249,7 @@ def test_killed_while_saving(tmp_path: Path, num_ranks: int, rounds: int) -> Non
     """Processes that do nothing but save, one killed at random moments: the last good checkpoint loads each time."""
     command = [sys.executable, str(ROOT / "tests" / "checkpoint_killer.py"), str(tmp_path), str(num_ranks), str(rounds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert f"loaded {rounds} times" in ran.stdout, ran.stderr[-3000:]
 
 

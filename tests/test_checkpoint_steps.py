@@ -11,6 +11,7 @@ import planner
 from passes.capture import keep_float64
 from runtime.checkpoint import CheckpointManager
 from tests.parity_worker import build
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 MODEL = "tiny-gpt2"
@@ -23,7 +24,7 @@ PLANS = {
 
 def test_each_goes_on_with_the_losses_of_the_first(tmp_path: Path) -> None:
     losses = run_on_ranks(
-        "checkpoint_steps_worker", 4, {"folder": str(tmp_path), "model": MODEL, "plans": PLANS}, timeout=500.0
+        "checkpoint_steps_worker", 4, {"folder": str(tmp_path), "model": MODEL, "plans": PLANS}, timeout=PATIENCE
     )
     first, *others = losses.values()
     assert len(others) == len(PLANS) - 1

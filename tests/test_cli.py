@@ -15,6 +15,7 @@ from planner.cli import main
 from planner.cli.arguments import read_choices
 from planner.cli.progress import describe, progress_bar
 from planner.step.progress import CAPTURING, SEARCHING, Report
+from tests.patience import PATIENCE
 from tests.ranks import ROOT
 
 TINY = ["tiny-llama", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--global-batch", "8"]
@@ -43,7 +44,7 @@ def test_without_a_mesh_the_whole_step_is_planned(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     demands = ["--fix", "pp=2", "--fix", "schedule=1f1b,gpipe", "--forbid", "zero=2,3", "--headroom", "0.1"]
     command = [sys.executable, "-m", "planner", "plan", *STEP, *demands, "-o", str(target)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     for title in ("Layout, outermost", "Stages, in model order", "Memory of one device", "Time of one step", "Why"):
         assert title in done.stdout

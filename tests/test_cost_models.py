@@ -13,6 +13,7 @@ from cost_models import Cluster, CostModel, LinkLevel, collective_seconds, send_
 from cost_models.dtypes import ITEM_SIZE, item_size
 from cost_models.hardware import crossed_levels
 from cost_models.memory import optimizer_bytes
+from tests.patience import PATIENCE
 
 CLOSED_FORMS = [
     ("all_reduce", lambda n, size: 1 + 2 * (n - 1) / n * size),
@@ -202,5 +203,5 @@ def test_importing_is_light_and_looks_at_nothing_above():
         "print(sorted({name.split('.')[0] for name in sys.modules}"
         " & {'torch', 'networkx', 'passes', 'runtime', 'planner'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout.strip() == "[]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from itertools import chain, pairwise
 
@@ -72,10 +71,8 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_a_trillion_samples_need_no_list() -> None:
-    started = time.process_time()
-    indices = Permutation(10**12, seed=0, epoch=0)(7 * 10**11, 7 * 10**11 + 1000)
+    indices = Permutation(10**12, seed=0, epoch=0)(7 * 10**11, 7 * 10**11 + 1000)  # eight terabytes if it were listed
     assert len(set(indices)) == 1000 and max(indices) < 10**12
-    assert time.process_time() - started < 0.5
 
 
 @settings(max_examples=150, deadline=None)

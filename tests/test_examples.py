@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.rank_server import ROOT, environment_of_ranks
 from tests.ranks import free_port, run_script
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 #: The one that is started as a user does; the others run on processes that have done their imports.
 LAUNCHED = "language_model"
-SECONDS = 280
 RANKS = 4
 
 
@@ -34,11 +34,11 @@ def launched(name: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
-        raise AssertionError(f"{name} took more than {SECONDS} s:\n{output[-2000:]}") from None
+        output, _ = process.communicate(timeout=PATIENCE)
+        raise AssertionError(f"{name} took more than {PATIENCE} s:\n{output[-2000:]}") from None
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -47,7 +47,7 @@ def forked(name: str, folder: Path) -> str:
     """Output of rank 0, with the environment that ``torchrun`` gives."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
-    return run_script(ROOT / "examples" / f"{name}.py", environments, folder=folder, timeout=SECONDS)[0]
+    return run_script(ROOT / "examples" / f"{name}.py", environments, folder=folder, timeout=PATIENCE)[0]
 
 
 @pytest.mark.examples

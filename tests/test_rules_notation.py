@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from passes.rules import forward_flops, rule_for
 from passes.rules.notation import parse
 from passes.rules.rule import axis_choices, pieces_of_work
 from passes.rules.views import reshape_dims
+from tests.patience import calls_made
 
 
 def node_of(op: str, shapes: list[tuple[int, ...]], output: tuple[int, ...], **kwargs: object) -> tuple[Node, dict]:
@@ -133,11 +133,8 @@ def test_the_last_of_cut_causal_queries_works_most() -> None:
         assert pieces_of_work(rule, cut, (2, 2, 2, 3)) == pytest.approx(expected)
 
 
-def test_rules_are_quick() -> None:
-    """Thousands of nodes a second, also when no two are alike."""
+def test_a_rule_is_read_in_a_few_hundred_calls() -> None:
+    """Also when no two nodes are alike."""
     calls = [node_of("aten.linear.default", [(4, size, 8), (6, 8)], (4, size, 6)) for size in range(2, 1002)]
     rule_for(*calls[0])
-    start = time.process_time()
-    for node, values in calls:
-        rule_for(node, values)
-    assert time.process_time() - start < 1.0
+    assert calls_made(lambda: [rule_for(node, values) for node, values in calls]) < 400 * len(calls)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.ranks import ROOT, run_on_ranks
 from tests.runtime_worker import SCENARIOS
 
@@ -40,6 +41,6 @@ def test_one_process_needs_no_launcher() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import Counter
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
 from cost_models.schedules import SCHEDULES, Action, actions, in_flight, in_flight_peaks, rank_of_chunk, reason_not
+from tests.patience import calls_made
 
 CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 3, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 
@@ -208,7 +208,6 @@ def test_zero_bubble_on_a_vee_holds_as_much_as_1f1b_on_its_first_rank() -> None:
 
 
 def test_in_flight_is_fast_at_any_scale() -> None:
-    """Playing a million actions takes minutes."""
-    started = time.process_time()
-    in_flight_peaks("interleaved_1f1b", num_ranks=64, num_microbatches=2048, num_chunks=512)
-    assert time.process_time() - started < 1.0
+    """Without playing the two million actions one by one."""
+    schedule = {"num_ranks": 64, "num_microbatches": 2048, "num_chunks": 512}
+    assert calls_made(lambda: in_flight_peaks("interleaved_1f1b", **schedule)) < 200_000

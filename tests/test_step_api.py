@@ -15,6 +15,7 @@ from torch import nn
 import planner
 from passes.capture import keep_float64
 from passes.plan import Plan
+from tests.patience import PATIENCE
 from tests.ranks import ROOT, run_on_ranks
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 from tests.step_worker import SCENARIOS
@@ -103,7 +104,7 @@ def test_one_process_is_a_cluster_of_one() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

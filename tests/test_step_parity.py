@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import TOLERANCES, Case, case
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 PIPELINE = {"pp": 2, "num_microbatches": 4}
@@ -53,7 +54,7 @@ NARROW_CHUNKS: Case = {
 
 @functools.cache
 def results() -> dict[str, dict[str, Any]]:
-    return run_on_ranks("step_parity_worker", 4, [*CASES, SINGLE, NARROW, NARROW_CHUNKS], timeout=900)
+    return run_on_ranks("step_parity_worker", 4, [*CASES, SINGLE, NARROW, NARROW_CHUNKS], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("given", [*CASES, SINGLE], ids=lambda given: given["name"])

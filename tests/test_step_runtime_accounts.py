@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import Case, case
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -44,7 +45,7 @@ PIPELINES = [
 
 @functools.cache
 def results() -> dict[str, list[dict[str, Any]]]:
-    return run_on_ranks("step_accounts_worker", 2, [*SHARDED, *PIPELINES], timeout=900)
+    return run_on_ranks("step_accounts_worker", 2, [*SHARDED, *PIPELINES], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("given", [*SHARDED, *PIPELINES], ids=lambda given: given["name"])

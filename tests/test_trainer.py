@@ -10,6 +10,7 @@ import torch
 import planner
 from planner.trainer import decay_groups, warmup_cosine
 from planner.trainer.batches import Chunk, Rows, chunks, count_valid
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 from tests.small_models import Mlp
 from tests.trainer_worker import SCENARIOS
@@ -17,7 +18,7 @@ from tests.trainer_worker import SCENARIOS
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, float]:
-    return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS], timeout=560)
+    return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
