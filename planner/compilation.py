@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from planner.targets import (
 )
 from runtime import ops
 from runtime.engine import Engine
+from runtime.first_rank import broadcast_objects
 from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
 from runtime.shards import Shards
@@ -55,8 +56,9 @@ def compile(
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
 
     Args:
-        model: its weights are cut to this rank's shards; a model on the meta device stays there until
-            ``initialise`` or ``load_full_state_dict``.
+        model: its weights, as the first rank of the mesh has them, are cut to this rank's shards (what other ranks have
+            does not count, as with DDP); what the first rank has on the meta device stays there until ``initialise``,
+            ``load_full_state_dict`` or ``load_pretrained``.
         mesh: where it runs, one of
 
             * a ``DeviceMesh``, or axis sizes (``{"dp": 2, "tp": 2}``, ``"dp=2,tp=2"``) to be laid over the default
@@ -270,7 +272,7 @@ def agreed_plan(find: Callable[[], Plan], *, device_mesh: DeviceMesh) -> Plan:
             message = [("plan", find().to_json())]
         except Exception as error:  # every rank must hear of it, or the others wait for ever
             message = [("error", error)]
-    _broadcast(message, device_mesh)
+    broadcast_objects(message, device_mesh)
     kind, content = message[0]
     if kind == "error":
         raise content
@@ -283,16 +285,5 @@ def agreed_seed(device_mesh: DeviceMesh) -> int:
     """The seed of the first rank's default generator: every rank draws its masks from one sequence."""
     message: list[Any] = [torch.initial_seed()]
     if device_mesh.mesh.numel() > 1:
-        _broadcast(message, device_mesh)
+        broadcast_objects(message, device_mesh)
     return int(message[0])
-
-
-def _broadcast(message: list[Any], device_mesh: DeviceMesh) -> None:
-    """Send the first rank's ``message`` to all ranks of the mesh, along one axis after the other."""
-    coordinate: Sequence[int] = device_mesh.get_coordinate() or []
-    for axis in range(device_mesh.mesh.ndim):
-        # Ranks behind the first on a later axis have not heard yet.
-        if any(coordinate[axis + 1 :]) or device_mesh.mesh.shape[axis] == 1:
-            continue
-        group = device_mesh.get_group(axis)
-        dist.broadcast_object_list(message, src=dist.get_process_group_ranks(group)[0], group=group)

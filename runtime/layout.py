@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, P, Placement, shard_dim
+from runtime.first_rank import from_first_rank
 from runtime.virtual import virtual_mesh
 
 #: The mesh axis that cuts the batch.
@@ -30,6 +31,9 @@ class Layout(Protocol):
     device: torch.device
     #: This rank's place on every axis (of virtual ranks: the first one's).
     coordinate: tuple[int, ...]
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Each of ``tensors`` as the first rank has it."""
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
@@ -60,6 +64,9 @@ class RankLayout:
         self.device = torch.device(device_mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return from_first_rank(tensors, self.device_mesh, self.device)
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
         part = part_of(whole, placement, self.mesh, self.coordinate)
@@ -94,6 +101,9 @@ class VirtualLayout:
         self.mesh = mesh
         self.device = torch.device("cpu")
         self.coordinate = (0,) * len(mesh.names)
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(tensors)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...]:
         coordinate = []

@@ -47,16 +47,13 @@ class Shards:
         return (I if tensor.requires_grad else R,) * len(self.layout.mesh.names)
 
     def place(self, plan: Plan) -> None:
-        """Cut every tensor as the plan says; those that it does not name stay whole on every rank."""
-        done: set[int] = set()
-        for _, tensor in list(self.items()):
-            if id(tensor) in done:
-                continue
-            done.add(id(tensor))
+        """Cut every tensor of the first rank as the plan says; those that it does not name stay whole on every rank."""
+        distinct = list({id(tensor): tensor for _, tensor in self.items()}.values())
+        for tensor, whole in zip(distinct, self.layout.from_first(distinct)):
             names = [other for other, same in self.items() if same is tensor]
             planned = next((plan.states[other] for other in names if other in plan.states), None)
             placement = self._whole(tensor) if planned is None else tuple(planned.placement)
-            self._replace(names, self.layout.split(tensor.detach(), placement))
+            self._replace(names, self.layout.split(whole.detach(), placement))
             self.placements.update((other, placement) for other in names)
         self.placed = True
 
@@ -153,7 +150,8 @@ class Shards:
 
     def _joined(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if not self.placed:
-            return tensor.detach().clone()
+            (whole,) = self.layout.from_first([tensor])
+            return whole.detach().clone()
         return self.layout.join(tensor, self.placements[name])
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:

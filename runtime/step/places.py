@@ -6,7 +6,7 @@ process each, virtual ones are all ranks of one stage in this process, and every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
 from passes.stages.build import BATCH_AXIS, DATA_AXES
+from runtime.first_rank import from_first_rank
 from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
 
 PIPELINE = "pp"
@@ -60,6 +61,8 @@ class Places(Protocol):
     pipeline_group: dist.ProcessGroup | None
     data_size: int
 
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]: ...
+
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor: ...
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor: ...
@@ -101,6 +104,10 @@ class RankPlaces:
         self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else device_mesh._flatten("ranks").get_group()
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Each of ``tensors`` as the first rank of the step has it."""
+        return from_first_rank(tensors, self.device_mesh, self.layout.device)
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that have other samples."""
@@ -171,6 +178,9 @@ class VirtualPlaces:
         self.pipeline_group: dist.ProcessGroup | None = None
         self.data_size = _product(layout.mesh, DATA_AXES)
         self.data_group = data_group(layout.device_mesh, layout.mesh) if self.data_size > 1 else None
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(tensors)
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:
         """The first rank's."""

@@ -71,11 +71,12 @@ class StepState:
         self.weights.train(model.training)
         stages = _stages_of(plan, programs)
         sharded = _sharded(programs)
-        for names, tensor in _distinct(model).items():
+        distinct = _distinct(model)
+        for (names, tensor), whole in zip(distinct.items(), places.from_first(distinct.values())):
             info = self._info(names, tensor, plan, stages, sharded, precision)
             self.infos.update(dict.fromkeys(info.names, info))
             if places.stage is None or places.stage in info.stages:
-                self._put(info, self._cut(info, tensor.detach()))
+                self._put(info, self._cut(info, whole.detach()))
 
     def _info(
         self,
