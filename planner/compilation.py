@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_models import Cluster
+from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -89,6 +90,7 @@ def compile(
             what no rank can do, or for no plan.
         CaptureError: if the model cannot be captured.
     """
+    refuse_unsupported(model)
     target = read_target(mesh)
     if isinstance(target, Cluster):
         _refuse_with_cluster(cluster=cluster, plan=plan)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.capture import capture
+from passes.capture import capture, refuse_unsupported
 from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.emit.program import ENTRY_POINT
@@ -263,7 +263,12 @@ def everyone_of(device_mesh: DeviceMesh) -> DataGroup:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model with its parameters and buffers on the meta device."""
+    """A copy of a model with its parameters and buffers on the meta device.
+
+    Raises:
+        CaptureError: for a model that cannot be planned for (the copy has no hooks on parameters to tell it by).
+    """
+    refuse_unsupported(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(

@@ -15,13 +15,16 @@ from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
+from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
+from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import find_repeats
 from passes.capture.saved_values import reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
 from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
 from passes.capture.unfold import unfold
+from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
 
@@ -57,16 +60,18 @@ def capture(
     Raises:
         CaptureError: if the model cannot be traced; it names the module and the source line.
     """
+    refuse_unsupported(model)
     if copy_repeats:
         options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
         graph = _capture_shortened(model, options)
         if graph is not None:
             return graph
     call = _Call(model, args, dict(kwargs or {}), loss_fn)
+    refuse_inputs(call.tensors)
     stand_ins = StandIns(device_of(model))
     paths = {id(module): name for name, module in model.named_modules()}
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    with mode_of(model, training), replaced_tensors(call, stand_ins):
+    with mode_of(model, training), replaced_tensors(call, stand_ins), announced_hooks(model):
         graph_training = model.training
         states = _state_names(call)
         program = _export(call, tensors, paths)
@@ -106,6 +111,7 @@ class _Result:
 
     structure: Structure
     tensors: dict[Path, torch.Tensor]
+    checkpoints: bool
 
 
 class _Call(nn.Module):
@@ -126,10 +132,12 @@ class _Call(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.unflatten(tensors)
-        if self.loss_fn is None:
-            outputs = self.model(*args, **kwargs, **self.extra)
-        else:
-            outputs = self.with_loss(args, kwargs)
+        with WatchedForward() as watched:
+            if self.loss_fn is None:
+                outputs = self.model(*args, **kwargs, **self.extra)
+            else:
+                outputs = self.with_loss(args, kwargs)
+        self.result.checkpoints = watched.checkpoints
         self.result.structure, self.result.tensors = flatten(outputs)
         return tuple(self.result.tensors.values())
 

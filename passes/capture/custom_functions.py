@@ -1,37 +1,54 @@
 """``torch.autograd.Function`` with a backward of its own: the tracer would keep its forward and lose its backward.
 
-A function that works element by element is traced as ``f(x).detach() + (x - x.detach()) * slope``, where ``slope`` is
-what its own backward makes of a gradient of ones: the same value, and exactly its own gradient. Others are refused.
+A function that works element by element, with a backward that is linear in the gradient, is traced as
+``f(x).detach() + (x - x.detach()) * slope``, where ``slope`` is what its own backward makes of a gradient of ones: the
+same value, and exactly its own gradient. Others are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
+from passes.capture.linear_backward import OnlyLinear
 from passes.ir.errors import CaptureError
 
 
 @contextlib.contextmanager
 def traced_custom_functions() -> Iterator[None]:
-    """Inside the block, custom functions are traced with their own gradient, or raise ``CaptureError``."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """Inside the block, custom functions are traced with their own gradient, or raise ``CaptureError``.
+
+    ``Function.apply`` itself stays: models keep it under names of their own (``swish = Swish.apply``), from before the
+    block. What it calls is replaced.
+    """
+    original = torch._C._FunctionBase.__dict__["apply"]
+    tracing = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            raise CaptureError(
+                "torch.utils.checkpoint with use_reentrant=True cannot be traced (its backward runs the forward again "
+                "outside of the graph): pass use_reentrant=False"
+            )
         carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
         if not carries or not torch.is_grad_enabled() or cls.__module__.startswith("torch."):
             return original.__get__(None, cls)(*args, **kwargs)
         return _apply(cls, args)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 class _Context:
@@ -62,9 +79,12 @@ class _OnlyElementwise(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").strip("_")
-        if not _is_elementwise(name):
+        if name == "setitem" and _fills_mask(*args):
+            return args[0].masked_fill_(args[1], args[2])
+        result = func(*args, **(kwargs or {}))
+        if not _is_elementwise(name) and not (name in _RESHAPING and _keeps_shape(args, result)):
             raise _refusal(self.name, f"{name!r} may mix elements")
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
@@ -81,8 +101,14 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
             cls.setup_context(context, args, y)
         if not isinstance(y, torch.Tensor) or y.shape != x.shape:
             raise _refusal(cls.__qualname__, "its output has another shape than its input")
-        slopes = cls.backward(context, torch.ones_like(y))
+        ones = torch.ones_like(y)
+        with OnlyLinear(ones) as linear:
+            slopes = cls.backward(context, ones)
     slope = slopes[context.needs_input_grad.index(True)] if isinstance(slopes, tuple) else slopes
+    if slope is None:
+        return y.detach()
+    if linear.broken_by is not None or slope.shape != x.shape or not linear.follows(slope):
+        raise _refusal(cls.__qualname__, f"{linear.broken_by or 'its backward'!r} is not linear in the gradient")
     return y.detach() + (x - x.detach()) * slope.detach()
 
 
@@ -101,9 +127,23 @@ def _is_elementwise(name: str) -> bool:
 _HARMLESS = {"get", "dim", "size", "ones_like", "zeros_like", "clone", "detach", "to", "float", "type", "type_as",
              "float_power", "contiguous", "is_floating_point", "pow", "is_complex", "truediv", "numel"}  # fmt: skip
 
+#: Operators that keep every element where they keep the shape.
+_RESHAPING = {"view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "broadcast_to", "alias"}
+
+
+def _fills_mask(tensor: torch.Tensor, key: Any, value: Any) -> bool:
+    """Whether ``tensor[key] = value`` writes one number wherever a mask of the same shape says so."""
+    is_mask = isinstance(key, torch.Tensor) and key.dtype == torch.bool and key.shape == tensor.shape
+    return is_mask and isinstance(value, (int, float))
+
+
+def _keeps_shape(args: tuple[Any, ...], result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and isinstance(args[0], torch.Tensor) and result.shape == args[0].shape
+
 
 def _refusal(name: str, reason: str) -> CaptureError:
     return CaptureError(
         f"{name} is an autograd.Function with a backward of its own, which can be traced only if it works element by "
-        f"element ({reason}): register it as an operator with torch.library.custom_op and register_autograd"
+        f"element and its backward is linear in the gradient ({reason}): register it as an operator with "
+        "torch.library.custom_op and register_autograd"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import traceback
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ import torch
 from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent)
+_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + "/"
+#: Folders inside of the standard library's that hold other packages.
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
@@ -27,10 +31,18 @@ def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
         if isinstance(owner, nn.Module) and id(owner) in paths:
             module = owner
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH, "<")) and Path(filename).parent != Path(__file__).parent:
+        if _is_of_the_model(filename):
             place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}"
     where = f"module {paths[id(module)]!r} ({type(module).__name__})" if module is not None else "the model"
     return f"{where}, {place}" if place else where
+
+
+def _is_of_the_model(filename: str) -> bool:
+    """Whether a model's author wrote the file: it is not torch's, not ours, not of the standard library."""
+    path = Path(filename)
+    if filename.startswith((_TORCH, "<")) or path.parent == Path(__file__).parent:
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or any(part in _INSTALLED for part in path.parts)
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
@@ -50,5 +62,7 @@ def explain(error: BaseException) -> str:
         "from shapes and Python values",
         "DataDependentOutputException": "a tensor's value is read in Python (.item(), .tolist(), bool())",
         "DynamicOutputShapeException": "an operator's output shape depends on values (nonzero, boolean indexing)",
+        "UncapturedHigherOrderOpError": "a control-flow operator (torch.cond, while_loop, …) cannot be planned: its "
+        "branches or loops run by the values of tensors; use torch.where",
     }
     return known.get(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, _trace
 from torch.fx import GraphModule
 
 from passes.capture.custom_functions import traced_custom_functions
@@ -47,13 +47,15 @@ def _setting(config: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Tracing failures are raised; the graph that the tracer also logs helps nobody."""
+    """Tracing failures are raised; the graph that the tracer also logs and prints helps nobody."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     before, logger.disabled = logger.disabled, True
+    vars(_trace)["print"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
         logger.disabled = before
+        del vars(_trace)["print"]
 
 
 @contextlib.contextmanager

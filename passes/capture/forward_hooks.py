@@ -1,0 +1,65 @@
+"""Forward hooks are traced with the module they are on; those that only look on are not called again, which is said."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_TABLES = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward pre-hook"}
+#: Packages whose models read in the same forward what their hooks collect.
+_READ_BACK = ("transformers.",)
+
+
+@contextlib.contextmanager
+def announced_hooks(model: nn.Module) -> Iterator[None]:
+    """Warn after the block of every forward hook that was called in it and changed nothing that was traced."""
+    effects: dict[str, bool] = {}
+    put_back: list[tuple[dict[int, Any], int, Any]] = []
+    for path, module in model.named_modules():
+        for table, kind in _TABLES.items():
+            hooks = module.__dict__.get(table) or {}
+            for key, hook in list(hooks.items()):
+                if not getattr(hook, "__module__", "").startswith(_READ_BACK):
+                    put_back.append((hooks, key, hook))
+                    name = getattr(hook, "__qualname__", type(hook).__name__)
+                    hooks[key] = _noting(hook, f"{kind} {name!r} on module {path!r}", effects)
+    try:
+        yield
+    finally:
+        for hooks, key, hook in put_back:
+            if key in hooks:
+                hooks[key] = hook
+    for name, has_effect in effects.items():
+        if not has_effect:
+            warnings.warn(
+                f"the {name} changes nothing in the model's graph: it was called while tracing, and the program does "
+                "not call it again (its side effects happen once, on tensors without data)",
+                stacklevel=2,
+            )
+
+
+def _noting(hook: Callable[..., Any], name: str, effects: dict[str, bool]) -> Callable[..., Any]:
+    """``hook``, noting under ``name`` whether a call of it did anything to the module or its tensors."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = _contents(module, (args, kwargs))
+        result = hook(module, *args, **kwargs)
+        has_effect = result is not None or before != _contents(module, (args, kwargs))
+        effects[name] = effects.get(name, False) or has_effect
+        return result
+
+    return call
+
+
+def _contents(module: nn.Module, tree: Any) -> tuple[Any, ...]:
+    owners = (module.__dict__, module._parameters, module._buffers, module._modules)
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    with torch._C.DisableTorchFunction():
+        states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
+    return [tuple((name, id(entry)) for name, entry in owner.items()) for owner in owners], states

@@ -1,0 +1,155 @@
+"""What a model must not be or have, told before it is traced: its program would not do what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from passes.ir.errors import CaptureError
+
+_Reasons = Iterator[str]
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise if ``model`` cannot be planned for, whatever its forward does.
+
+    Raises:
+        CaptureError: in one line, naming the module or the parameter and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model must be a torch.nn.Module, not {_what(model)}")
+    reason = next(_reasons(model), None)
+    if reason is not None:
+        raise CaptureError(f"cannot capture {type(model).__name__}: {reason}")
+
+
+def refuse_inputs(tensors: Mapping[Any, torch.Tensor]) -> None:
+    """Raise CaptureError for an input that is no plain strided tensor; ``tensors`` are by path."""
+    for path, tensor in tensors.items():
+        kind = _unusual(tensor)
+        if kind is not None:
+            name = ".".join(map(str, path))
+            raise CaptureError(f"input {name!r} is a {kind} tensor, which cannot be sharded: pass a dense one")
+
+
+def _reasons(model: nn.Module) -> _Reasons:
+    modules = list(model.named_modules())
+    for path, module in modules:
+        for refuse in (_wrapper, _quantized_module, _backward_hooks):
+            reason = refuse(module)
+            if reason is not None:
+                yield f"module {path!r} ({type(module).__name__}) {reason}"
+    yield from _global_hooks()
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        reason = _tensor_reason(tensor)
+        if reason is not None:
+            yield f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r} {reason}"
+
+
+#: Classes that run a model in parallel themselves, by module and name.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "pass what it wraps (model.module)",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "pass what it wraps (model.module)",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "pass the model before FSDP",
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"): "pass the model before fully_shard",
+}
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by torch.jit, which hides its operators: pass the nn.Module that it was made from"
+    for kind in type(module).__mro__:
+        advice = _WRAPPERS.get((kind.__module__, kind.__qualname__))
+        if advice is not None:
+            return f"is parallel already ({kind.__name__}): {advice}"
+    return None
+
+
+_QUANTIZED_PACKAGES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsandbytes.", "torchao.")
+
+
+def _quantized_module(module: nn.Module) -> str | None:
+    if type(module).__module__.startswith(_QUANTIZED_PACKAGES):
+        return "is quantized: its weights are no parameters that can be sharded; pass the model in a float dtype"
+    return None
+
+
+#: Tables of backward hooks on a module and the methods that fill them.
+_BACKWARD = {"_backward_hooks": "register_full_backward_hook", "_backward_pre_hooks": "register_full_backward_pre_hook"}
+
+
+def _backward_hooks(module: nn.Module) -> str | None:
+    for table, method in _BACKWARD.items():
+        hooks = module.__dict__.get(table)
+        if hooks:
+            return (
+                f"has a backward hook ({method}: {_names(hooks)}), which the program would not call: remove it, or "
+                "change the gradient with an operator in forward"
+            )
+    return None
+
+
+def _global_hooks() -> _Reasons:
+    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+        hooks = getattr(torch_module, f"_global_{kind}_hooks", None)
+        if hooks:
+            yield (
+                f"a hook is registered on all modules ({_names(hooks)}), also on those that tracing makes: remove it, "
+                "or register it on the modules that it is for"
+            )
+
+
+#: Tables of hooks on a tensor and the methods that fill them.
+_ON_TENSORS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+
+
+def hook_of(tensor: torch.Tensor) -> str | None:
+    """``method: name`` of the hooks on a parameter's gradient; None if it has none."""
+    for table, method in _ON_TENSORS.items():
+        hooks = getattr(tensor, table, None)
+        if hooks:
+            return f"{method}: {_names(hooks)}"
+    return None
+
+
+def _tensor_reason(tensor: torch.Tensor) -> str | None:
+    hook = hook_of(tensor)
+    if hook is not None:
+        return (
+            f"has a hook on its gradient ({hook}), which would see a shard of it at most: remove the hook, and change "
+            "the gradients after train_step (parallel.parameters())"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        return "has no shape yet: call the model once before it is planned"
+    kind = _unusual(tensor)
+    return None if kind is None else f"is a {kind} tensor, which cannot be sharded: pass the model with dense ones"
+
+
+def _unusual(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being cut along its dims: its layout, its dtype, its class."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.").replace("_", " ")
+    if tensor.is_quantized:
+        return "quantized"
+    if type(tensor).__module__.startswith(("torch.distributed.tensor", "torchao.", "bitsandbytes.")):
+        return f"distributed or quantized ({type(tensor).__name__})"
+    return None
+
+
+def _names(hooks: Mapping[Any, Callable[..., Any]] | Iterable[Callable[..., Any]]) -> str:
+    entries = hooks.values() if isinstance(hooks, Mapping) else hooks
+    return ", ".join(str(getattr(hook, "__qualname__", type(hook).__name__)) for hook in entries)
+
+
+def _what(thing: Any) -> str:
+    return "None" if thing is None else f"a {type(thing).__name__}" if not isinstance(thing, type) else thing.__name__

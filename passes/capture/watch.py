@@ -1,0 +1,67 @@
+"""What a model's forward must not do while it is traced: gradients would be other than the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
+
+from passes.ir.errors import CaptureError
+
+#: Methods that change or look at gradients as they pass, by what to do instead.
+_METHODS = {
+    "register_hook": "change the gradient with an operator: x.detach() + (x - x.detach()) * factor scales it",
+    "register_post_accumulate_grad_hook": "look at the gradients after train_step",
+    "retain_grad": "look at the gradients after train_step",
+    "backward": "torch.autograd.grad(..., create_graph=True) gives gradients inside a model",
+}
+
+
+class WatchedForward(TorchFunctionMode):
+    """Raises CaptureError where a model does what tracing would lose.
+
+    Attributes:
+        checkpoints: whether part of the model ran under ``torch.utils.checkpoint``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoints = False
+        self._hooks_outside = _pack_hook()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if not name.endswith("_nesting"):  # entering and leaving a transform go in pairs
+            self._check_regions()
+        if name in _METHODS and getattr(torch.Tensor, name, None) is func:
+            raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
+        return func(*args, **(kwargs or {}))
+
+    def _check_regions(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("torch.inference_mode inside of forward cannot be traced: use torch.no_grad")
+        if _functorch.maybe_current_level() is not None:
+            raise CaptureError(
+                "a transform of torch.func (vmap, grad, jvp, …) inside of forward cannot be traced: write the batch "
+                "dim out, or use torch.autograd.grad(..., create_graph=True)"
+            )
+        pack = _pack_hook()
+        if pack is None or pack is self._hooks_outside:
+            return
+        if getattr(pack, "__module__", "") != "torch.utils.checkpoint":
+            raise CaptureError(
+                "saved_tensors_hooks (and save_on_cpu) inside of forward would be lost by tracing: leave them out; "
+                "what is kept for the backward pass is planned (memory_limit, fix={'recompute': …})"
+            )
+        self.checkpoints = True
+
+
+def _pack_hook() -> Any:
+    """The function that packs saved tensors now; None if they are saved as they are."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]

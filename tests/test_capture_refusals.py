@@ -1,0 +1,202 @@
+"""What a model does that tracing would lose is refused in one line, or has exactly its own gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
+
+import planner
+from passes.capture import CaptureError, capture
+from tests.capture_parity import assert_parity
+
+X = torch.linspace(-2.0, 2.0, 20, dtype=torch.float64).reshape(4, 5)
+
+
+class Net(nn.Module):
+    """Two linears with ``between(hidden)`` in between."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.relu) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.up = nn.Linear(5, 5).double()
+            self.down = nn.Linear(5, 5).double()
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x))).square().sum()
+
+
+def refusal(model: Any, x: torch.Tensor = X) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, args=(x,))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def hooked(register: Callable[[Net], Any]) -> Net:
+    model = Net()
+    register(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("register", "words"),
+    [
+        (lambda m: m.up.weight.register_hook(torch.neg), ("'up.weight'", "register_hook: ")),
+        (lambda m: m.up.weight.register_post_accumulate_grad_hook(print), ("'up.weight'", "post_accumulate")),
+        (lambda m: m.up.register_full_backward_hook(print), ("'up' (Linear)", "register_full_backward_hook: print")),
+        (lambda m: m.down.register_full_backward_pre_hook(print), ("'down' (Linear)", "backward_pre_hook")),
+    ],
+)
+def test_backward_hooks_are_refused_by_name(register: Callable[[Net], Any], words: tuple[str, ...]) -> None:
+    model = hooked(register)
+    assert all(word in refusal(model) for word in words)
+    with pytest.raises(ValueError, match="hook"):  # the copy that is compiled has no hooks on parameters to tell it by
+        planner.compile(model, "dp=1")
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+def test_hooks_on_all_modules_are_refused(register: Callable[..., Any]) -> None:
+    handle = register(lambda *args: None)
+    try:
+        assert "registered on all modules" in refusal(Net())
+    finally:
+        handle.remove()
+
+
+def test_forward_hooks_are_traced() -> None:
+    model = Net()
+    model.up.register_forward_hook(lambda module, args, output: output * 2)
+    model.down.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_parity(model, args=(X,))
+
+
+def test_a_forward_hook_that_only_looks_on_is_announced() -> None:
+    seen: list[torch.Tensor] = []
+    model = Net()
+    model.up.register_forward_hook(lambda module, args, output: seen.append(output))
+    with pytest.warns(UserWarning, match="forward hook .* on module 'up' changes nothing"):
+        capture(model, args=(X,))
+
+
+def scaled_by_a_hook(h: torch.Tensor) -> torch.Tensor:
+    h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def retained(h: torch.Tensor) -> torch.Tensor:
+    h.retain_grad()
+    return h
+
+
+def with_backward(h: torch.Tensor) -> torch.Tensor:
+    h.sum().backward(retain_graph=True)
+    return h
+
+
+def in_inference_mode(h: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return h * 2
+
+
+def saved_elsewhere(h: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.half(), lambda x: x.double()):
+        return h.exp()
+
+
+REFUSED: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+    (scaled_by_a_hook, "Tensor.register_hook inside of forward"),
+    (retained, "Tensor.retain_grad inside of forward"),
+    (with_backward, "Tensor.backward inside of forward"),
+    (in_inference_mode, "use torch.no_grad"),
+    (saved_elsewhere, "saved_tensors_hooks"),
+    (torch.vmap(torch.sin), "a transform of torch.func"),
+    (lambda h: torch.func.jvp(torch.sin, (h,), (h,))[1], "a transform of torch.func"),
+    (lambda h: checkpoint(torch.sin, h, use_reentrant=True), "pass use_reentrant=False"),
+]
+
+
+@pytest.mark.parametrize(("between", "words"), REFUSED)
+def test_what_tracing_would_lose_is_refused(between: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+    message = refusal(Net(between))
+    assert words in message and "test_capture_refusals.py" in message
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_other_makes_are_refused() -> None:
+    assert "compiled by torch.jit" in refusal(torch.jit.trace(nn.Linear(5, 5).double(), X))
+    assert "module 'module'" not in refusal(nn.DataParallel(Net()))
+    assert "pass what it wraps" in refusal(nn.DataParallel(Net()))
+    quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(5, 5)), {nn.Linear})
+    assert "module '0' (Linear) is quantized" in refusal(quantized)
+    assert "call the model once" in refusal(nn.LazyLinear(3))
+    assert refusal(None) == "a model must be a torch.nn.Module, not None"
+    with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module, not None"):
+        planner.compile(None, "dp=1")  # type: ignore[arg-type]
+
+
+def test_sparse_inputs_are_refused() -> None:
+    assert "input '0' is a sparse coo tensor" in refusal(Net(), X.to_sparse())
+
+
+def test_a_branch_on_values_prints_nothing_beside_its_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "use torch.where" in refusal(Net(lambda h: h if h.sum() > 0 else -h))
+    assert capfd.readouterr() == ("", "")
+
+
+def custom(forward: Callable[..., torch.Tensor], backward: Callable[..., torch.Tensor]) -> Net:
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return backward(grad, *ctx.saved_tensors)
+
+    return Net(Custom.apply)
+
+
+def zero_below(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    grad = grad.clone()
+    grad[x < 0] = 0
+    return grad
+
+
+LINEAR: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "gradient reversal": (lambda x: x.view_as(x), lambda grad, x: grad.neg() * 0.3),
+    "straight through": (torch.sign, lambda grad, x: grad * (x.abs() <= 1).to(grad.dtype)),
+    "relu with a mask": (lambda x: x.clamp(min=0), zero_below),
+    "where": (torch.sign, lambda grad, x: torch.where(x > 0, grad, torch.zeros_like(grad))),
+    "sum of two": (lambda x: x * 1, lambda grad, x: grad + grad * x.exp()),
+}
+NOT_LINEAR: dict[str, Callable[..., torch.Tensor]] = {
+    "clamp": lambda grad, x: grad.clamp(-0.1, 0.1),
+    "hardtanh": lambda grad, x: F.hardtanh(grad),
+    "sign": lambda grad, x: grad.sign(),
+    "mul": lambda grad, x: grad * grad,
+    "add": lambda grad, x: grad + 0.1 * x,
+    "its backward": lambda grad, x: torch.ones_like(grad),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_custom_backward_that_is_linear_is_kept(name: str) -> None:
+    assert_parity(custom(*LINEAR[name]), args=(X,))
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_custom_backward_that_is_not_linear_is_refused(name: str) -> None:
+    assert f"({name!r} is not linear in the gradient)" in refusal(custom(lambda x: x * 1, NOT_LINEAR[name]))
