@@ -97,10 +97,12 @@ class Engine:
             outputs = runnable.entry(*tensors, *runnable.constants)
         return wrap_outputs(program, outputs, self.layout)
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> torch.Tensor:
+    def train(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
         loss = loss_of(self(args, kwargs, local_inputs=local_inputs))
-        loss.backward()
+        loss.backward(torch.full_like(loss, weight))
         return loss.detach()
 
     def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:

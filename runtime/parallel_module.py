@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.emit import Program
 from passes.plan import Plan
+from runtime.accumulation import Accumulation
 from runtime.engine import Engine
 from runtime.layout import DATA, Layout
 from runtime.owned import Owned
@@ -37,6 +39,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._shards = shards
         self._engine = engine
+        self._accumulation = Accumulation()
         # The tree of weights is this module's own content: same names, same objects.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = shards.weights.__dict__[table]
@@ -55,32 +58,65 @@ class ParallelModule(nn.Module):
         """
         return self._engine(args, kwargs, local_inputs=local_inputs)
 
-    def train_step(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> torch.Tensor:
+    def train_step(
+        self, *args: Any, local_inputs: bool = False, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         """Forward and backward of one global batch; gradients are added to ``parameters()``' ``grad``, complete.
 
+        Args:
+            weight: a number by which this batch's gradients are multiplied before they are added (default 1, inside of
+                ``accumulate(n)`` 1/n). A tensor of that name is an input of the model.
+
         Returns:
-            the loss, a scalar without history, the same on every rank.
+            the loss of this batch, not multiplied by ``weight``: a scalar without history, the same on every rank.
 
         Raises:
-            ValueError: as ``forward``, and if the model returns no loss.
+            ValueError: as ``forward``, if the model returns no loss, and for a weight that is not finite.
         """
-        return self._engine.train(args, kwargs, local_inputs=local_inputs)
+        if isinstance(weight, torch.Tensor):
+            kwargs["weight"], weight = weight, None
+        scale = self._accumulation.weight_of_step(weight)
+        return self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def accumulate(self, num_steps: int) -> AbstractContextManager[None]:
+        """A context around the ``num_steps`` ``train_step`` calls before one optimizer step: each weighs 1/num_steps.
+
+        Gradients are then those of the mean of the calls' losses.
+
+        Raises:
+            ValueError: for less than one step, and at the end if another number of them was run.
+        """
+        return self._accumulation.over(num_steps)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all gradients so that the whole model's norm is at most ``max_norm``; all ranks must call it.
+
+        Args:
+            max_norm: at least zero; infinity only measures.
+            norm_type: above zero; infinity for the largest element.
+            error_if_nonfinite: refuse to clip by a norm that is infinite or not a number.
 
         Returns:
             the norm before, a float64 scalar, the same on every rank.
 
         Raises:
-            ValueError: if ``norm_type`` is not above zero.
+            ValueError: on all ranks, for a ``max_norm`` below zero or not a number, a ``norm_type`` that is not above
+                zero, and with ``error_if_nonfinite``.
         """
         parameters = [
             (owned.tensor, owned.primary)
             for owned in self.owned()
             if owned.trainable and isinstance(owned.tensor, nn.Parameter)
         ]
-        return clip_gradients(parameters, self._engine.all_ranks, max_norm=max_norm, norm_type=norm_type)
+        return clip_gradients(
+            parameters,
+            self._engine.all_ranks,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:

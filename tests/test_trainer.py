@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -60,17 +61,27 @@ def test_warm_up_then_half_a_cosine() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"global_batch": 0}, "at least one sample"), ({"global_batch": 8, "save_every": 0}, "save_every=0")],
+    [
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"global_batch": 8.0}, "global_batch=8.0: give a whole number"),
+        ({"global_batch": 8, "save_every": 0}, "save_every=0"),
+        ({"global_batch": 8, "log_every": -1}, "log_every=-1"),
+        ({"global_batch": 8, "max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"global_batch": 8, "max_grad_norm": math.nan}, "max_grad_norm=nan"),
+    ],
 )
-def test_wrong_arguments(options: dict[str, int], message: str) -> None:
+def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        planner.Trainer(Mlp(), "dp=1", **options)  # type: ignore[arg-type]
+        planner.Trainer(Mlp(), "dp=1", **options)
 
 
 def test_what_needs_more_than_is_there() -> None:
     trainer = planner.Trainer(Mlp(), "dp=1", global_batch=8)
     with pytest.raises(ValueError, match="num_epochs or num_steps"):
         trainer.fit([])
+    for length in ({"num_epochs": -1}, {"num_epochs": 1.5}, {"num_steps": True}, {"num_steps": math.nan}):
+        with pytest.raises(ValueError, match="give a whole number, at least 0"):
+            trainer.fit([], **length)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="call fit"):
         _ = trainer.parallel
     with pytest.raises(ValueError, match="checkpoint_dir"):

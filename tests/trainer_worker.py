@@ -195,8 +195,11 @@ def evaluation_is_exact() -> float:
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, count: int = NUM_SAMPLES) -> None:
+        self.count = count
+
     def __iter__(self) -> Any:
-        return iter(samples())
+        return iter(samples(self.count))
 
 
 def streams_are_trained_on() -> float:
@@ -274,7 +277,18 @@ def everything_is_logged() -> float:
     return difference(records[0]["loss"], sum(result.losses[:2]) / 2)
 
 
+def training_that_cannot_go_on_ends() -> float:
+    """No epochs are no steps; a stream without a whole batch is refused rather than read for ever."""
+    nothing = trainer().fit(samples(), num_epochs=0)
+    try:
+        trainer(loader={"last": "drop"}).fit(Stream(3), num_steps=1)
+    except ValueError as error:
+        return float(nothing.step) if "no batch of 8 samples" in str(error) else float("inf")
+    return float("inf")
+
+
 SCENARIOS: tuple[Callable[[], float], ...] = (
+    training_that_cannot_go_on_ends,
     fit_is_the_loop_by_hand,
     a_plan_with_a_pipeline,
     evaluation_with_a_pipeline,

@@ -22,6 +22,9 @@ from passes.step_plan import StepPlan
 BATCH_AXIS = "dp"
 DATA_AXES = (BATCH_AXIS, "cp")
 
+#: The ZeRO stage from which on weights are gathered for every use.
+_GATHERED_PER_USE = 3
+
 
 @dataclass(frozen=True)
 class StageUnit:
@@ -52,6 +55,16 @@ class StageGraph:
     sent: tuple[Local, ...]
     units: tuple[StageUnit, ...]
     shared: tuple[str, ...]
+
+    @property
+    def all_units(self) -> tuple[StageUnit, ...]:
+        """``units``, and behind them one of ``shared`` if there is anything."""
+        if not self.shared:
+            return self.units
+        zero = max((unit.policy.zero for unit in self.units), default=0)
+        # Used all through a micro-batch, so never gathered for a use alone.
+        policy = UnitPolicy("none", min(zero, _GATHERED_PER_USE - 1))
+        return (*self.units, StageUnit("shared", tuple((0, path, path) for path in self.shared), policy))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.arguments import check_whole_number
 from planner.compilation import compile
 from planner.targets import Target
 from planner.trainer import batches
@@ -22,6 +23,7 @@ from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
 from runtime.data.loader import DataLoader
 from runtime.parallel_module import ParallelModule
+from runtime.units.norm import check_max_norm
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Trainer:
         **options: of ``planner.compile``: ``constraints``, ``fix``, ``memory_limit``, …
 
     Raises:
-        ValueError: for a global batch below 1, or a negative interval.
+        ValueError: for a global batch or an interval that is not a whole number above zero, and for a ``max_grad_norm``
+            below zero or not a number.
     """
 
     def __init__(
@@ -117,11 +120,13 @@ class Trainer:
         count_fn: Callable[[Any], float] | None = None,
         **options: Any,
     ) -> None:
-        if global_batch < 1:
-            raise ValueError(f"global_batch={global_batch}: an optimizer step needs at least one sample")
+        check_whole_number("global_batch", global_batch, at_least=1)
+        check_whole_number("log_every", log_every, at_least=0)
         for name, every in (("eval_every", eval_every), ("save_every", save_every)):
-            if every is not None and every < 1:
-                raise ValueError(f"{name}={every}: give a number of steps, or None for the end of each epoch")
+            if every is not None:
+                check_whole_number(name, every, at_least=1)
+        if max_grad_norm is not None:
+            check_max_norm(max_grad_norm, "max_grad_norm")
         self.model = model
         self.mesh = mesh
         self.global_batch = global_batch
@@ -164,11 +169,15 @@ class Trainer:
         Called again, it goes on with the epoch (if the dataset has the same length; else another one begins).
 
         Raises:
-            ValueError: unless exactly one of them is given; and as ``planner.compile`` and ``planner.DataLoader``.
+            ValueError: unless exactly one of them is given, a whole number; for a dataset without a whole batch; and as
+                ``planner.compile`` and ``planner.DataLoader``.
             FloatingPointError: if a loss is not a finite number.
         """
         if (num_epochs is None) == (num_steps is None):
             raise ValueError("give num_epochs or num_steps: how long to train")
+        for name, count in (("num_epochs", num_epochs), ("num_steps", num_steps)):
+            if count is not None:
+                check_whole_number(name, count, at_least=0)
         self._prepare(train_dataset)
         loader = self._loader(train_dataset)
         evaluations: dict[int, dict[str, float]] = {}
@@ -288,7 +297,9 @@ class Trainer:
         self, loader: DataLoader, reporter: Reporter, num_epochs: int | None, num_steps: int | None
     ) -> Iterator[Moment]:
         """Train; yield after every step (and, as a stream's end shows only after its last one, after its epochs)."""
-        while self.step < (num_steps or math.inf) and loader.epoch < (num_epochs or math.inf):
+        last_step, num_epochs_in_all = (math.inf if count is None else count for count in (num_steps, num_epochs))
+        while self.step < last_step and loader.epoch < num_epochs_in_all:
+            step, starts = self.step, loader.position == 0
             for batch in loader:
                 reporter.step(self.step + 1, self._train_step(batch), self.optimizer)
                 self.step += 1
@@ -297,6 +308,11 @@ class Trainer:
                 yield Moment(self.step, epoch_ends, ends)
                 if self.step == num_steps:
                     return
+            if starts and self.step == step:
+                raise ValueError(
+                    f"the training dataset gives no batch of {self.global_batch} samples: give it more samples, choose "
+                    "a smaller global_batch, or loader={'last': 'pad'}"
+                )
             if loader.num_samples is None:
                 yield Moment(None, True, loader.epoch == num_epochs)
 

@@ -85,8 +85,11 @@ class PipelineExecutor:
             (stage.stage_index, chunk): count for stage in self._stages for chunk, count in stage.sent_bytes.items()
         }
 
-    def train(self) -> list[torch.Tensor]:
+    def train(self, loss_weight: float = 1.0) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches; gradients are added to the leaves' ``.grad``.
+
+        Args:
+            loss_weight: gradients are those of ``loss_weight`` × the loss.
 
         Returns:
             the micro-batches' losses (detached scalars, in order) on the rank of the last chunk, nothing elsewhere.
@@ -98,6 +101,8 @@ class PipelineExecutor:
             raise RuntimeError("this pipeline stopped in the middle of a step: start the processes again")
         self.order.clear()
         losses: list[torch.Tensor] = []
+        for stage in self._stages:
+            stage.loss_weight = loss_weight
         target = torch.empty(self._pipeline.num_microbatches)
         try:
             self._schedule.step(target=target, losses=losses, return_outputs=False)

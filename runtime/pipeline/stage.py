@@ -50,6 +50,8 @@ class Stage(_PipelineStageBase):
         self.process_group = group
         self.sends_itself = sends_itself
         self.record = record
+        #: The gradient that the loss starts from in this step.
+        self.loss_weight = 1.0
         #: Bytes handed to the process group in this step, by the chunk that they go to.
         self.sent_bytes: Counter[int] = Counter()
         #: Sends under way, by (chunk they go to, micro-batch).
@@ -102,7 +104,7 @@ class Stage(_PipelineStageBase):
 
     def _output_gradients(self, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> tuple[Gradient, ...]:
         if self.is_last:
-            return (torch.ones_like(outputs[0]),)
+            return (torch.full_like(outputs[0], self.loss_weight),)
         return self._arrived_gradients.pop(microbatch)
 
     # -- between ranks ------------------------------------------------------------------------------------------

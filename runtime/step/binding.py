@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.shard import UnitPolicy
 from passes.stages import StageGraph
 from passes.stages.build import StageUnit
 from runtime import ops
@@ -101,7 +100,7 @@ class UnitTable:
     def hold_together(self, stages: Sequence[StageGraph]) -> None:
         """Find the weights that several units of a rank's chunks use."""
         uses: dict[str, list[int]] = {}
-        for unit in (unit for stage in stages for unit in all_units(stage)):
+        for unit in (unit for stage in stages for unit in stage.all_units):
             for path in {path: None for _, _, path in unit.states}:
                 uses.setdefault(path, []).append(unit.policy.zero)
         for path, zeros in uses.items():
@@ -181,23 +180,8 @@ def make_units(
     Args:
         table: units that are there; those of a training program are added.
     """
-    bound = [_bind(unit, stage.index, state, literals, table, training=training) for unit in all_units(stage)]
+    bound = [_bind(unit, stage.index, state, literals, table, training=training) for unit in stage.all_units]
     return bound[: len(stage.units)], bound[-1] if len(bound) > len(stage.units) else None
-
-
-def all_units(stage: StageGraph) -> tuple[StageUnit, ...]:
-    """The units of a chunk, and one for what its program uses outside of them if there is anything."""
-    shared = _shared_unit(stage)
-    return stage.units if shared is None else (*stage.units, shared)
-
-
-def _shared_unit(stage: StageGraph) -> StageUnit | None:
-    if not stage.shared:
-        return None
-    zero = max((unit.policy.zero for unit in stage.units), default=0)
-    # Used all through a micro-batch, so never gathered for a use alone.
-    policy = UnitPolicy("none", min(zero, _GATHERED_PER_USE - 1))
-    return StageUnit("shared", tuple((0, path, path) for path in stage.shared), policy)
 
 
 def _bind(

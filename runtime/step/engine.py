@@ -94,20 +94,21 @@ class StepEngine:
             args, kwargs = cast_floats((args, kwargs), self.compute)
         return read_call(self.model.forward, args, kwargs, positional=positional_of(self.plan, self.loss_fn))
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> torch.Tensor:
+    def train(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
         call = self.read(args, kwargs)
         prepared = self._maker.prepare(call, training=True, local_inputs=local_inputs)
         self.state.check()
-        with self._given(call, local_inputs), torch.enable_grad():
+        with self._given(call, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
             units = in_order_of_use(prepared.stages)
             for unit, uses in _uses(prepared.stages).items():
                 unit.begin(uses * prepared.num_microbatches)
             self._totals = self._sum_totals(prepared)
-            losses = prepared.execution.train()
+            losses = prepared.execution.train(weight)
             for unit in units:
                 unit.finish()
-            self.state.sum_tied_gradients()
         self._stale = True
         return self._loss(prepared, losses)
 

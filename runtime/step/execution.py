@@ -19,8 +19,9 @@ from runtime.step.stage import Stage
 class Execution(Protocol):
     """Runs a batch, micro-batch after micro-batch."""
 
-    def train(self) -> list[torch.Tensor]:
-        """Forward and backward; the micro-batches' losses where the last chunk is, nothing elsewhere."""
+    def train(self, weight: float) -> list[torch.Tensor]:
+        """Forward and backward of ``weight`` × the loss; the micro-batches' parts of the loss itself where the last
+        chunk is, nothing elsewhere."""
         ...
 
     def forward(self) -> dict[str, torch.Tensor]:
@@ -45,11 +46,11 @@ class InOrder:
         self.stages = tuple(stages)
         self.num_microbatches = num_microbatches
 
-    def train(self) -> list[torch.Tensor]:
+    def train(self, weight: float) -> list[torch.Tensor]:
         losses = []
         for microbatch in range(self.num_microbatches):
             (loss,) = self._through(microbatch).values()
-            loss.backward()
+            loss.backward(torch.full_like(loss, weight))
             losses.append(loss.detach())
         return losses
 
@@ -90,8 +91,8 @@ class Pipelined:
             self._executor = PipelineExecutor(self.stages, **self.setting)
         return self._executor
 
-    def train(self) -> list[torch.Tensor]:
-        return self.executor.train()
+    def train(self, weight: float) -> list[torch.Tensor]:
+        return self.executor.train(weight)
 
     def forward(self) -> dict[str, torch.Tensor]:
         found = forward_only(self.stages, **self.setting)

@@ -21,7 +21,7 @@ from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.calls import Call, Path
 from runtime.engine import Planner, as_seen_by
-from runtime.step.binding import UnitTable, all_units, make_units
+from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
 from runtime.step.stage import InputOf, ProgramRunner, Stage, in_order_of_use
@@ -269,7 +269,7 @@ class Maker:
 
 
 def _paths_of(stage: StageGraph) -> set[str]:
-    return {path for unit in all_units(stage) for _, _, path in unit.states}
+    return {path for unit in stage.all_units for _, _, path in unit.states}
 
 
 def _takes_totals(program: Program) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class StateInfo:
         dtype, owner_dtype, gradient_dtype: that it computes in, that this rank keeps, that gradients are added up in.
         placement: on the programs' mesh, whole on the data axes.
         used: whether any program uses it.
-        sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3).
+        sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3; without dims there are no pieces).
         stages: pipeline ranks that have it, in order.
     """
 
@@ -107,7 +108,7 @@ class StepState:
             is_parameter=isinstance(tensor, nn.Parameter),
             trainable=trains,
             persistent=any(name in self.state_names for name in names),
-            sharded=trains and known in sharded and self.places.data_size > 1,
+            sharded=trains and known in sharded and self.places.data_size > 1 and tensor.dim() > 0,
             used=known in stages,
             # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
             stages=stages.get(known, (0,)),
@@ -149,16 +150,37 @@ class StepState:
         for name in info.names:
             self.weights.put(name, tensor, persistent=name in self.state_names)
 
-    def sum_tied_gradients(self) -> None:
-        """Add up the gradients of parameters that several pipeline ranks have copies of."""
+    @contextlib.contextmanager
+    def tied_gradients_summed(self) -> Iterator[None]:
+        """Run a step: what it adds to gradients of parameters that several pipeline ranks copy is summed over them.
+
+        Gradients of earlier steps that were not zeroed hold the other ranks' parts already, so they are set aside.
+        """
+        tied = self._tied_across_stages()
+        earlier = [(owner, owner.grad) for owners, _ in tied for owner in owners]
+        for owner, _ in earlier:
+            owner.grad = None
+        try:
+            yield
+            for owners, group in tied:
+                sum_over(owners, group)
+        finally:
+            for owner, gradient in earlier:
+                if gradient is not None:
+                    owner.grad = gradient if owner.grad is None else gradient.add_(owner.grad)
+
+    def _tied_across_stages(self) -> list[tuple[list[nn.Parameter], DataGroup]]:
+        """This rank's parameters that other pipeline ranks have copies of, with the group of those ranks."""
+        tied = []
         for stages in dict.fromkeys(info.stages for info in self.everything() if info.trainable):
             if len(stages) == 1 or self.places.stage is None:
                 continue
             group = self.places.stage_group(stages)
             if self.places.stage in stages and group is not None:
-                tied = [info for info in self.everything() if info.trainable and info.stages == stages]
-                owners = [self.find(info.names[0]) for info in tied]
-                sum_over((owner for owner in owners if isinstance(owner, nn.Parameter)), DataGroup.of(group))
+                infos = [info for info in self.everything() if info.trainable and info.stages == stages]
+                owners = [self.find(info.names[0]) for info in infos]
+                tied.append(([owner for owner in owners if isinstance(owner, nn.Parameter)], DataGroup.of(group)))
+        return tied
 
     # -- what a parallel module asks ------------------------------------------------------------------------------
 
@@ -314,7 +336,7 @@ def _sharded(programs: StepPrograms) -> frozenset[str]:
     units = [
         (unit.policy.zero, frozenset(path for _, _, path in unit.states))
         for stage in programs.stages
-        for unit in stage.units
+        for unit in stage.all_units
     ]
     found: set[str] = set()
     for _ in units:

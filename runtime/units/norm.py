@@ -54,8 +54,10 @@ def clip_gradients(
     As ``torch.nn.utils.clip_grad_norm_`` on the whole model, see ``gradient_norm`` for the arguments.
 
     Raises:
-        ValueError: as ``gradient_norm``; with ``error_if_nonfinite`` also if the norm is not finite.
+        ValueError: as ``gradient_norm``; for a ``max_norm`` below zero or not a number; with ``error_if_nonfinite``
+            also if the norm is not finite.
     """
+    check_max_norm(max_norm)
     own = list(parameters)
     norm = gradient_norm(own, group, norm_type=norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -67,6 +69,15 @@ def clip_gradients(
     for gradients in _by_kind([owner.grad for owner, _ in own if owner.grad is not None]):
         torch._foreach_mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
     return norm
+
+
+def check_max_norm(max_norm: float, name: str = "max_norm") -> None:
+    """Raise ValueError unless gradients can be scaled down to ``max_norm``: a number from 0 to infinity."""
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"{name}={max_norm}: gradients are scaled down to this norm, so it must be zero or above (a negative one "
+            "would turn them around); infinity leaves them as they are"
+        )
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

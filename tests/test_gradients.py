@@ -1,0 +1,85 @@
+"""Gradients under every kind of plan are those of one device: added up over batches, of any shape, clipped, saved."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runtime.accumulation import Accumulation
+from runtime.units.group import DataGroup
+from runtime.units.norm import clip_gradients
+from tests.ranks import run_on_ranks
+
+PIPELINE = {"pp": 2, "dp": 2, "num_microbatches": 2, "schedule": "1f1b", "recompute": "none"}
+DATA = {"dp": 4, "num_microbatches": 2, "recompute": "none"}
+BOTH = {**DATA, "dp": 2, "tp": 2}
+CASES: tuple[dict[str, Any], ...] = (
+    {"name": "mesh", "mesh": "dp=2,tp=2"},
+    {"name": "pipeline", "fix": {**PIPELINE, "zero": 0}},
+    {"name": "pipeline zero 3", "fix": {**PIPELINE, "zero": 3, "recompute": "full"}},
+    {"name": "pipeline tp", "fix": {**PIPELINE, "dp": 1, "tp": 2, "zero": 0, "schedule": "zb_h1"}},
+    {"name": "zero 1", "fix": {**DATA, "zero": 1}},
+    {"name": "zero 2", "fix": {**BOTH, "zero": 2, "recompute": "full"}},
+    {"name": "zero 3", "fix": {**DATA, "zero": 3}},
+    {"name": "loss in chunks", "fix": {**BOTH, "zero": 0, "recompute": "chunked_loss"}},
+)
+
+
+@functools.cache
+def results() -> dict[str, dict[str, float]]:
+    return run_on_ranks("gradients_worker", 4, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_gradients_of_several_batches_are_those_of_one_device(case: dict[str, Any]) -> None:
+    """``tests/gradients_worker.py`` says what is compared."""
+    wrong = {name: error for name, error in results()[case["name"]].items() if not error <= 1e-9}
+    assert not wrong
+
+
+def test_steps_that_would_not_add_up_to_a_mean_are_refused() -> None:
+    accumulation = Accumulation()
+    assert [accumulation.weight_of_step(weight) for weight in (None, 0.25, 2)] == [1.0, 0.25, 2.0]
+    with accumulation.over(2):
+        assert [accumulation.weight_of_step(None) for _ in range(2)] == [0.5, 0.5]
+        with pytest.raises(ValueError, match="has seen its 2 train_step calls"):
+            accumulation.weight_of_step(None)
+    with pytest.raises(ValueError, match="saw 1 train_step calls"), accumulation.over(2):
+        accumulation.weight_of_step(None)
+    with pytest.raises(ValueError, match="give one of the two"), accumulation.over(1):
+        accumulation.weight_of_step(0.5)
+    with pytest.raises(ValueError, match="inside of"), accumulation.over(1), accumulation.over(1):
+        pass
+    with pytest.raises(KeyError), accumulation.over(2):
+        raise KeyError  # an error inside is not hidden by the missing steps
+    for num_steps in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="whole number"), accumulation.over(num_steps):  # type: ignore[arg-type]
+            pass
+    for weight in (math.nan, math.inf, True, "1"):
+        with pytest.raises(ValueError, match="finite number"):
+            accumulation.weight_of_step(weight)  # type: ignore[arg-type]
+
+
+def clipped(max_norm: float, gradient: float = 2.0, **options: Any) -> tuple[float, float]:
+    """The norm, and the gradient that is left, of a model of one parameter."""
+    parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    norm = clip_gradients([(parameter, True)], DataGroup(), max_norm=max_norm, **options)
+    return float(norm), float(parameter.grad)
+
+
+def test_gradients_are_clipped_to_norms_that_there_are() -> None:
+    assert clipped(math.inf) == (2.0, 2.0) and clipped(0.0) == (2.0, 0.0)
+    for max_norm in (-1.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="must be zero or above"):
+            clipped(max_norm)
+    for norm_type in (0.0, -2.0, math.nan):
+        with pytest.raises(ValueError, match="norm_type"):
+            clipped(1.0, norm_type=norm_type)
+    with pytest.raises(ValueError, match="infinite or not a number"):
+        clipped(1.0, math.inf, error_if_nonfinite=True)
