@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.kernels_layer import NAME as LAYER
 from benchmarks.kernels_measure import Row, ratio_to_best
 from benchmarks.kernels_prediction import Prediction, as_toml, fitted_curves, median_error, predictions
 from cost_models import Cluster
+from cost_models.files import write_text
 
 #: The goals: share of copy bandwidth, times as fast as the better of torch.compile and Liger (to two decimals, as it
 #: is printed), and median relative error of predicted times.
@@ -192,9 +192,7 @@ class Results:
         }
         texts = {"kernels.md": self.markdown(), "kernels.json": json.dumps(data, indent=1, ensure_ascii=False) + "\n"}
         for name, text in texts.items():
-            part = folder / f"{name}.part"
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, folder / name)
+            write_text(folder / name, text)
 
 
 _EXPLAINED = """Times are medians of runs with a cold L2 cache, by the device's events. Shares are bytes that an

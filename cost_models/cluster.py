@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models import live
 from cost_models.cluster_format import format_cluster, parse_cluster
-from cost_models.fields import suggest
+from cost_models.fields import check_finite, suggest
+from cost_models.files import read_toml
 from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
 from cost_models.presets import load_preset, preset_names
+from cost_models.text import printable
 
 if TYPE_CHECKING:
     import networkx
@@ -119,14 +120,14 @@ class Cluster:
         """Read a file in the format that ``cost_models.cluster_format`` documents.
 
         Raises:
-            ValueError: if it cannot be read, is not TOML, or a field is missing, unknown or malformed.
+            ValueError: if it cannot be read, is not TOML, or a field is missing, unknown, malformed or infinite.
         """
+        data = read_toml(path, what="cluster file")
         try:
-            return Cluster.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ValueError(f"cannot read cluster file {str(path)!r}: {error.strerror or error}") from error
+            check_finite(data, "the cluster")
+            return Cluster.from_dict(data)
         except ValueError as error:
-            raise ValueError(f"cluster file {str(path)!r}: {error}") from error
+            raise ValueError(f"cluster file '{printable(str(path))}': {error}") from error
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Cluster:

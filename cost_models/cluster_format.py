@@ -48,8 +48,8 @@
     bandwidth = 1e9
 
 Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes and
-overlap_slowdown may be 0); ``inf`` is allowed for rates and memory. A preset file may also have a ``[match]`` table,
-see ``cost_models.live``.
+overlap_slowdown may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that cost nothing. A
+preset file may also have a ``[match]`` table, see ``cost_models.live``.
 
 **Efficiency.** Kinds are those of ``cost_models.efficiency.KIND_STAND_IN``; a kind without a table takes that of its
 stand-in, and reaches the full peak if that has none either. ``flops`` is the share of the peak rate by the number of

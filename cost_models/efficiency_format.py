@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cost_models.efficiency import FULL, KIND_STAND_IN, TILED_KINDS, Curve, Efficiency, Tiling
-from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, suggest
+from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, shown, suggest
 from cost_models.presets import efficiency_names, load_efficiency
 
 _TILING_KEYS = ("processors", "depth_overhead", "shapes")
@@ -54,7 +54,7 @@ def parse_curve(value: Any, where: str) -> Curve:
     elif isinstance(value, list) and value and all(_is_row(item, 2) for item in value):
         points = [(float(size), float(efficiency)) for size, efficiency in value]
     else:
-        raise ValueError(f"{where} must be a number or a list of [size, efficiency], got {value!r}")
+        raise ValueError(f"{where} must be a number or a list of [size, efficiency], got {shown(value)}")
     try:
         return Curve(tuple(points))
     except ValueError as error:
@@ -85,7 +85,8 @@ def _parse_tiling(table: Table, where: str) -> Tiling:
     rows = get_field(table, "shapes", where)
     if not isinstance(rows, list) or not rows or not all(_is_tile(row) for row in rows):
         raise ValueError(
-            f"{where}.shapes must be a list of [rows, columns, share of the rate], like [128, 256, 1.0], got {rows!r}"
+            f"{where}.shapes must be a list of [rows, columns, share of the rate], like [128, 256, 1.0], got "
+            f"{shown(rows)}"
         )
     return Tiling(
         processors=get_count(table, "processors", where),

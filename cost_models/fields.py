@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cost_models.text import printable
+
 Table = Mapping[str, Any]
+#: Names are shown in tables.
+MAX_TEXT = 1000
+#: Larger counts are no counts of anything, and cost time and memory to work with.
+MAX_COUNT = 2**40
+MAX_FLOAT = sys.float_info.max
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` if something known is spelt like ``word``, else nothing."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in an error: in one line, and not all of it."""
+    text = "a number of many digits" if isinstance(value, int) and abs(value) >= 10**40 else printable(repr(value))
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def check_finite(value: Any, where: str) -> None:
+    """Check that no number in plain data is infinite, nan, or too large to compute with.
+
+    Raises:
+        ValueError: naming the place of the number.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_finite(item, f"{where}.{printable(str(key))}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_finite(item, f"{where}[{index}]")
+    elif isinstance(value, (int, float)) and not -MAX_FLOAT <= value <= MAX_FLOAT:
+        raise ValueError(f"{where} must be a finite number, got {shown(value)}")
 
 
 def get_field(table: Table, key: str, where: str) -> Any:
@@ -31,42 +61,46 @@ def check_keys(table: Table, known: tuple[str, ...], where: str) -> None:
 
 def as_table(value: Any, where: str) -> Table:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be a table, got {value!r}")
+        raise ValueError(f"{where} must be a table, got {shown(value)}")
     return value
 
 
 def get_tables(table: Table, key: str, where: str) -> list[Table]:
     value = get_field(table, key, where)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: {key!r} must be a list of at least one table ([[{key}]]), got {value!r}")
+        raise ValueError(f"{where}: {key!r} must be a list of at least one table ([[{key}]]), got {shown(value)}")
     return [as_table(item, f"{key}[{index}]") for index, item in enumerate(value)]
 
 
 def get_text(table: Table, key: str, where: str) -> str:
     value = get_field(table, key, where)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}.{key} must be a text, got {value!r}")
+    if not isinstance(value, str) or not value or len(value) > MAX_TEXT:
+        raise ValueError(f"{where}.{key} must be a text, got {shown(value)}")
+    if not value.isprintable():
+        raise ValueError(f"{where}.{key} must be one line of printable characters, got {shown(value)}")
     return value
 
 
 def get_count(table: Table, key: str, where: str) -> int:
     value = get_field(table, key, where)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}.{key} must be an integer of at least 1, got {value!r}")
+        raise ValueError(f"{where}.{key} must be an integer of at least 1, got {shown(value)}")
+    if value > MAX_COUNT:
+        raise ValueError(f"{where}.{key} must be an integer of at most {MAX_COUNT:,}, got {shown(value)}")
     return value
 
 
 def get_number(table: Table, key: str, where: str) -> float:
     value = get_field(table, key, where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{where}.{key} must be a number above 0, got {value!r}")
+        raise ValueError(f"{where}.{key} must be a number above 0, got {shown(value)}")
     return float(value)
 
 
 def get_seconds(table: Table, key: str, where: str) -> float:
     value = get_field(table, key, where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}.{key} must be a finite number of seconds, 0 or more, got {value!r}")
+        raise ValueError(f"{where}.{key} must be a finite number of seconds, 0 or more, got {shown(value)}")
     return float(value)
 
 
@@ -74,5 +108,5 @@ def get_share(table: Table, key: str, where: str, *, below: float) -> float:
     """A number from 0 to ``below`` (excluded), 0 where the field is not there."""
     value = table.get(key, 0.0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
-        raise ValueError(f"{where}.{key} must be a number from 0 to less than {below:g}, got {value!r}")
+        raise ValueError(f"{where}.{key} must be a number from 0 to less than {below:g}, got {shown(value)}")
     return float(value)

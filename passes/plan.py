@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cost_models.files import read_json, write_text
+from cost_models.text import printable
 from passes.ir.records import from_plain
-from passes.plan_checks import check_placements, check_step
+from passes.plan_checks import check_placements, check_step, check_structure
 from passes.plan_data import (
     PLAN_VERSION,
     BlockPlan,
@@ -26,6 +28,7 @@ from passes.plan_data import (
     PlanData,
     TensorPlan,
 )
+from passes.plan_grammar import check_grammar
 from passes.plan_summary import summarise
 
 __all__ = [
@@ -48,11 +51,12 @@ class Plan(PlanData):
     """A complete plan: its data, and how to save, load and show it."""
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(target)
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            ValueError: if ``path`` cannot be written, or is no regular file (links are followed).
+        """
+        write_text(path, self.to_json())
 
     def summary(self, *, operators: bool = False) -> str:
         """The plan as tables of text; ``operators`` adds one line per operator."""
@@ -63,30 +67,25 @@ class Plan(PlanData):
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that ``save`` wrote.
+        """Read a plan that ``save`` wrote. The file may come from a stranger: nothing in it is ever executed.
 
         Raises:
-            ValueError: if the file is missing, is not JSON, or is not a plan of this version.
+            ValueError: if the file is missing, is not JSON, is not a plan of this version, or has a name or a number in
+                it that no plan can have.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read plan file {path}: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"plan file {path} is corrupted: not JSON at line {error.lineno} ({error.msg}); make it again"
-            ) from error
+        data = read_json(path, what="plan file")
         try:
             return Plan.from_dict(data)
         except ValueError as error:
-            raise ValueError(f"plan file {path} is corrupted or not a plan: {error}") from error
+            raise ValueError(f"plan file {printable(str(path))} is corrupted or not a plan: {error}") from error
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """The plan that ``json.loads(plan.to_json())`` describes.
 
         Raises:
-            ValueError: if a field is missing, unknown or of the wrong kind, or types do not fit the mesh.
+            ValueError: if a field is missing, unknown, of the wrong kind or against its grammar, or types do not fit
+                the mesh.
         """
         if not isinstance(data, dict):
             raise ValueError(f"expected a JSON object, got {type(data).__name__}")
@@ -96,6 +95,8 @@ class Plan(PlanData):
                 "plan again"
             )
         plan = from_plain(Plan, data, where="plan")
+        check_grammar(plan)
+        check_structure(plan)
         check_placements(plan)
         check_step(plan)
         return plan

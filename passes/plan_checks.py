@@ -2,8 +2,69 @@
 
 from __future__ import annotations
 
+import math
+
 from passes.ir.types import parse_type
-from passes.plan_data import PlanData
+from passes.plan_data import PlanData, TensorPlan
+from passes.step_plan import StepPlan
+
+#: What differs more than this is no rounding error of any dtype: a plan that says so would fuse unlike operators.
+MAX_TOLERANCE = 1e-3
+#: More are no batch of anybody's; each takes time and memory to plan around.
+MAX_MICROBATCHES = 2**20
+MAX_ELEMENTS = 2**62
+
+
+def check_structure(plan: PlanData) -> None:
+    """Every list has the length, every count the range, that whoever reads the plan relies on."""
+    for kind, tensors in (("inputs", plan.inputs), ("states", plan.states), ("outputs", plan.outputs)):
+        for name, tensor in tensors.items():
+            _check_shape(f"{kind}.{name}", tensor)
+    for index, block in enumerate(plan.blocks):
+        widths = {len(roots) for roots in block.roots}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(f"blocks[{index}].roots: expected as many module paths for each copy, one or more")
+    fusion = plan.fusion
+    if fusion is not None:
+        if (len(fusion.operators), len(fusion.saved_bytes)) != (2, 2):
+            raise ValueError("fusion: expected two numbers, before and after, as operators and as saved_bytes")
+        if not 0.0 <= fusion.tolerance <= MAX_TOLERANCE:
+            raise ValueError(f"fusion.tolerance: expected 0 to {MAX_TOLERANCE:g}, got {fusion.tolerance:g}")
+    if plan.step is not None:
+        _check_stages(plan.step)
+
+
+def _check_shape(where: str, tensor: TensorPlan) -> None:
+    if math.prod(tensor.shape) > MAX_ELEMENTS:
+        raise ValueError(f"{where}: a tensor of {math.prod(tensor.shape):.1e} elements")
+
+
+def _check_stages(step: StepPlan) -> None:
+    counts = {
+        **{f"axes.{name}": size for name, size in step.axes.items()},
+        "local_batch": step.local_batch,
+        "num_microbatches": step.num_microbatches,
+        "chunks_per_rank": step.chunks_per_rank,
+    }
+    for name, count in counts.items():
+        if not 1 <= count <= MAX_MICROBATCHES:
+            raise ValueError(f"step.{name}: expected 1 to {MAX_MICROBATCHES:,}, got {count:,}")
+    ranks = step.axes.get("pp", 1)
+    if len(step.chunks) != ranks * step.chunks_per_rank:
+        raise ValueError(
+            f"step.chunks: expected {step.chunks_per_rank} for each of {ranks} pipeline ranks, got {len(step.chunks)}"
+        )
+    if len(step.memory) != ranks:
+        raise ValueError(f"step.memory: expected one entry for each of {ranks} pipeline ranks, got {len(step.memory)}")
+    for index, chunk in enumerate(step.chunks):
+        if chunk.rank >= ranks:
+            raise ValueError(f"step.chunks[{index}].rank: expected less than {ranks}, got {chunk.rank}")
+        for group in chunk.groups:
+            if group.count < 1 or group.zero > 3:
+                raise ValueError(
+                    f"step.chunks[{index}]: expected groups of at least one unit and ZeRO stages 0 to 3, got "
+                    f"{group.count} units of stage {group.zero}"
+                )
 
 
 def check_placements(plan: PlanData) -> None:

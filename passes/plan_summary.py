@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from cost_models.text import printable_lines
 from passes.ir.types import describe
 from passes.plan_data import PlanData, TensorPlan
 from passes.step_summary import summarise_step
@@ -27,7 +28,8 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
         _operators(plan) if operators else "",
         format_list("Notes", plan.notes) if plan.step is None else "",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    # Names are a model's or a file's.
+    return printable_lines("\n\n".join(part for part in parts if part) + "\n")
 
 
 def _headline(plan: PlanData) -> str:

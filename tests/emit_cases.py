@@ -12,7 +12,7 @@ from passes.plan import Plan
 from passes.rules import rule_for
 from passes.shard import shard
 from passes.stages import step_programs
-from passes.step_plan import ChunkPlan, GroupPlan, StepCosts, StepPlan
+from passes.step_plan import ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from tests.chain_graphs import GraphMaker, programs_of
 from tests.hand_plan import hand_plan, mlp_graph
 
@@ -71,6 +71,11 @@ def fully_sharded() -> Program:
 
 def between_copies() -> Program:
     """What goes from copy to copy is sharded (sequence parallel), the last copy's output is needed whole."""
+    return emit(shard(*between_copies_plan()))
+
+
+def between_copies_plan() -> tuple[Graph, Plan]:
+    """The graph and the plan of ``between_copies``."""
     mesh = MeshShape(("dp", "tp"), (2, 2))
     graph = mlp_graph(layers=4)
     strategies: dict[str, tuple[str, ...]] = {
@@ -99,7 +104,7 @@ def between_copies() -> Program:
         graph, mesh, strategies=strategies, states=states, inputs={"x": ("S(0)", "R")},
         outputs={"loss": ("I", "I"), "out": ("S(0)", "I")}, carried=((("S(0)", "S(1)"),),),
     )  # fmt: skip
-    return emit(shard(graph, plan))
+    return graph, plan
 
 
 def step_plan(graph: Graph, *, num_chunks: int = 2, num_microbatches: int = 2) -> Plan:
@@ -143,7 +148,7 @@ def step_plan(graph: Graph, *, num_chunks: int = 2, num_microbatches: int = 2) -
         gradient_dtype="",
         compiled=False,
         costs=StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-        memory=(),
+        memory=(RankMemory(0.0, 0.0, 0.0, 0.0, 0.0),) * num_chunks,
         memory_limit=0.0,
     )
     return dataclasses.replace(plan, step=step)

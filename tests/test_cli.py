@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import planner
 from passes.plan import Plan
 from planner.cli import main
 from planner.cli.arguments import read_choices
@@ -117,14 +119,63 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *TINY, "--forbid", "all_gathr"], "all_gather"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),
         (["run", "--nproc", "2", "no-such-script.py"], "no-such-script.py"),
+        (["run", "--nproc", "none", "script.py"], "--nproc: expected a whole number of at least 1, got 'none'"),
+        (["plan", "nonsense"], "unknown model 'nonsense'"),
+        (["plan", "tiny-llama", "--seq-len", "-3"], "--seq-len: expected a whole number of at least 1, got '-3'"),
+        (["plan", "tiny-llama", "--global-batch", "9" * 30], "--global-batch: expected a whole number"),
+        (["plan", *STEP, "--time-limit", "nan"], "--time-limit: expected a positive number, got 'nan'"),
+        (["plan", *TINY, "--dtype", "nn"], "--dtype: expected one of float64"),
+        (["plan", *TINY, "-o", "no-such-folder/plan.json"], "there is no directory"),
+        (["plan", *TINY, "-o", "."], "it is a directory"),
+        (["show", "\x1b[31mplan.json"], r"'\x1b[31mplan.json'"),
+        (["verify", "tiny-llama", "--mesh", "no-such-plan.json"], "cannot read plan file 'no-such-plan.json'"),
+        (["verify", "tiny-llama", "--mesh", "tp=2", "--steps", "0"], "--steps: expected a whole number of at least 1"),
+        ([], "COMMAND"),
     ],
 )
 def test_errors_are_one_line_and_exit_with_two(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    try:
+        code: object = main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and words in error
+    assert error.count("\n") == 1 and words in error and error[:-1].isprintable()
+
+
+def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: str) -> Plan:
+        raise KeyError("tp\x1b[31m\n")
+
+    monkeypatch.setattr(Plan, "load", broken)
+    assert main(["show", "plan.json"]) == 2
+    error = capsys.readouterr().err
+    assert "KeyError" in error and "MESHWRIGHT_TRACEBACK=1" in error and error[:-1].isprintable()
+    monkeypatch.setenv("MESHWRIGHT_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["show", "plan.json"])
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8).save(target)
+    assert main(["verify", "tiny-gpt2", "--mesh", str(target)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "a plan made for another model" in error
+
+
+def test_names_from_a_file_reach_the_terminal_without_control_characters(tmp_path: Path) -> None:
+    plan = planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8)
+    plan = dataclasses.replace(plan, model="\x1b]0;owned\x07Model", notes=("one\ntwo\x1b[2J",))
+    assert plan.summary().replace("\n", "").isprintable()
+    text = plan.to_json()
+    (tmp_path / "plan.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"plan\.model: expected a line of printable characters"):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

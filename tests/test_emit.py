@@ -123,7 +123,7 @@ def test_names_are_unique_and_hide_nothing() -> None:
 
 def test_paths_as_source() -> None:
     assert attribute("w", "model.layers.0.proj") == "w.model.layers[0].proj"
-    assert attribute("w", "heads.foo-bar.class") == "w.heads['foo-bar']['class']"
+    assert attribute("w", "heads.foo-bar.class") == 'w.heads["foo-bar"]["class"]'
     assert list_slice(["a.0", "a.1", "a.2"]) == "w.a[:3]"
     assert list_slice(["a.1", "a.3"]) == "w.a[1:4:2]"
     assert list_slice(["0", "1"]) == "w[:2]"

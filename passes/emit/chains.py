@@ -11,6 +11,7 @@ from passes.chains.gradient import Backward, backward_of, columns_of, is_differe
 from passes.emit.chain_kernels import backward_kernel, forward_kernel
 from passes.emit.local_call import LocalCall, LocalTensor
 from passes.emit.names import Names, base_name, identifier, name_of_output
+from passes.emit.quoting import comment, literal
 from passes.ir.types import MeshShape
 from passes.shard import Local
 
@@ -118,7 +119,7 @@ class Chains:
     def _definition(self, name: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
         lines = self._plain(f"{name}_plain", chain, names)
         if chain.backend != TRITON:
-            return [*lines, "", "", f'{name} = kernels.Chain(plain={name}_plain, backend="{chain.backend}")']
+            return [*lines, "", "", f"{name} = kernels.Chain(plain={name}_plain, backend={literal(chain.backend)})"]
         backward = backward_of(chain)
         extra = backward.extra if backward is not None else ()
         lines += ["", "", *forward_kernel(chain, f"{name}_forward", names, extra)]
@@ -203,7 +204,7 @@ def _comment(definition: _Definition) -> list[str]:
     lines = [f"# {operators}", f"# of {', '.join(definition.modules)}"]
     if chain.reason:
         lines.append(f"# For torch.compile: {chain.reason}.")
-    return lines
+    return [comment(line) for line in lines]
 
 
 def _short(member: Member) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.emit.quoting import literal
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
 from passes.ir.types import I, P, R, SpmdType, shard_dim
 from passes.shard import Convert
@@ -28,7 +29,7 @@ def conversion_call(convert: Convert, source: str, axis: str, *, batch_axis: str
     value = convert.source.value
     if value.dtype in _REDUCED_PRECISION and value.requires_grad and step.collectives[1] in _REDUCING:
         options += f', backward_options={{"op_dtype": torch.{value.dtype}}}'
-    return f'spmd.{call}({source}, "{axis}", {options})'
+    return f"spmd.{call}({source}, {literal(axis)}, {options})"
 
 
 def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:
@@ -36,7 +37,7 @@ def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:
     if target == P:  # one of all ranks and micro-batches keeps the value
         return f"ops.of_first_microbatch({source})"
     dim = shard_dim(target)
-    return source if dim is None else f'ops.of_microbatch({source}, "{axis}", {dim})'
+    return source if dim is None else f"ops.of_microbatch({source}, {literal(axis)}, {dim})"
 
 
 def conversion_comment(convert: Convert) -> str:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 from passes.emit.local_call import Name, Writer, render
+from passes.emit.quoting import literal
 from passes.ir.types import P
 
 
 def _axes(names: tuple[str, ...]) -> str:
-    return "(" + ", ".join(f'"{name}"' for name in names) + ("," if len(names) == 1 else "") + ")"
+    return "(" + ", ".join(map(literal, names)) + ("," if len(names) == 1 else "") + ")"
 
 
 def reshape(writer: Writer) -> str:

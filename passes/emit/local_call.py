@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.emit.expression_table import FUNCTIONS, INFIX
+from passes.emit.quoting import literal
 from passes.ir.graph import Node, Ref, Value, map_refs
 from passes.ir.types import I, MeshShape, P, Placement, R, shard_dim
 from passes.rules.call import Call, bind, schema_of, signature
@@ -177,7 +178,7 @@ class Writer:
         """``source`` declared as partial sums on the axes whose contraction is cut."""
         self.summed = True
         for axis in self.contracted_axes:
-            source = f'spmd.reinterpret({source}, "{axis}", src=V, dst=P)'
+            source = f"spmd.reinterpret({source}, {literal(axis)}, src=V, dst=P)"
         return source
 
     def typed(self, source: str) -> str:
@@ -189,10 +190,12 @@ class Writer:
             outputs = [tensor.placement[place] for tensor in self.call.outputs]
             sharded_in = any(shard_dim(spmd_type) is not None for spmd_type in inputs)
             if any(shard_dim(spmd_type) is not None for spmd_type in outputs) and not sharded_in:
-                source = self._retyped(source, f'"{axis}", src=R, dst=V, expert_mode=True', range(len(outputs)))
+                source = self._retyped(source, f"{literal(axis)}, src=R, dst=V, expert_mode=True", range(len(outputs)))
             elif I in inputs and R in outputs:
                 source = self._retyped(
-                    source, f'"{axis}", src=I, dst=R', [i for i, spmd_type in enumerate(outputs) if spmd_type == R]
+                    source,
+                    f"{literal(axis)}, src=I, dst=R",
+                    [i for i, spmd_type in enumerate(outputs) if spmd_type == R],
                 )
         return source
 
@@ -236,8 +239,9 @@ def render(value: Any) -> str:
     if isinstance(value, Name):
         return str(value)
     if isinstance(value, str):
-        kind, colon, name = value.partition(":")
-        return f"torch.{name.removeprefix('torch.')}" if colon and kind in _TORCH_KINDS else repr(value)
+        kind, _, name = value.partition(":")
+        name = name.removeprefix("torch.")
+        return f"torch.{name}" if kind in _TORCH_KINDS and name.isidentifier() else repr(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "math.nan" if math.isnan(value) else ("math.inf" if value > 0 else "-math.inf")
     if isinstance(value, (list, tuple)):

@@ -22,7 +22,8 @@ _INSTEAD = {
 }  # fmt: skip
 #: Names of the outputs of operators that give more than what their module is for.
 _OUTPUTS = {"meshwright.add_rms_norm.default": ("residual",), "meshwright.add_layer_norm.default": ("residual",)}
-_NOT_A_NAME = re.compile(r"\W+")
+#: In ASCII: Python takes some different letters for the same name.
+_NOT_A_NAME = re.compile(r"\W+", re.ASCII)
 _NUMBER_AT_END = re.compile(r"(_\d+)+$")
 
 

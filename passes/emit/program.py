@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cost_models.files import write_text
 from passes.emit.chains import ChainReport
 from passes.ir.types import MeshShape, Placement
 
@@ -99,5 +100,9 @@ class Program:
         return namespace
 
     def save(self, path: str | Path) -> None:
-        """Write the source as a Python file that can be imported."""
-        Path(path).write_text(self.source, encoding="utf-8")
+        """Write the source as a Python file that can be imported.
+
+        Raises:
+            ValueError: if ``path`` cannot be written, or is no regular file (links are followed).
+        """
+        write_text(path, self.source)

@@ -11,6 +11,8 @@ from passes.emit.chains import Chains, output_names
 from passes.emit.collectives import conversion_call, conversion_comment
 from passes.emit.expressions import LocalCall, LocalTensor
 from passes.emit.names import Names, base_name, name_of_output
+from passes.emit.quoting import comment as comment_text
+from passes.emit.quoting import literal
 from passes.ir.types import MeshShape, Placement
 from passes.shard import Block, Compute, Convert, Local, Repeat, Section, UnitPolicy
 
@@ -31,6 +33,7 @@ def with_comment(line: str, comment: str) -> list[str]:
     """A line with a comment to its right, or above it where there is no room."""
     if not comment:
         return [line]
+    comment = comment_text(comment)
     together = f"{line.ljust(COMMENT_COLUMN)}  # {comment}"
     if len(together) <= LINE_WIDTH:
         return [together]
@@ -44,12 +47,12 @@ def attribute(base: str, path: str) -> str:
     if not path:
         return source
     for part in path.split("."):
-        if part.isdigit():
+        if part.isdecimal() and part.isascii():
             source += f"[{part}]"
-        elif part.isidentifier() and not keyword.iskeyword(part):
+        elif part.isascii() and part.isidentifier() and not keyword.iskeyword(part):
             source += f".{part}"
         else:
-            source += f"[{part!r}]"
+            source += f"[{literal(part)}]"
     return source
 
 
@@ -195,7 +198,7 @@ class Renderer:
                 break
         if path != self.module_path:
             if path:
-                self._write(f"# {path}")
+                self._write(f"# {comment_text(path)}")
             self.module_path = path
 
     def _convert(self, convert: Convert, position: int) -> None:
@@ -226,7 +229,7 @@ class Renderer:
         block = repeat.block
         self.module_path = None
         if block.roots[0] != ("",):
-            self._write(f"# {roots_title(block.roots)}")
+            self._write(f"# {comment_text(roots_title(block.roots))}")
         carried = dict(repeat.carried)
         variables = [self.source_of(entry) for entry in repeat.entries]
         for index in carried:
@@ -242,8 +245,12 @@ class Renderer:
         self.entry_names.setdefault(id(block.section), names)
         between = self._name_results(repeat, variables, carried)
         targets = ", ".join(self.variables[result] for result in repeat.results)
-        made = f"{self.block_names[id(block.section)]}({{}})"
-        call = f"{targets} = {made if repeat.policy is None else _unit(made, repeat.policy)}({', '.join(variables)})"
+
+        def call(weights: str) -> str:
+            made = f"{self.block_names[id(block.section)]}({weights})"
+            runs = made if repeat.policy is None else _unit(made, repeat.policy)
+            return f"{targets} = {runs}({', '.join(variables)})"
+
         self._loops(block, call, between, "" if repeat.policy is None else f"ZeRO {repeat.policy.zero}")
 
     def _name_results(self, repeat: Repeat, variables: list[str], carried: dict[int, Local]) -> list[str]:
@@ -265,10 +272,10 @@ class Renderer:
             lines += with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert))
         return lines
 
-    def _loops(self, block: Block, call: str, between: list[str], comment: str) -> None:
+    def _loops(self, block: Block, call: Callable[[str], str], between: list[str], comment: str) -> None:
         count = len(block.roots)
         if count == 1:
-            self._write(call.format(", ".join(attribute("w", root) for root in block.roots[0])), comment)
+            self._write(call(", ".join(attribute("w", root) for root in block.roots[0])), comment)
             return
         looped = count - 1 if between else count
         variables = ["layer"] if len(block.roots[0]) == 1 else [f"layer{i}" for i in range(len(block.roots[0]))]
@@ -276,10 +283,10 @@ class Renderer:
         listed = slices[0] if len(slices) == 1 else f"zip({', '.join(slices)})"
         copies = f"{looped} copies" if looped > 1 else ""
         self._write(f"for {', '.join(variables)} in {listed}:", ", ".join(filter(None, (copies, comment))))
-        self._write(f"    {call.format(', '.join(variables))}")
+        self._write(f"    {call(', '.join(variables))}")
         self.lines.extend(between)
         if between:
-            self._write(call.format(", ".join(attribute("w", root) for root in block.roots[-1])))
+            self._write(call(", ".join(attribute("w", root) for root in block.roots[-1])))
 
 
 def _unit(block: str, policy: UnitPolicy) -> str:
@@ -320,7 +327,7 @@ def roots_title(roots: tuple[tuple[str, ...], ...]) -> str:
 
 def roots_comment(roots: tuple[tuple[str, ...], ...]) -> str:
     """What a block's class says of its copies; nothing for a stretch of the model itself."""
-    return "" if roots[0] == ("",) else f"  # {roots_title(roots)}"
+    return "" if roots[0] == ("",) else f"  # {comment_text(roots_title(roots))}"
 
 
 def _last_uses(section: Section) -> dict[Local, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 
 from passes.emit.chains import ChainReport, Chains
 from passes.emit.names import RESERVED, Names, class_name
 from passes.emit.program import ENTRY_POINT
+from passes.emit.quoting import comment, docstring, literal
 from passes.emit.render import Expression, Renderer, describe_local, roots_comment
 from passes.shard import Block, Local, Repeat, Section, ShardedGraph
 
@@ -57,7 +57,8 @@ def render(sharded: ShardedGraph, expression: Expression) -> tuple[str, tuple[Ch
     if chains.found:
         parts.insert(0, chains.source())
     modules = "kernels, ops" if any("kernels." in part for part in parts) else "ops"
-    header = _HEADER.format(model=sharded.graph.model_name, mesh=sharded.mesh, part=sharded.part, modules=modules)
+    model, mesh, part = map(docstring, (sharded.graph.model_name, str(sharded.mesh), sharded.part))
+    header = _HEADER.format(model=model, mesh=mesh, part=part, modules=modules)
     return "\n\n".join([_with_imports(header, chains.imports()), *parts]), chains.report()
 
 
@@ -112,7 +113,7 @@ def _weights_lines(weights: Sequence[str]) -> list[str]:
 def _program_class(sharded: ShardedGraph, renderer: Renderer, expression: Expression) -> str:
     body = list(renderer.body())
     outputs = [
-        f"{json.dumps(path)}: {renderer.source_of(local)}"
+        f"{literal(path)}: {renderer.source_of(local)}"
         for path, local in zip(sharded.graph.outputs, sharded.main.results)
     ]
     lines = [f"class {ENTRY_POINT}(Block):"]
@@ -153,7 +154,7 @@ def _signature(name: str, arguments: Sequence[str]) -> str:
 
 def _argument_comments(arguments: Sequence[Local], names: Sequence[str], sharded: ShardedGraph) -> Iterator[str]:
     for name, local in zip(names, arguments):
-        yield f"# {name}: {describe_local(local, sharded.mesh)}"
+        yield f"# {name}: {comment(describe_local(local, sharded.mesh))}"
 
 
 def _return(renderer: Renderer, results: Sequence[Local]) -> str:

@@ -11,6 +11,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from cost_models.text import printable
+
 T = TypeVar("T")
 
 
@@ -37,7 +39,7 @@ def _build(hint: Any, data: Any, where: str) -> Any:
         return data
     if origin is dict:
         _expect(isinstance(data, dict), "an object", data, where)
-        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        return {key: _build(arguments[1], item, f"{where}.{printable(key)}") for key, item in data.items()}
     if origin is tuple:
         _expect(isinstance(data, (list, tuple)), "a list", data, where)
         return tuple(_build(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
@@ -46,7 +48,10 @@ def _build(hint: Any, data: Any, where: str) -> Any:
         return None if data is None else _build(inner, data, where)
     if hint is float:
         _expect(isinstance(data, (int, float)) and not isinstance(data, bool), "a number", data, where)
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError:
+            raise ValueError(f"{where}: expected a number of at most 64 bits") from None
     _expect(isinstance(data, hint) and (hint is bool or not isinstance(data, bool)), hint.__name__, data, where)
     return data
 

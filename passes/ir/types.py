@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,9 +48,13 @@ def parse_type(text: str) -> SpmdType:
     stripped = text.replace(" ", "")
     if stripped in (R, I, P):
         return stripped
-    if stripped.startswith("S(") and stripped.endswith(")") and stripped[2:-1].isdigit():
+    if re.fullmatch(r"S\([0-9]{1,3}\)", stripped):
         return stripped
     raise ValueError(f"unknown type {text!r}: expected 'R', 'I', 'P' or 'S(dim)' with dim a non-negative integer")
+
+
+#: What a mesh axis may be called. Names of axes stand in emitted source.
+AXIS_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class MeshShape:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or not self.names:
             raise ValueError(f"a mesh needs one size per axis name, got names {self.names} and sizes {self.sizes}")
+        for name in self.names:
+            if not isinstance(name, str) or not re.fullmatch(AXIS_NAME, name):
+                raise ValueError(
+                    "a mesh axis is named by a letter and up to 63 letters, digits, '_', '.' or '-', such as 'dp', got "
+                    f"{str(name)[:80]!r}"
+                )
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in self.sizes):
+            raise ValueError(f"mesh axis sizes must be integers, got {dict(zip(self.names, self.sizes))}")
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"mesh axis names must differ, got {self.names}")
         if any(size < 1 for size in self.sizes):
@@ -91,7 +104,7 @@ class MeshShape:
         axes: dict[str, int] = {}
         for part in text.split(","):
             name, equals, size = part.strip().partition("=")
-            if not equals or not name.isidentifier() or not size.isdigit():
+            if not equals or not re.fullmatch(AXIS_NAME, name) or not re.fullmatch(r"[0-9]{1,18}", size):
                 raise ValueError(f"cannot read mesh {text!r}: expected name=size pairs such as 'dp=2,tp=4'")
             if name in axes:
                 raise ValueError(f"cannot read mesh {text!r}: axis {name!r} is named twice")

@@ -13,9 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from planner.cli.arguments import MESH_HELP, add_model_arguments, subparser
+from cost_models.text import printable, printable_lines
+from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, count, subparser
 from planner.cli.plan import add_plan
 from planner.cli.run import add_run
+
+#: Environment variable that makes errors raise, with all that Python says of them.
+TRACEBACK = "MESHWRIGHT_TRACEBACK"
 
 _EXAMPLES = """examples:
   planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json
@@ -41,20 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.command(options)
-    except (ValueError, FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        message = " ".join(str(error).split())
-        print(f"planner: error: {message}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         print("planner: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        print(f"planner: error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, fit for a terminal; of one that is no answer to bad input also where to see more."""
+    text = printable(" ".join(str(error).split()))
+    if isinstance(error, (ValueError, OSError)):
+        return text
+    return f"{type(error).__name__}: {text or 'no more is known'} ({TRACEBACK}=1 shows where)"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="planner",
         description="Plan how a PyTorch model is split over a cluster.",
         epilog=_EXAMPLES,
@@ -83,11 +96,11 @@ def _add_verify(commands: Any) -> None:
         commands,
         "verify",
         help="run every rank of a plan in this process and compare with one device",
-        examples=["planner verify tiny-llama --mesh dp=2,tp=2", "planner verify tiny-t5 --mesh dp=4,tp=8"],
+        examples=["planner verify tiny-llama --mesh dp=2,tp=2", "planner verify tiny-t5 --mesh plan.json"],
     )
     add_model_arguments(parser, batch_size=8, seq_len=16)
-    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,…", help=MESH_HELP)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (default: 3)")
+    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,…", help=f"{MESH_HELP}; or a saved plan")
+    parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (default: 3)")
     parser.set_defaults(command=_verify)
 
 
@@ -98,8 +111,8 @@ def _add_demo(commands: Any) -> None:
         help="plan a small Llama on 4 processes and train it beside one process",
         examples=["planner demo", "planner demo --steps 60"],
     )
-    parser.add_argument("--steps", type=int, default=40, help="training steps (default: 40)")
-    parser.add_argument("--nproc", type=int, default=4, help="processes (default: 4)")
+    parser.add_argument("--steps", type=count, default=40, help="training steps (default: 40)")
+    parser.add_argument("--nproc", type=count, default=4, help="processes (default: 4)")
     parser.set_defaults(command=_demo)
 
 
@@ -121,7 +134,7 @@ def _verify(options: argparse.Namespace) -> int:
         dtype=options.dtype or "float64",
         steps=options.steps,
     )
-    print(report.table())
+    print(printable_lines(report.table()))
     return 0 if report.ok else 1
 
 

@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from cost_models.text import printable
+
+FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 MESH_HELP = "mesh axes, outermost first: dp=32,tp=8"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all our errors do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))} ({self.prog} --help says more)\n")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for ``type=``."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text[:40]!r}")
+    return int(text)
+
+
+def float_dtype(text: str) -> str:
+    """A floating-point dtype of parameters, for ``type=``."""
+    if text not in FLOAT_DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(FLOAT_DTYPES)}, got {text[:40]!r}")
+    return text
+
+
+def seconds(text: str) -> float:
+    """A positive, finite number, for ``type=``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text[:40]!r}")
+    return number
 
 
 def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -> argparse.ArgumentParser:
@@ -22,9 +58,9 @@ def add_model_arguments(
 ) -> None:
     """Which model, on what batch."""
     parser.add_argument("model", help="a name from the config library, or the path of a Hugging Face config")
-    parser.add_argument("--seq-len", type=int, default=seq_len, help="tokens in a sample")
-    parser.add_argument("--global-batch", type=int, default=batch_size, help="samples in a step, over all devices")
-    parser.add_argument("--dtype", help="parameter dtype (plan: bfloat16; verify: float64)")
+    parser.add_argument("--seq-len", type=count, default=seq_len, help="tokens in a sample")
+    parser.add_argument("--global-batch", type=count, default=batch_size, help="samples in a step, over all devices")
+    parser.add_argument("--dtype", type=float_dtype, help="parameter dtype (plan: bfloat16; verify: float64)")
 
 
 def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | str]]:
@@ -39,7 +75,7 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
         listed = [value.strip() for value in values.split(",")]
         if not equals or not name.strip() or not all(listed):
             raise ValueError(f"{option} takes NAME=VALUE[,VALUE…] (tp=8, schedule=1f1b,zbv), got {text!r}")
-        found.setdefault(name.strip(), []).extend(int(v) if v.isdecimal() else v for v in listed)
+        found.setdefault(name.strip(), []).extend(int(v) if re.fullmatch(r"[0-9]{1,18}", v) else v for v in listed)
     return found
 
 

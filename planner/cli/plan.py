@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from planner.cli.arguments import MESH_HELP, add_model_arguments, read_choices, read_gib, read_pins, subparser
+from cost_models.files import check_writable
+from cost_models.text import printable
+from planner.cli.arguments import (
+    MESH_HELP,
+    add_model_arguments,
+    count,
+    read_choices,
+    read_gib,
+    read_pins,
+    seconds,
+    subparser,
+)
 from planner.collection import no_collection
 
 _EXAMPLES = (
@@ -43,7 +54,7 @@ def add_plan(commands: Any) -> None:
         help="values that a choice must not take (names as for --fix); with --mesh: a collective not to use",
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
-    parser.add_argument("--time-limit", type=float, default=90.0, metavar="SECONDS", help="for the search")
+    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     parser.set_defaults(command=run_plan)
     _add_step_arguments(parser.add_argument_group("planning a whole step (without --mesh)"))
@@ -61,14 +72,14 @@ def _add_step_arguments(group: Any) -> None:
         "recompute, zero",
     )
     group.add_argument("--headroom", type=float, default=0.0, metavar="SHARE", help="of memory to leave free: 0.1")
-    group.add_argument("--devices", type=int, metavar="N", help="plan for N of the cluster's devices")
+    group.add_argument("--devices", type=count, metavar="N", help="plan for N of the cluster's devices")
     group.add_argument(
         "--objective",
         default="time",
         metavar="WHAT",
         help="time (default), devices (fewest that reach --target-seconds) or memory (least on a device)",
     )
-    group.add_argument("--target-seconds", type=float, metavar="SECONDS", help="for --objective devices")
+    group.add_argument("--target-seconds", type=seconds, metavar="SECONDS", help="for --objective devices")
     group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, …")
     group.add_argument("--gradient-dtype", metavar="DTYPE", help="of summed gradients (default: float32 or wider)")
@@ -82,14 +93,16 @@ def run_plan(options: argparse.Namespace) -> int:
     from planner.planning import plan
 
     # What can be wrong with the options is told before anything slow is imported or captured.
+    if options.output is not None:
+        check_writable(options.output)
     request = {**_common(options), **(_on_mesh(options) if options.mesh is not None else _whole_step(options))}
     with progress_bar() as progress:
         found = plan(options.model, progress=progress, **request)
-    if options.output:
+    if options.output is not None:
         found.save(options.output)
     print(found.summary(), end="")
-    if options.output:
-        print(f"\nsaved to {options.output}")
+    if options.output is not None:
+        print(f"\nsaved to {printable(options.output)}")
     return 0
 
 

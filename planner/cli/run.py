@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.cli.arguments import subparser
+from planner.cli.arguments import Parser, count, subparser
 from planner.cli.launch import Hosts, launch
 from runtime.launch.place import DEFAULT_PORT, LaunchError
 
@@ -38,8 +38,8 @@ def add_run(commands: Any) -> None:
 
 
 #: Option → type, what it is called in the help, and the help.
-_OPTIONS: dict[str, tuple[type, str, str]] = {
-    "--nproc": (int, "N", "processes on each host (default: one for each GPU)"),
+_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "--nproc": (count, "N", "processes on each host (default: one for each GPU)"),
     "--nnodes": (int, "N", "number of hosts (default: 1); run the same command on each, with its own --node-rank"),
     "--node-rank": (int, "R", "this host's number, from 0"),
     "--address": (str, "HOST", "host name of host 0"),
@@ -69,7 +69,7 @@ def run_script(options: argparse.Namespace) -> int:
 
 def _read_leading(options: argparse.Namespace) -> list[str]:
     """Take our own options from the beginning of the script's arguments; returns the others."""
-    parser = argparse.ArgumentParser(prog="planner run", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="planner run", add_help=False, allow_abbrev=False)
     _add_options(parser)
     arguments: Sequence[str] = options.arguments
     taken = 0

@@ -14,10 +14,10 @@ Sizes are those of the published configs. Where papers leave something open:
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
+from cost_models.files import read_json
 from planner.library.tasks import transformers_module
 
 FOLDER = Path(__file__).parent / "configs"
@@ -36,16 +36,19 @@ def load_config(name_or_path: str | Path) -> Any:
     """
     path = _find(str(name_or_path))
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        entries = read_json(path)
+    except ValueError as error:
         raise ValueError(f"cannot read {path}: expected a Hugging Face config in JSON ({error})") from error
     if not isinstance(entries, dict) or "model_type" not in entries:
         raise ValueError(f"{path} is no Hugging Face config: it has no 'model_type'")
     model_type = entries.pop("model_type")
+    auto_config = transformers_module().AutoConfig
     try:
-        config = transformers_module().AutoConfig.for_model(model_type, **entries)
-    except ValueError as error:
-        raise ValueError(f"{path}: transformers does not know model type {model_type!r}") from error
+        config = auto_config.for_model(model_type, **entries)
+    except Exception as error:  # its checks raise what they like
+        if isinstance(error, ValueError) and "Unrecognized model identifier" in str(error):
+            raise ValueError(f"{path}: transformers does not know model type {str(model_type)[:60]!r}") from error
+        raise ValueError(f"{path}: transformers does not take this config: {error}") from error
     if isinstance(entries.get("tie_word_embeddings"), bool):
         config.tie_word_embeddings = entries["tie_word_embeddings"]  # T5's own config class says True whatever is given
     return config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+
+from cost_models.files import read_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -30,14 +32,25 @@ def files_by_name(path: str | Path) -> dict[str, Path] | Path:
     if not given.name.endswith(".json"):
         return given
     try:
-        weight_map = json.loads(given.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): given.parent / file for name, file in weight_map.items()}
+        weight_map = read_json(given)["weight_map"]
+        files = {str(name): given.parent / _plain_name(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{given} is not an index of safetensors files ({error!r})") from error
+        raise ValueError(f"{given} is not an index of safetensors files ({error})") from error
     absent = sorted({file.name for file in files.values() if not file.exists()})
     if absent:
         raise ValueError(f"{given} names files that are not there: {', '.join(absent[:3])}")
     return files
+
+
+def _plain_name(file: object) -> str:
+    """The name of a file beside the index.
+
+    Raises:
+        ValueError: if it leads elsewhere: an index may come from a stranger.
+    """
+    if not isinstance(file, str) or file in ("", ".", "..") or os.path.basename(file) != file or "\0" in file:
+        raise ValueError(f"it names {str(file)[:80]!r}, which is not the name of a file beside it")
+    return file
 
 
 def _in_directory(directory: Path) -> Path:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from cost_models.files import parse_json
+
 LENGTH_BYTES = 8
 #: The reference implementation reads no longer header.
 MAX_HEADER_BYTES = 100_000_000
@@ -49,6 +51,10 @@ class Stored:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_header(file: Path) -> tuple[dict[str, Stored], int]:
     """The tensors of a file by name, and how many bytes were read to know them.
@@ -56,35 +62,46 @@ def read_header(file: Path) -> tuple[dict[str, Stored], int]:
     Raises:
         ValueError: if it is no safetensors file, is cut short, or holds a dtype that PyTorch has not.
     """
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file")
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
             raise ValueError(f"{file} is not a safetensors file, or it is cut short: its header does not fit into it")
         try:
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             start = LENGTH_BYTES + length
             tensors = {name: _stored(file, name, entry, start) for name, entry in entries.items()}
-            end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({error})") from error
+            end = max((stored.begin + stored.num_bytes for stored in tensors.values()), default=start)
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            reason = error if isinstance(error, ValueError) else f"it says something else of a tensor: {error!r}"
+            raise ValueError(f"{file} is not a safetensors file: its header cannot be read ({reason})") from error
     if end > size:
         raise ValueError(f"{file} is cut short: it has {size} bytes, its header speaks of {end}")
     return tensors, start
 
 
 def _stored(file: Path, name: str, entry: Mapping[str, Any], start: int) -> Stored:
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(size) for size in entry["shape"])
+    begin, end = _counts(entry["data_offsets"])
+    shape = _counts(entry["shape"])
     dtype = DTYPES.get(str(entry["dtype"]))
     if dtype is None:
         raise ValueError(
-            f"{name!r} in {file} is stored as {entry['dtype']}, which is none of {', '.join(DTYPES)}: convert the file"
+            f"{name!r} is stored as {str(entry['dtype'])[:40]!r}, which is none of {', '.join(DTYPES)}: "
+            "convert the file"
         )
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{file} is damaged: {name!r} of shape {list(shape)} cannot take {end - begin} bytes")
-    return Stored(file, dtype, shape, start + begin)
+    stored = Stored(file, dtype, shape, start + begin)
+    if end - begin != stored.num_bytes:
+        raise ValueError(f"damaged: {name!r} of shape {list(shape)} cannot take {end - begin} bytes")
+    return stored
+
+
+def _counts(numbers: Sequence[Any]) -> tuple[int, ...]:
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("sizes and offsets are whole numbers of at most 63 bits")
+    return tuple(numbers)
 
 
 def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cost_models.files import check_writable, write_text
 from runtime.agreement import gathered, rank_in, together
 from runtime.owned import Owned
 from runtime.weight_files.find import INDEX_SUFFIX, STEM, SUFFIX
@@ -49,8 +50,13 @@ class _File:
     num_bytes: int
 
     @property
+    def target(self) -> Path:
+        """Where ``path`` leads."""
+        return Path(os.path.realpath(self.path))
+
+    @property
     def unfinished(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.part")
+        return self.target.with_name(f".{self.target.name}.part")
 
 
 def save_weights(
@@ -150,7 +156,10 @@ def _start(files: Sequence[_File], folder: Path) -> None:
     """Make the files, with their headers and their full length."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
-        with file.unfinished.open("wb") as stream:
+        check_writable(file.path)
+    for file in files:
+        file.unfinished.unlink(missing_ok=True)
+        with file.unfinished.open("xb") as stream:  # never through a link that somebody else put there
             stream.write(file.header)
             stream.truncate(file.num_bytes)
 
@@ -196,12 +205,10 @@ def _write_piece(descriptor: int, piece: Owned, dtype: torch.dtype | None, begin
 def _finish(files: Sequence[_File], folder: Path, tensors: Sequence[_Tensor]) -> None:
     """Give the files their names, and remove those of an earlier set."""
     for file in files:
-        os.replace(file.unfinished, file.path)
+        os.replace(file.unfinished, file.target)
     index = folder / (STEM + INDEX_SUFFIX)
     if len(files) > 1:
-        unfinished = index.with_name(f".{index.name}.part")
-        unfinished.write_text(_index(files, tensors), encoding="utf-8")
-        os.replace(unfinished, index)
+        write_text(index, _index(files, tensors))
     else:
         index.unlink(missing_ok=True)
     kept = {file.path for file in files}
