@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from planner.comparison import (
 from planner.library import load_config, random_batch
 from planner.verification import real_module, slow_devices
 from runtime.step.narrow import cast_floats
+from tests.communication.recorder import Call, recorded
+from tests.communication.rules import broken_rules
 from tests.parity_worker import build
 from tests.ranks import answer, task
 
@@ -82,7 +85,10 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE, eps=epsilon)
         found = []
         for step in range(STEPS):
-            loss = parallel.train_step(*args, **kwargs)
+            with recorded() if step == 1 else nullcontext() as recorder:
+                loss = parallel.train_step(*args, **kwargs)
+            if recorder is not None:
+                broken = broken_rules_of(recorder.calls)
             gradients = parallel.full_gradients() if step == 0 else {}
             if alone:
                 wanted_loss = single_loss(single, args, kwargs, loss_fn)
@@ -118,8 +124,16 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "zero": step_plan.zero,
         "tensors": len(found),
         "loss_error": max(entry.error for entry in found if entry.what == "loss"),
+        "broken_rules": broken,
         "dtypes": sorted({str(parameter.dtype) for parameter in parallel.parameters()}),
     }
+
+
+def broken_rules_of(calls: list[Call]) -> list[str]:
+    """What would go wrong under NCCL with the calls of all ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [call.to_dict() for call in calls])
+    return broken_rules([[Call.from_dict(call) for call in own] for own in everywhere])
 
 
 if __name__ == "__main__":

@@ -65,6 +65,12 @@ def test_a_step_on_four_processes_is_that_of_one_device(given: Case) -> None:
     assert found["error"] <= TOLERANCES[given.get("dtype", "float64")], found["worst"]
 
 
+@pytest.mark.parametrize("given", [*CASES, SINGLE], ids=lambda given: given["name"])
+def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(given: Case) -> None:
+    """Collectives in one order in every group, transfers that pair up, and no circle of waits."""
+    assert results()[given["name"]]["broken_rules"] == []
+
+
 @pytest.mark.parametrize("given", [case for case in CASES if case["fix"]["recompute"] == "chunked_loss"])
 def test_the_loss_is_really_in_chunks(given: Case) -> None:
     assert results()[given["name"]]["recompute"][-1] == "chunked_loss"

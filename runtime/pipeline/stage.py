@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from cost_models.schedules import Action
+from runtime.compat import issue_transfers
 from runtime.pipeline.backward import Gradient, backward, input_backward
 from runtime.pipeline.specs import StageRunner, TensorSpec, check_tensors
 
@@ -150,13 +151,12 @@ class Stage(_PipelineStageBase):
     def _send(self, tensors: list[torch.Tensor], chunk: int, microbatch: int) -> list[dist.P2POp]:
         tensors = [tensor.contiguous() for tensor in tensors]
         self.sent_bytes[chunk] += sum(tensor.nbytes for tensor in tensors)
+        operations = [self._operation(dist.isend, tensor, chunk) for tensor in tensors]
         if not self.sends_itself:
-            return [self._operation(dist.isend, tensor, chunk) for tensor in tensors]
+            return operations
         for key in [key for key, works in self._works.items() if all(work.is_completed() for work in works)]:
             self._wait_for_send(*key)
-        peer = self.stage_index_to_group_rank[chunk]
-        works = [dist.isend(tensor, group=self.process_group, group_dst=peer) for tensor in tensors]
-        self._works[chunk, microbatch] = [work for work in works if work is not None]
+        self._works[chunk, microbatch] = issue_transfers(operations)
         return []
 
     def _wait_for_send(self, chunk: int, microbatch: int) -> None:
