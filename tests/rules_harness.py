@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.emit.expressions import LocalCall, expression
 from passes.emit.expressions import LocalTensor as Operand
+from passes.ir import conversions
 from passes.ir.graph import Node, Ref, Value
 from passes.ir.types import I, MeshShape, P, Placement, R, local_shape, shard_dim
 from passes.rules import rule_for
-from passes.rules.rule import AxisChoice, ShardingRule, axis_choices
+from passes.rules.rule import AxisChoice, ShardingRule, axis_choices, cuts_in_order
 from runtime import kernels, ops
 
 MESH = MeshShape(("a", "b"), (2, 2))
@@ -214,17 +215,20 @@ def _joined(pieces: list[torch.Tensor], spmd_type: str, exact: bool) -> torch.Te
 
 
 def legal_choices(case: Case, rule: ShardingRule) -> list[AxisChoice]:
+    """Choices that one axis may take."""
     choices = axis_choices(rule, input_grads=case.grads, output_grads=case.out_grads)
-    return [c for c in choices if c.factor is None or rule.sizes[c.factor] % 2 == 0]
+    return [choice for choice in choices if divides(case, rule, (choice, choices[0]))]
 
 
-def divides(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
-    """Whether the mesh axes together divide the factors that they cut."""
+def divides(case: Case, rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
+    """Whether the mesh axes together divide the factors and the tensors that they cut, in an order that may be."""
     pieces: dict[str, int] = {}
     for size, choice in zip(MESH.sizes, choices):
-        if choice.factor is not None:
+        if choice.factor is not None and choice.factor not in rule.inner:
             pieces[choice.factor] = pieces.get(choice.factor, 1) * size
-    return all(rule.sizes[factor] % count == 0 for factor, count in pieces.items())
+    placements = zip(*((*choice.inputs, *choice.outputs) for choice in choices))
+    whole = (conversions.divides(p, tuple(t.shape), MESH) for p, t in zip(placements, (*case.tensors, *case.outputs)))
+    return cuts_in_order(rule, choices) and all(whole) and all(rule.sizes[f] % n == 0 for f, n in pieces.items())
 
 
 def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) -> LocalCall:
@@ -344,7 +348,7 @@ def prove(
     combinations += [(choices[i % len(choices)], choices[j % len(choices)]) for i, j in pairs]
     count = 0
     for combination in dict.fromkeys(combinations):
-        if not divides(rule, combination):
+        if not divides(case, rule, combination):
             continue
         call = local_call(case, rule, combination)
         source = expression(call)

@@ -85,6 +85,24 @@ def test_causal_attention_with_cut_queries(keys: int, members: int, mesh: Device
     assert prove(mesh, sample, pairs=[(queries, place) for place in range(len(labels))] + [(0, queries)])
 
 
+@pytest.mark.parametrize(("key_heads", "members"), [(2, 4), (4, 2), (3, 4), (2, 2), (1, 4)])
+def test_query_heads_cut_further_than_key_heads(key_heads: int, members: int, mesh: DeviceMesh) -> None:
+    """Each rank's query heads find their heads of keys: in one group, in several groups, or in groups torn apart."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 3, 2, dtype=torch.float64) for heads in (key_heads * members, key_heads, key_heads)
+    )
+    sample = Sample("aten.scaled_dot_product_attention.default", (query, key, value), {"enable_gqa": True})
+    case = make_case(sample)
+    rule = rule_for(case.node, case.values)
+    assert rule is not None
+    labels = [choice.label for choice in legal_choices(case, rule)]
+    queries = labels.index("cut m")
+    assert prove(
+        mesh, sample, pairs=[pair for place in range(len(labels)) for pair in ((queries, place), (place, queries))]
+    )
+
+
 def _wrong_softmax() -> tuple[Sample, ShardingRule]:
     """Softmax whose own dim may be cut."""
     rows = (("b",), ("n",))

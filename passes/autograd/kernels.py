@@ -46,7 +46,11 @@ def _gpu_attention(
     mask = _additive(attn_mask, query)
     if _fits(query, key, value) and mask is None and query.dtype in _HALF:
         return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
-    if _fits(query, key, value) and not enable_gqa and query.dtype in (*_HALF, torch.float32):
+    if enable_gqa:  # no other kernel knows of groups: ``runtime.ops`` repeats the heads
+        members = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(members, -3), value.repeat_interleave(members, -3)
+        enable_gqa = False
+    if _fits(query, key, value) and query.dtype in (*_HALF, torch.float32):
         result = _aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, True, 0.0, is_causal, scale=scale
         )

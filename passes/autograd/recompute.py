@@ -72,7 +72,6 @@ class Activations:
         nodes: Collection[str] | None = None,
         *,
         kernels: Kernels = "gpu",
-        as_traced: bool = False,
     ) -> Activations:
         """Gather them; the arguments are those of ``kept_by_autograd``. Beside a loss no output is wanted."""
         users: dict[str, list[str]] = defaultdict(list)
@@ -84,7 +83,7 @@ class Activations:
             nodes={node.name: node for node in graph.nodes},
             values=graph.values,
             users={name: tuple(names) for name, names in users.items()},
-            kept=kept_by_autograd(graph, live, nodes, kernels=kernels, as_traced=as_traced),
+            kept=kept_by_autograd(graph, live, nodes, kernels=kernels),
             roots=storage_roots(graph, nodes, kernels=kernels),
             made=activations(graph),
             live=live,

@@ -47,7 +47,6 @@ def kept_by_autograd(
     nodes: Collection[str] | None = None,
     *,
     kernels: Kernels = "gpu",
-    as_traced: bool = False,
 ) -> dict[str, Kept]:
     """Node name → what PyTorch's autograd keeps for its backward; one entry for each node that is not constant.
 
@@ -59,12 +58,9 @@ def kept_by_autograd(
         nodes: names of the nodes to look at; None for all.
         kernels: ``"gpu"``: fused attention, dropout masks of one byte, and the operators of ``runtime.ops``; ``"cpu"``:
             what PyTorch itself runs on a processor.
-        as_traced: False makes attention calls as the untraced model does: causal masks and repeated heads of keys are
-            left to the kernel. True makes them as the graph says: each keeps the repeated keys and values, and a copy
-            of its mask in the dtype of the query.
     """
     values = graph.values
-    calls = walk(graph, nodes, live=live, kernels=kernels, as_traced=as_traced)
+    calls = walk(graph, nodes, live=live, kernels=kernels)
     return {call.node.name: _kept(call, values, live=call.node.name in live) for call in calls}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.autograd.attention import untraced
 from passes.autograd.record import CallRecord, Operand
 from passes.autograd.views import is_view
 from passes.ir.graph import Graph, Node, Value
@@ -37,32 +36,24 @@ def walk(
     *,
     live: frozenset[str] = frozenset(),
     kernels: Kernels = "gpu",
-    as_traced: bool = False,
 ) -> Iterator[TracedCall]:
     """The calls of ``nodes`` (None: all) in graph order, those to which a gradient comes back (``live``) with it.
 
-    Constant nodes are left out. Values from outside are taken to be contiguous. ``as_traced=False`` makes attention
-    calls as the untraced model does (see ``passes.autograd.attention``).
+    Constant nodes are left out. Values from outside are taken to be contiguous.
     """
     from passes.autograd.calls import record_call
 
     values = graph.values
-    constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
-    makers = {value.name: node for node in graph.nodes for value in node.outputs}
     strides: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
         if node.constant or (nodes is not None and node.name not in nodes):
             continue
-        call = node
-        if not as_traced:
-            grouped = kernels == "cpu" or node.output.dtype in ("bfloat16", "float16")
-            call = untraced(node, makers=makers, values=values, constants=constants, grouped=grouped)
         grad = node.name in live
-        operands = {name: _operand(values[name], strides.get(name), grad=grad) for name in call.inputs}
-        record = record_call(call, operands, grad=grad, kernels=kernels)
+        operands = {name: _operand(values[name], strides.get(name), grad=grad) for name in node.inputs}
+        record = record_call(node, operands, grad=grad, kernels=kernels)
         if record is not None:
             strides.update((value.name, stride) for value, stride in zip(node.outputs, record.strides))
-        yield TracedCall(node, tuple(dict.fromkeys(call.inputs)), record)
+        yield TracedCall(node, tuple(dict.fromkeys(node.inputs)), record)
 
 
 def _operand(value: Value, strides: tuple[int, ...] | None, *, grad: bool) -> Operand:

@@ -16,6 +16,7 @@ from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gradients import nodes_with_gradient
+from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.regions import inline_regions
@@ -50,6 +51,7 @@ def canonicalise(
     split_cross_entropy(module)
     unflatten_linears(module)
     fold_reshapes(module)
+    group_queries(module)
     mark_constants(module, literals)
     narrow_constants(module)
     name_causal_masks(module)

@@ -144,16 +144,23 @@ def convolution(writer: Writer) -> str:
 
 
 def attention(writer: Writer) -> str:
-    """``F.scaled_dot_product_attention``; from ``runtime.ops`` if it drops probabilities or causal queries are cut."""
+    """``F.scaled_dot_product_attention``; from ``runtime.ops`` where that does more.
+
+    It does if probabilities are dropped, causal queries are cut, or query heads share heads of keys.
+    """
     options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
-    drops = bool(writer.arguments.get("dropout_p"))
-    length_axes = writer.axes_cutting("l") if writer.arguments.get("is_causal") else ()
-    if drops or length_axes:
-        source = writer.function(f"ops.scaled_dot_product_attention({given})")
-        axes = f", axes={_axes(writer.sharded_axes)}" if drops else ""
-        return f"{source[:-1]}{axes}{f', length_axes={_axes(length_axes)}' if length_axes else ''})"
-    return writer.function(f"F.scaled_dot_product_attention({given})")
+    drops, grouped = bool(writer.arguments.get("dropout_p")), bool(writer.arguments.get("enable_gqa"))
+    axes = {
+        "axes": writer.sharded_axes if drops else (),
+        "length_axes": writer.axes_cutting("l") if writer.arguments.get("is_causal") else (),
+        "head_axes": writer.axes_cutting("m") if writer.tensor("key").shape[-3:-2] != (1,) else (),
+    }
+    if not (drops or grouped or axes["length_axes"]):
+        return writer.function(f"F.scaled_dot_product_attention({given})")
+    source = writer.function(f"ops.scaled_dot_product_attention({given})")
+    keywords = [f"{name}={_axes(names)}" for name, names in axes.items() if names or (name == "axes" and drops)]
+    return f"{source[:-1]}{''.join(f', {keyword}' for keyword in keywords)})"
 
 
 def dropout(writer: Writer) -> str:

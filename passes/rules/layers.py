@@ -88,16 +88,19 @@ def attention(call: Call) -> ShardingRule:
 
     Batch dims and heads may be cut, and query positions with all keys on every rank (a causal call then counts its
     positions over all ranks). With fewer key heads than query heads (``enable_gqa``) a query head is (key head,
-    member), and a cut must divide the former.
+    member): a cut divides the former on both sides, or the query heads alone, of which each rank then picks the key
+    heads (the only way where an axis has more ranks than there are key heads).
     """
     query, key, value = (call.shape(name) for name in ("query", "key", "value"))
     rank = len(query)
     batch: Dims = tuple((f"b{dim}",) if size != 1 else () for dim, size in enumerate(query[:-2]))
     key_batch, sizes = batch, {}
     if call.get("enable_gqa") and rank >= 3 and key[-3] != query[-3]:
-        batch = (*batch[:-1], ("h", "m"))
-        key_batch = (*key_batch[:-1], ("h",) if key[-3] != 1 else ())
+        one_head = key[-3] == 1
+        batch = (*batch[:-1], ("m",) if one_head else ("h", "m"))
+        key_batch = (*key_batch[:-1], () if one_head else ("h",))
         sizes = {"h": key[-3], "m": query[-3] // key[-3]}
+        sizes = {factor: size for factor, size in sizes.items() if size != 1}
     elif key[:-2] != query[:-2] or value[:-2] != query[:-2]:
         # broadcast over batch dims: a key dim of size 1 is whole
         key_batch = tuple(() if 1 in (key[dim], value[dim]) else factors for dim, factors in enumerate(batch))
@@ -110,7 +113,8 @@ def attention(call: Call) -> ShardingRule:
     if call.has("attn_mask"):
         factors["attn_mask"] = _mask_dims(call.shape("attn_mask"), (*batch, length, ()))
     growing = frozenset(length if call["is_causal"] else ())
-    return call.rule(call.by_slot(factors), [(*batch, length, ())], sizes=sizes, growing=growing)
+    inner = frozenset({"m"} if "h" in sizes else ())
+    return call.rule(call.by_slot(factors), [(*batch, length, ())], sizes=sizes, growing=growing, inner=inner)
 
 
 def _mask_dims(shape: tuple[int, ...], full: Dims) -> Dims:

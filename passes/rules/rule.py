@@ -56,6 +56,8 @@ class ShardingRule:
         reductions: collectives the operator issues itself, by factor.
         passes_partial: whether partial sums may come in (they may leave a contraction either way).
         growing: factors along which work grows from nothing, so that the last piece has the most (causal queries).
+        inner: factors that may be cut though they stand inside a dim (after all cuts of what stands before them there):
+            the operator itself finds which part of its whole inputs its piece of that dim needs.
     """
 
     inputs: tuple[Dims, ...]
@@ -66,6 +68,7 @@ class ShardingRule:
     reductions: tuple[Reduction, ...] = ()
     passes_partial: bool = True
     growing: frozenset[Factor] = frozenset()
+    inner: frozenset[Factor] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ def _replicated(
 def _cut(rule: ShardingRule, factor: Factor, output_grads: Sequence[bool]) -> AxisChoice | None:
     """The choice that cuts ``factor``, or None if it stands inside a dim or its contraction is not a sum."""
     reductions = tuple(reduction for reduction in rule.reductions if reduction.factor == factor)
-    positions = [_position(dims, factor) for dims in (*rule.inputs, *rule.outputs)]
+    position_of = _position_inside if factor in rule.inner else _position
+    positions = [position_of(dims, factor) for dims in (*rule.inputs, *rule.outputs)]
     if -1 in positions or all(position is None for position in positions):
         return None
     in_positions, out_positions = positions[: len(rule.inputs)], positions[len(rule.inputs) :]
@@ -157,6 +161,28 @@ def _position(dims: Dims, factor: Factor) -> int | None:
     if inside or len(leading) > 1:
         return -1
     return leading[0] if leading else None
+
+
+def _position_inside(dims: Dims, factor: Factor) -> int | None:
+    """The dim that ``factor`` is a part of, None if it is absent."""
+    return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
+
+
+def cuts_in_order(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
+    """Whether no axis cuts what stands before an inner factor in its dim once an outer axis has cut that factor."""
+    cut_inside: set[Factor] = set()
+    for choice in choices:
+        if any(
+            choice.factor in factors[: factors.index(inner)] for inner in cut_inside for factors in _dims(rule, inner)
+        ):
+            return False
+        if choice.factor in rule.inner:
+            cut_inside.add(choice.factor)
+    return True
+
+
+def _dims(rule: ShardingRule, factor: Factor) -> list[tuple[Factor, ...]]:
+    return [factors for dims in (*rule.inputs, *rule.outputs) for factors in dims if factor in factors]
 
 
 def _partial(rule: ShardingRule) -> list[AxisChoice]:

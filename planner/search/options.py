@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from passes.ir.conversions import divides
 from passes.ir.graph import Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, SpmdType, shard_dim
-from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices, pieces_of_work
+from passes.rules.rule import (
+    INVARIANT,
+    REPLICATE,
+    AxisChoice,
+    ShardingRule,
+    axis_choices,
+    cuts_in_order,
+    pieces_of_work,
+)
 from planner.search.pricing import Collective, Pricing
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
@@ -103,7 +111,9 @@ class Offers:
                 [choice for choice in each if not many or choice.label == left.get(name, choice.label)]
                 for each, name, many in zip(choices, mesh.names, several)
             ]
-            self._ways[key] = tuple(self._way(node, joint, several) for joint in itertools.product(*per_axis))
+            rule = self.facts(node)[0]
+            joints = (joint for joint in itertools.product(*per_axis) if rule is None or cuts_in_order(rule, joint))
+            self._ways[key] = tuple(self._way(node, joint, several) for joint in joints)
         return self._ways[key]
 
     def _way(self, node: Node, joint: tuple[AxisChoice, ...], several: Sequence[bool]) -> Way:
@@ -112,7 +122,7 @@ class Offers:
         rule = self.facts(node)[0]
         by_factor: dict[str, tuple[int, ...]] = {}
         for axis, choice in enumerate(joint):
-            if choice.factor is not None:
+            if choice.factor is not None and rule is not None and choice.factor not in rule.inner:
                 by_factor[choice.factor] = (*by_factor.get(choice.factor, ()), axis)
         divided = {(rule.sizes[factor], axes) for factor, axes in by_factor.items()} if rule is not None else set()
         for where, tensor in zip(placements, tensors):

@@ -27,6 +27,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     axes: Sequence[str] = (),
     length_axes: Sequence[str] = (),
+    head_axes: Sequence[str] = (),
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` that knows how its output is sharded.
 
@@ -38,7 +39,14 @@ def scaled_dot_product_attention(
         is_causal: query i sees the keys up to i, counted over the whole length, of which this rank may have a part.
         axes: the mesh axes that shard the output (see ``runtime.ops.random``).
         length_axes: those of them that cut the queries, outermost first.
+        enable_gqa: consecutive query heads share a head of keys and values, whether or not the fused kernels know it.
+        head_axes: those of them that cut the heads of the queries, but not those of the keys, outermost first.
     """
+    if head_axes:
+        key, value = _heads_of_shard(query.shape[-3], (key, value), head_axes)
+    if enable_gqa and not _kernels_group(query, attn_mask):
+        key, value = (repeated.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for repeated in (key, value))
+        enable_gqa = False
     if is_causal and length_axes and not dropout_p and query.is_cuda and _get_local_tensor_mode(query) is None:
         return causal_without_mask(query, key, value, length_axes, scale=scale, enable_gqa=enable_gqa)
     if is_causal and (length_axes or dropout_p):
@@ -54,6 +62,29 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     return dropout(scores.softmax(-1), dropout_p, axes=axes) @ value
+
+
+def _kernels_group(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer heads of keys than of queries: any on a processor, flash alone on a GPU."""
+    return not query.is_cuda or (attn_mask is None and query.dtype in (torch.float16, torch.bfloat16))
+
+
+def _heads_of_shard(heads: int, tensors: Sequence[torch.Tensor], axes: Sequence[str]) -> tuple[torch.Tensor, ...]:
+    """The heads of keys and values, [..., heads, keys, width], that this rank's ``heads`` query heads read.
+
+    ``axes`` cut the query heads that belong to them. Each head comes once where its group is not torn apart, else once
+    for every query head.
+    """
+    ranks = math.prod(dist.get_world_size(group) for group in groups_of(axes))
+    members = heads * ranks // tensors[0].shape[-3]
+    first = first_of_shard(heads * ranks, heads, axes, tensors[0].device)
+    if members % heads == 0:
+        picked = first // members
+    elif heads % members == 0:
+        picked = first // members + torch.arange(heads // members, device=first.device)
+    else:
+        picked = (first + torch.arange(heads, device=first.device)) // members
+    return tuple(tensor.index_select(-3, picked) for tensor in tensors)
 
 
 def _causal_mask(query: torch.Tensor, key: torch.Tensor, length_axes: Sequence[str]) -> torch.Tensor:
