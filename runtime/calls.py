@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from passes.capture.structure import Structure, flatten, rebuild
+from runtime.content import structure_key
 
 Path = tuple[str | int, ...]
 
@@ -24,12 +26,20 @@ class Call:
     tensors: dict[Path, torch.Tensor]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for calls with the same arguments but for the values of tensors."""
-        shapes = tuple(
+    def shapes(self) -> tuple[Any, ...]:
+        """Path, shape and dtype of every tensor, and whether it carries a gradient."""
+        return tuple(
             (path, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for path, tensor in self.tensors.items()
         )
-        return shapes, repr(self.structures)
+
+    @functools.cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for calls with the same arguments but for the values of tensors.
+
+        Raises:
+            ValueError: for an argument whose content cannot be compared from call to call.
+        """
+        return self.shapes, tuple(structure_key(structure, "") for structure in self.structures)
 
     def with_shapes(self, shapes: Mapping[Path, tuple[int, ...]]) -> Call:
         """The same call with empty meta tensors of other shapes."""

@@ -26,8 +26,10 @@ from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.layout import DATA, Layout
+from runtime.model_watch import ModelWatch
 from runtime.outputs import loss_of, wrap_outputs
 from runtime.program import Block
+from runtime.program_cache import ProgramCache
 from runtime.shards import Shards
 from runtime.typecheck import typecheck
 from runtime.units.group import DataGroup
@@ -74,7 +76,8 @@ class Engine:
         self.planner = planner
         self.loss_fn = loss_fn
         self.latest: Program | None = None
-        self._runnables: dict[Any, _Runnable] = {}
+        self.watch = ModelWatch(model, self.model)
+        self._runnables: ProgramCache[_Runnable] = ProgramCache()
         self._frozen: list[nn.Parameter] = []
         if plan is not None:
             self._start(plan)
@@ -107,12 +110,10 @@ class Engine:
 
     def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:
         """The program for a call; planned, sharded, emitted, checked and loaded if it is the first of its kind."""
-        key = (call.signature, self.model.training, local_inputs)
-        if key not in self._runnables:
-            whole = self._whole_call(call) if local_inputs else call
-            with self.layout.plain():
-                self._runnables[key] = self._make(whole)
-        runnable = self._runnables[key]
+        self.watch.update()
+        shapes = (call.shapes, self.model.training, local_inputs)
+        key = (call.signature, self.model.training, local_inputs, self.watch.key)
+        runnable = self._runnables.get(key, lambda: self._make_for(call, local_inputs), shapes=shapes)
         self.latest = runnable.program
         return runnable
 
@@ -137,6 +138,11 @@ class Engine:
 
     def _positional(self) -> int | None:
         return positional_of(self.plan, self.loss_fn)
+
+    def _make_for(self, call: Call, local_inputs: bool) -> _Runnable:
+        whole = self._whole_call(call) if local_inputs else call
+        with self.layout.plain():
+            return self._make(whole)
 
     def _make(self, call: Call) -> _Runnable:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.capture.refusals import hook_of
 from passes.emit import Program
 from passes.plan import Plan
 from runtime.accumulation import Accumulation
@@ -73,10 +74,25 @@ class ParallelModule(nn.Module):
         Raises:
             ValueError: as ``forward``, if the model returns no loss, and for a weight that is not finite.
         """
+        self._refuse_hooks()
         if isinstance(weight, torch.Tensor):
             kwargs["weight"], weight = weight, None
         scale = self._accumulation.weight_of_step(weight)
         return self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+
+    def _refuse_hooks(self) -> None:
+        """Raise ValueError for hooks that ``train_step`` would not call."""
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            raise ValueError("train_step calls no hooks of the parallel module: remove them, or call the module itself")
+        if self._engine.plan is None or self._engine.plan.step is None:
+            return
+        for name, parameter in self.named_parameters():
+            hook = hook_of(parameter)
+            if hook is not None:
+                raise ValueError(
+                    f"{name!r} has a hook on its gradient ({hook}), which a plan of a whole step does not call: remove "
+                    "it, and change the gradients after train_step"
+                )
 
     def accumulate(self, num_steps: int) -> AbstractContextManager[None]:
         """A context around the ``num_steps`` ``train_step`` calls before one optimizer step: each weighs 1/num_steps.
@@ -127,6 +143,13 @@ class ParallelModule(nn.Module):
         super().train(mode)
         self._engine.model.train(mode)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the original's root that its forward may read are set for the next call's program too."""
+        engine = self.__dict__.get("_engine")
+        if engine is not None and name != "training" and name in vars(engine.model):
+            engine.watch.set(("", name, ""), value)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
         probe = torch.empty(0, dtype=torch.float32, device=self._engine.layout.device)

@@ -22,6 +22,23 @@ class Weights(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("weights are data: call the parallel module they belong to")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (bool, int, float, str)) and name not in ("training", "max_copies") and name[:1] != "_":
+            raise ValueError(
+                f"setting {name!r} here would change nothing: this holds weights alone; set it on the model's own "
+                "module (the next call sees that), or before planner.compile"
+            )
+        super().__setattr__(name, value)
+
+    def _no_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "a hook here would never be called: this holds weights alone, the program calls no modules; register "
+            "forward hooks on the model before planner.compile"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _no_hooks
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hooks
+
     def __getitem__(self, key: int | str | slice) -> Any:
         if isinstance(key, slice):
             indices = range(key.start or 0, key.stop, key.step or 1)

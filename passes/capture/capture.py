@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
+from passes.capture.python_state import Changes, attributes_set, changes, describe, no_python_draws, plain_state
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import find_repeats
 from passes.capture.saved_values import reconnect_saved_values
@@ -61,11 +64,51 @@ def capture(
         CaptureError: if the model cannot be traced; it names the module and the source line.
     """
     refuse_unsupported(model)
-    if copy_repeats:
-        options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
-        graph = _capture_shortened(model, options)
-        if graph is not None:
-            return graph
+    options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
+    with _one_at_a_time:
+        graph = _capture_shortened(model, options) if copy_repeats else None
+        return _capture_whole(model, **options) if graph is None else graph
+
+
+#: Tracing replaces tensors of the model and functions of torch for its time.
+_one_at_a_time = threading.RLock()
+
+
+def _capture_whole(model: nn.Module, **options: Any) -> Graph:
+    graph, changed = _traced(model, **options)
+    if not changed:
+        return graph
+    with attributes_set(model, changed):
+        again, _ = _traced(model, **options)
+    if not _same_program(graph, again):
+        raise CaptureError(
+            f"cannot capture {type(model).__name__}: forward changes {describe(changed)} and computes something else "
+            "at the next call, which a program does not: pass the number as an argument of forward, or keep it in a "
+            "buffer that tensor operations change"
+        )
+    warnings.warn(
+        f"forward of {type(model).__name__} changes {describe(changed)}: tracing called it, and the program does not "
+        "change it any more",
+        stacklevel=3,
+    )
+    return graph
+
+
+def _same_program(first: Graph, second: Graph) -> bool:
+    """Whether two graphs compute the same, from the same literal tensors."""
+    literals = [(one.data, other.data) for one, other in zip(first.states, second.states) if one.data is not None]
+    return first == second and all(other is not None and torch.equal(one, other) for one, other in literals)
+
+
+def _traced(
+    model: nn.Module,
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFunction | None,
+    training: bool | None,
+) -> tuple[Graph, Changes]:
+    """The graph, and what the model's forward changed of its plain attributes."""
     call = _Call(model, args, dict(kwargs or {}), loss_fn)
     refuse_inputs(call.tensors)
     stand_ins = StandIns(device_of(model))
@@ -86,11 +129,12 @@ def capture(
             raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
     names = {path: ".".join(map(str, path)) for path in call.result.tensors}
     structure = call.result.structure
-    return graph.replace(
+    graph = graph.replace(
         loss=loss,
         training=graph_training,
         unflatten=lambda outputs: rebuild(structure, {path: outputs[name] for path, name in names.items()}),
     )
+    return graph, call.result.changed
 
 
 def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | None:
@@ -100,7 +144,7 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
         return None
     try:
         with shortened(model, repeats):
-            graph = capture(model, **options)
+            graph = _capture_whole(model, **options)
         return unfold(graph, repeats)
     except (CaptureError, NotRepeated):
         return None
@@ -112,6 +156,7 @@ class _Result:
     structure: Structure
     tensors: dict[Path, torch.Tensor]
     checkpoints: bool
+    changed: Changes
 
 
 class _Call(nn.Module):
@@ -132,12 +177,14 @@ class _Call(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.unflatten(tensors)
-        with WatchedForward() as watched:
+        before = plain_state(self.model)
+        with WatchedForward() as watched, no_python_draws():
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:
                 outputs = self.with_loss(args, kwargs)
         self.result.checkpoints = watched.checkpoints
+        self.result.changed = changes(before, plain_state(self.model))
         self.result.structure, self.result.tensors = flatten(outputs)
         return tuple(self.result.tensors.values())
 

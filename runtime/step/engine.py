@@ -17,6 +17,7 @@ from passes.stages.build import BATCH_AXIS
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.engine import Planner, everyone_of, positional_of, skeleton
+from runtime.model_watch import ModelWatch
 from runtime.outputs import wrap_outputs
 from runtime.step.making import Maker, Prepared
 from runtime.step.narrow import cast_floats, computing_in
@@ -50,6 +51,7 @@ class StepEngine:
     ) -> None:
         apply_adapters()
         self.model = skeleton(model) if compute is None else computing_in(model, compute)
+        self.watch = ModelWatch(model, self.model)
         self.compute = compute
         self.plan = plan
         self.places = places
@@ -66,6 +68,7 @@ class StepEngine:
             model,
             plan,
             places,
+            watch=self.watch,
             example=self.read(*example),
             loss_fn=loss_fn,
             planner=planner,

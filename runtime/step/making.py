@@ -21,6 +21,8 @@ from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
 from runtime.calls import Call, Path
 from runtime.engine import Planner, as_seen_by
+from runtime.model_watch import ModelWatch
+from runtime.program_cache import ProgramCache
 from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
@@ -76,6 +78,7 @@ class Maker:
         plan: Plan,
         places: Places,
         *,
+        watch: ModelWatch,
         example: Call,
         loss_fn: Callable[..., Any] | None,
         planner: Planner | None,
@@ -84,14 +87,15 @@ class Maker:
         self.model = model
         self.plan = plan
         self.places = places
+        self.watch = watch
         self.loss_fn = loss_fn
         self.planner = planner
         self.input_of = input_of
         assert plan.step is not None
         self.step = plan.step
-        self._graphs: dict[Any, Graph] = {}
-        self._prepared: dict[Any, Prepared] = {}
-        self._made: dict[Any, Prepared] = {}
+        self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8)
+        self._prepared: ProgramCache[Prepared] = ProgramCache()
+        self._made: ProgramCache[Prepared] = ProgramCache()
         self._units = UnitTable()
         self._first: StepPrograms | None = None
         self._example = example.with_shapes({})
@@ -128,14 +132,15 @@ class Maker:
         Raises:
             ValueError: if the plan cannot divide the inputs, or the call leaves out inputs that this rank reads.
         """
-        key = (call.signature, self.model.training, training, local_inputs)
-        if key not in self._prepared:
+        self.watch.update()
+        mode = (self.model.training, training, self.watch.key)
+
+        def make() -> Prepared:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
-            made = (whole.signature, self.model.training, training)
-            if made not in self._made:
-                self._made[made] = self._make(whole, training=training)
-            self._prepared[key] = self._made[made]
-        self.latest = self._prepared[key]
+            return self._made.get((whole.signature, mode), lambda: self._make(whole, training=training))
+
+        shapes = (call.shapes, local_inputs, self.model.training, training)
+        self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
         return self.latest
 
     def _completed(self, call: Call) -> Call:
@@ -170,11 +175,11 @@ class Maker:
         return self._assemble(programs, emitted, graph, training=training)
 
     def _capture(self, call: Call) -> Graph:
-        key = (call.signature, self.model.training)
-        if key not in self._graphs:
+        def captured() -> Graph:
             graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
-            self._graphs[key] = as_planned(graph, self.plan)
-        return self._graphs[key]
+            return as_planned(graph, self.plan)
+
+        return self._graphs.get((call.signature, self.model.training, self.watch.key), captured)
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
         def cut(plan: Plan) -> StepPrograms:

@@ -1,0 +1,194 @@
+"""One rank of the tests of programs that must follow what changed since they were traced; both kinds of plans."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import planner
+from runtime import program_cache
+from tests.ranks import answer, task
+
+X = torch.linspace(-1.0, 1.0, 64, dtype=torch.float64).reshape(8, 8)
+
+
+class Factor:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Net(nn.Module):
+    """A linear whose output is scaled by an attribute, by its config and by what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8).double()
+        self.linear.gain = 1.0
+        self.scale = 1.0
+        self.config = Factor(1.0)
+
+    def forward(self, x: torch.Tensor, by: Any = None) -> dict[str, torch.Tensor]:
+        y = self.linear(x) * self.scale * self.linear.gain * self.config.value
+        if isinstance(by, np.ndarray):
+            y = y * torch.from_numpy(by)[:8]
+        elif by is not None:
+            y = y * (by(2.0) if callable(by) else by.value)
+        return {"loss": y.square().sum()}
+
+
+class Pair:
+    """The model and its parallel version, called alike."""
+
+    def __init__(self, target: str) -> None:
+        self.model = Net()
+        self.parallel = planner.compile(self.model, target, example_inputs={"x": X})
+
+    def same(self, x: torch.Tensor = X, **arguments: Any) -> bool:
+        """Whether both have one loss and one gradient."""
+        self.model.zero_grad()
+        self.parallel.zero_grad()
+        loss = self.model(x, **arguments)["loss"]
+        loss.backward()
+        given = self.parallel.train_step(x=x, **arguments)
+        gradient = self.parallel.full_gradients()["linear.weight"]
+        return torch.allclose(given, loss.detach(), rtol=1e-9) and torch.allclose(
+            gradient, self.model.linear.weight.grad, rtol=1e-9
+        )
+
+
+def arrays_count_by_content(pair: Pair) -> bool:
+    array = np.ones(2000)
+    first = pair.same(by=array)
+    array[3] = 7.0  # among those that repr leaves out
+    return first and pair.same(by=array)
+
+
+def objects_count_by_content(pair: Pair) -> bool:
+    factor = Factor(2.0)
+    first = pair.same(by=factor)
+    factor.value = 3.0
+    return first and pair.same(by=factor)
+
+
+def functions_count_by_what_they_see(pair: Pair) -> bool:
+    def times(number: float) -> Callable[[float], float]:
+        return lambda x: x * number
+
+    return pair.same(by=times(2.0)) and pair.same(by=times(5.0))
+
+
+def what_cannot_be_compared_is_refused(pair: Pair) -> bool:
+    try:
+        pair.parallel.train_step(x=X, by=(number for number in range(3)))
+    except ValueError as error:
+        return "argument 'by' holds a generator" in str(error)
+    return False
+
+
+def attributes_of_the_model_are_followed(pair: Pair) -> bool:
+    results = []
+    for change in ("scale", "gain", "config"):
+        if change == "scale":
+            pair.model.scale = 2.0
+        elif change == "gain":
+            pair.model.linear.gain = 3.0
+        else:
+            pair.model.config.value = 0.5
+        results.append(pair.same())
+    pair.model.scale, pair.model.linear.gain, pair.model.config.value = 1.0, 1.0, 1.0
+    return all(results) and pair.same()
+
+
+def attributes_of_the_parallel_module_are_followed(pair: Pair) -> bool:
+    other = copy.deepcopy(pair.model)
+    other.scale = pair.parallel.scale = 4.0
+    loss = pair.parallel.train_step(x=X)
+    pair.parallel.scale = 1.0
+    return torch.allclose(loss, other(X)["loss"].detach(), rtol=1e-9)
+
+
+def other_changes_are_announced(pair: Pair) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair.model.table = [1, 2]
+        pair.model.linear.register_forward_hook(lambda module, args, output: output * 2)
+        pair.parallel.train_step(x=X)
+    pair.model.linear._forward_hooks.clear()
+    text = " ".join(str(warning.message) for warning in caught)
+    return "'table' of the model was set" in text and "hooks were registered" in text
+
+
+def hooks_that_would_not_be_called_are_refused(pair: Pair) -> bool:
+    refused = []
+    weight = pair.parallel.linear.weight
+    for register in (pair.parallel.linear.register_forward_hook, pair.parallel.linear.register_full_backward_hook):
+        refused.append(_refuses(lambda register=register: register(print)))
+    refused.append(_refuses(lambda: setattr(pair.parallel.linear, "gain", 2.0)))
+    handle = pair.parallel.register_forward_hook(print)
+    refused.append(_refuses(lambda: pair.parallel.train_step(x=X)))
+    handle.remove()
+    if pair.parallel.plan.step is not None:
+        handle = weight.register_hook(torch.neg)
+        refused.append(_refuses(lambda: pair.parallel.train_step(x=X)))
+        handle.remove()
+    return all(refused) and pair.same()
+
+
+def _refuses(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
+def the_programs_kept_are_bounded(pair: Pair) -> bool:
+    """And a constant that changes from call to call is announced."""
+    engine = pair.parallel._engine
+    caches = [engine._runnables] if hasattr(engine, "_runnables") else [engine._maker._prepared, engine._maker._made]
+    for cache in caches:
+        cache.max_programs = 3
+        cache._announced.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        right = [pair.same(by=Factor(float(number))) for number in range(program_cache.CONSTANTS_ANNOUNCED)]
+    text = " ".join(str(warning.message) for warning in caught)
+    return (
+        all(right)
+        and all(len(cache) == 3 for cache in caches)
+        and "more than 3 kinds" in text
+        and "traced anew" in text
+    )
+
+
+SCENARIOS = (
+    arrays_count_by_content,
+    objects_count_by_content,
+    functions_count_by_what_they_see,
+    what_cannot_be_compared_is_refused,
+    attributes_of_the_model_are_followed,
+    attributes_of_the_parallel_module_are_followed,
+    other_changes_are_announced,
+    hooks_that_would_not_be_called_are_refused,
+    the_programs_kept_are_bounded,
+)
+TARGETS = ("dp=2", "pp=1,dp=2")
+
+
+def main() -> None:
+    found = {}
+    for target in task():
+        pair = Pair(target)
+        found |= {f"{scenario.__name__} {target}": scenario(pair) for scenario in SCENARIOS}
+    answer(found)
+
+
+if __name__ == "__main__":
+    main()
