@@ -30,6 +30,13 @@ class Comparison:
     error: float
 
 
+def make_gradients_dense(module: nn.Module) -> None:
+    """Gradients of embeddings that ask for sparse ones, as those of a sharded model are (AdamW takes no others)."""
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+
 def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 

@@ -26,6 +26,7 @@ from planner.comparison import (
     differences,
     gradients_of,
     largest_of,
+    make_gradients_dense,
     single_loss,
 )
 from planner.compilation import parallelise, parallelise_step
@@ -165,6 +166,7 @@ def _compare(
         with layout.plain():
             loss = single_loss(single, args, kwargs, loss_fn)
             loss.backward()
+            make_gradients_dense(single)
         counter = CommunicationCounter(layout.device_mesh) if step == 0 else None
         with counter or contextlib.nullcontext():
             sharded = parallel.train_step(*args, **kwargs)

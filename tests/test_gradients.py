@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import planner
 from runtime.accumulation import Accumulation
 from runtime.units.group import DataGroup
 from runtime.units.norm import clip_gradients
 from tests.ranks import run_on_ranks
+from tests.small_models import seeded, token_batch
 
 PIPELINE = {"pp": 2, "dp": 2, "num_microbatches": 2, "schedule": "1f1b", "recompute": "none"}
 DATA = {"dp": 4, "num_microbatches": 2, "recompute": "none"}
@@ -40,6 +43,30 @@ def test_gradients_of_several_batches_are_those_of_one_device(case: dict[str, An
     """``tests/gradients_worker.py`` says what is compared."""
     wrong = {name: error for name, error in results()[case["name"]].items() if not error <= 1e-9}
     assert not wrong
+
+
+class Averaged(nn.Module):
+    """The mean of some rows of a table (``bag``: as one operator), and a linear layer."""
+
+    def __init__(self, *, bag: bool = False, **options: Any) -> None:
+        super().__init__()
+        table = nn.EmbeddingBag(32, 16, mode="sum", **options) if bag else nn.Embedding(32, 16, **options)
+        self.table, self.output = table, nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.table(tokens)
+        return {"loss": F.cross_entropy(self.output(rows if rows.dim() == 2 else rows.mean(1)), labels)}
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}, {"sparse": True, "bag": True}])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2"])
+def test_gradients_of_tables_are_those_that_their_options_ask_for(mesh: str, options: dict[str, Any]) -> None:
+    """Most tokens occur often, on both data ranks."""
+    tokens = token_batch(vocabulary=4)["tokens"]
+    batch = {"tokens": tokens, "labels": torch.arange(8)}
+    fix = {"fix": {"num_microbatches": 1, "zero": 2}} if mesh == "dp=2" else {"forbid_replicated_matmul": True}
+    report = planner.verify(seeded(Averaged, **options), mesh, batch=batch, **fix)
+    assert report.ok, report.table()
 
 
 def test_steps_that_would_not_add_up_to_a_mean_are_refused() -> None:

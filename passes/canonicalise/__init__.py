@@ -21,6 +21,7 @@ from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.settled_choices import take_settled_choices
+from passes.canonicalise.sparse_gradients import make_gradients_dense
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.views import fold_reshapes, normalise_views
 
@@ -44,6 +45,7 @@ def canonicalise(
     write_out_batch_norm(module)
     functionalise(module, buffers)
     replace_synonyms(module)
+    make_gradients_dense(module)
     write_out_epsilons(module)
     drop_noops(module, trainable)
     normalise_views(module)

@@ -188,6 +188,9 @@ def embedding(writer: Writer) -> str:
     weight, indices = writer.tensor("weight"), writer.tensor("indices")
     padding = writer.arguments.get("padding_idx", -1)
     suffix = f", padding_idx={padding}" if padding is not None and padding >= 0 else ""
+    if writer.arguments.get("scale_grad_by_freq"):
+        # It has no rule: every rank looks up the indices of the whole batch, which its gradient counts.
+        return f"F.embedding({indices.name}, {weight.name}{suffix}, scale_grad_by_freq=True)"
     axes = writer.axes_cutting("v")
     if not axes:
         function = "kernels.embedding" if writer.op.startswith("meshwright.") else "F.embedding"

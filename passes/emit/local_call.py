@@ -117,7 +117,18 @@ class Writer:
         """The call as the tables say, or torch's own operator where they say nothing."""
         if self.op in INFIX and self._only_operands():
             return INFIX[self.op].format(**{name: render(value) for name, value in self.arguments.items()})
-        return self.function(FUNCTIONS.get(self.op) or self._operator())
+        template = FUNCTIONS.get(self.op)
+        return self.function(template if template is not None and self._shows_all(template) else self._operator())
+
+    def _shows_all(self, template: str) -> bool:
+        """Whether ``template`` has a place for every argument that is not at its default."""
+        inside = template.partition("(")[2].rstrip(")")
+        if not inside:
+            return True  # Every argument in the order of the schema, or none that matters.
+        shown = {name.removeprefix("*") for _, name in map(_parameter, _split(inside))}
+        shown |= {template.partition(".")[0]} | _PLACES | _WITHOUT_EFFECT
+        defaults = dict(signature(self.op) or ())
+        return all(name in shown or _same(value, defaults.get(name)) for name, value in self.arguments.items())
 
     def function(self, template: str) -> str:
         """``template`` (see ``expression_table``) filled in."""
@@ -207,6 +218,10 @@ class Writer:
 
 #: Arguments of schemas that say where and how a tensor is stored, not what is computed.
 _PLACES = frozenset({"device", "layout", "pin_memory", "memory_format", "requires_grad", "out"})
+
+
+#: Arguments of schemas that say how something is done, not what comes out in a functional graph.
+_WITHOUT_EFFECT = frozenset({"copy", "non_blocking", "cudnn_enable"})
 
 
 def _keyword_only(op: str) -> frozenset[str]:

@@ -125,8 +125,8 @@ def _mask_dims(shape: tuple[int, ...], full: Dims) -> Dims:
 
 def embedding(call: Call) -> ShardingRule | None:
     """``embedding``: hidden dim, indices, and the vocabulary (each rank looks up its rows, partial sums come out)."""
-    if call.get("scale_grad_by_freq") or call.get("sparse"):
-        return None
+    if call.get("scale_grad_by_freq"):
+        return None  # Its gradient counts an index in the whole batch.
     return instantiate("vd / ... => ...d", call)
 
 
