@@ -23,6 +23,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
+from runtime import ops
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.layout import DATA, Layout
@@ -88,11 +89,15 @@ class Engine:
         self._frozen = [parameter for parameter in self.shards.weights.parameters() if not parameter.requires_grad]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
+        return self._run(args, kwargs, local_inputs=local_inputs, training=False)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, training: bool) -> Any:
         call = read_call(self.model.forward, args, kwargs, positional=self._positional())
         runnable = self.prepare(call, local_inputs=local_inputs)
         self._check_ready()
         program = runnable.program
         tensors = [self._part(call.tensors[spec.path], spec.placement, local=local_inputs) for spec in program.inputs]
+        ops.begin_step(training=training)
         with self._running():
             if runnable.constants is None:
                 with torch.no_grad():
@@ -104,7 +109,7 @@ class Engine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
     ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
-        loss = loss_of(self(args, kwargs, local_inputs=local_inputs))
+        loss = loss_of(self._run(args, kwargs, local_inputs=local_inputs, training=True))
         loss.backward(torch.full_like(loss, weight))
         return loss.detach()
 

@@ -15,14 +15,18 @@ class UnitRunner(Protocol):
 class Block:
     """A stretch of the model with its weights: ``Block(weights)(tensors)`` runs ``forward``.
 
+    Args:
+        first_draw: number of the block's first random operator in the model.
+
     Attributes:
         runner: gives units their weights and recomputes them; None where all weights are there.
     """
 
     runner: UnitRunner | None = None
 
-    def __init__(self, *weights: Any) -> None:
+    def __init__(self, *weights: Any, first_draw: int = 0) -> None:
         self.weights = weights[0] if len(weights) == 1 else weights
+        self.first_draw = first_draw
 
     def __call__(self, *tensors: Any) -> Any:
         return self.forward(*tensors)

@@ -77,13 +77,14 @@ def rows() -> dict[str, float]:
 
 
 def masks() -> dict[str, float]:
-    """Dropout: 0 where copies are masked alike and shards apart."""
+    """Dropout: 0 where copies are masked alike, and shards as the whole."""
     x = torch.ones(1000)
+    part = x.chunk(dist.get_world_size())[dist.get_rank()]
     torch.manual_seed(dist.get_rank())  # what else a rank draws makes no difference
     ops.seed(3)
-    copies = difference_of_ranks(ops.dropout(x, 0.5))
-    shards = difference_of_ranks(ops.dropout(x, 0.5, axes=("tp",)))
-    return {"copies": copies, "shards": 0.0 if shards > 0 else 1.0}
+    whole = ops.dropout(x, 0.5)
+    shard = ops.dropout(part, 0.5, shards={"tp": 0})
+    return {"copies": difference_of_ranks(whole), "shards": difference(shard, whole, 0)}
 
 
 def difference_of_ranks(tensor: torch.Tensor) -> float:

@@ -75,10 +75,12 @@ def loss_of_classes(x: torch.Tensor) -> torch.Tensor:
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
     """Random draws, one of them of a gathered tensor."""
-    h = ops.dropout(x.sin(), 0.5, axes=("tp",))
+    h = ops.dropout(x.sin(), 0.5, shards={"tp": 1})
     h = spmd.all_gather(h, "tp", src=S(1), dst=R)
-    h = ops.dropout(F.linear(h.exp(), w.up), 0.5, axes=("tp",)).cos()
-    return spmd.reduce_scatter(F.linear(h, w.down), "tp", src=P, dst=S(1)) + ops.rand_like(x, axes=("tp",)) * x
+    h = ops.dropout(F.linear(h.exp(), w.up), 0.5, draw=1, shards={"tp": 2}).cos()
+    return (
+        spmd.reduce_scatter(F.linear(h, w.down), "tp", src=P, dst=S(1)) + ops.rand_like(x, draw=2, shards={"tp": 1}) * x
+    )
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +129,10 @@ def run(function: Function, policy: str | None) -> tuple[list[torch.Tensor], Cou
     region = recomputed(function, policy, gathers_weights=function is own_weights) if policy else function
     with CommunicationCounter(MESH) as counter:
         with spmd.set_current_mesh(MESH):
-            outputs = [region(x), region(0.5 * x)]
+            outputs = []
+            for given in (x, 0.5 * x):
+                ops.begin_step(training=True)
+                outputs.append(region(given))
             drawn = ops.get_random_state()
         sum(output.square().sum() for output in outputs).backward()
     assert ops.get_random_state() == drawn

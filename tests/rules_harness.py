@@ -40,6 +40,7 @@ LETTERS = {R: spmd.R, I: spmd.I, P: spmd.P}
 #: Operands that a float operator has no derivative for: places among its tensors (from the end if negative), or None
 #: for all of them.
 WITHOUT_GRADIENT: dict[str, tuple[int, ...] | None] = {
+    "aten.bernoulli.default": None,
     **dict.fromkeys(("aten.floor_divide.default", "aten.heaviside.default", "aten.copy.default"), None),
     "aten.batch_norm.default": (-2, -1),
     "aten.binary_cross_entropy.default": (1, 2),
@@ -251,7 +252,7 @@ def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) 
 def evaluate(source: str, operands: dict[str, Any]) -> list[Any]:
     names = {
         "torch": torch, "F": F, "spmd": spmd, "ops": ops, "kernels": kernels, "math": math,
-        "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V,
+        "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V, "self": None,
     }  # fmt: skip
     result = eval(source, names, operands)
     return list(result) if isinstance(result, (list, tuple)) else [result]

@@ -156,7 +156,7 @@ def test_attention_that_drops(enable_gqa: bool, is_causal: bool, mesh: DeviceMes
         assert ("length_axes" in source) == (is_causal and choice.label == "cut l")
         check_types(mesh, case, call, source)
     ops.seed(0)
-    kept = [ops.scaled_dot_product_attention(query, key, value, **options).mean() for _ in range(50)]
+    kept = [ops.scaled_dot_product_attention(query, key, value, draw=draw, **options).mean() for draw in range(50)]
     assert 0.9 < torch.stack(kept).mean() < 1.1
 
 

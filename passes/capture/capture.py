@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
+from passes.capture.draws import number_draws
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
@@ -67,7 +68,7 @@ def capture(
     options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
     with _one_at_a_time:
         graph = _capture_shortened(model, options) if copy_repeats else None
-        return _capture_whole(model, **options) if graph is None else graph
+        return number_draws(_capture_whole(model, **options) if graph is None else graph)
 
 
 #: Tracing replaces tensors of the model and functions of torch for its time.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from passes.emit.local_call import Name, Writer, render
 from passes.emit.quoting import literal
-from passes.ir.types import P
+from passes.ir.types import P, shard_dim
 
 
 def _axes(names: tuple[str, ...]) -> str:
@@ -152,32 +152,39 @@ def attention(writer: Writer) -> str:
     given = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
     drops, grouped = bool(writer.arguments.get("dropout_p")), bool(writer.arguments.get("enable_gqa"))
     axes = {
-        "axes": writer.sharded_axes if drops else (),
         "length_axes": writer.axes_cutting("l") if writer.arguments.get("is_causal") else (),
         "head_axes": writer.axes_cutting("m") if writer.tensor("key").shape[-3:-2] != (1,) else (),
     }
     if not (drops or grouped or axes["length_axes"]):
         return writer.function(f"F.scaled_dot_product_attention({given})")
     source = writer.function(f"ops.scaled_dot_product_attention({given})")
-    keywords = [f"{name}={_axes(names)}" for name, names in axes.items() if names or (name == "axes" and drops)]
+    keywords = [_draw(writer, len(writer.output.shape) - 1)] if drops else []
+    keywords += [f"{name}={_axes(names)}" for name, names in axes.items() if names]
     return f"{source[:-1]}{''.join(f', {keyword}' for keyword in keywords)})"
 
 
 def dropout(writer: Writer) -> str:
-    """``ops.dropout``: one mask where the tensor is whole, independent masks where it is sharded."""
+    """``ops.dropout``: every element's mask follows from its position in the whole tensor."""
     if not writer.arguments.get("train") or not writer.arguments.get("p"):
         return writer.call.inputs[0].name
-    return (
-        f"ops.dropout({writer.call.inputs[0].name}, {render(writer.arguments['p'])}, axes={_axes(writer.sharded_axes)})"
-    )
+    return f"ops.dropout({writer.call.inputs[0].name}, {render(writer.arguments['p'])}, {_draw(writer)})"
+
+
+def _draw(writer: Writer, num_dims: int | None = None) -> str:
+    """Which random operator of the block draws, and which mesh axis cuts which of its (first) dims."""
+    dims = ((name, shard_dim(writer.output.placement[place])) for name, _, place in writer.axes)
+    shards = [
+        f"{literal(name)}: {dim}" for name, dim in dims if dim is not None and (num_dims is None or dim < num_dims)
+    ]
+    return f"draw={writer.call.draw}, of=self" + (f", shards={{{', '.join(shards)}}}" if shards else "")
 
 
 def random_like(function: str) -> Callable[[Writer], str]:
-    """Numbers drawn in the shape of a tensor: the same where it is whole, independent ones where it is sharded."""
+    """Numbers drawn in the shape of a tensor."""
 
     def write(writer: Writer) -> str:
         source, output = writer.call.inputs[0], writer.output
-        drawn = f"ops.{function}({source.name}, axes={_axes(writer.sharded_axes)})"
+        drawn = f"ops.{function}({source.name}, {_draw(writer)})"
         return drawn if output.dtype == source.dtype else f"{drawn}.to(torch.{output.dtype})"
 
     return write

@@ -28,7 +28,10 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One operator on one rank. ``inputs`` follow ``node.inputs``, ``choices`` have one entry per mesh axis."""
+    """One operator on one rank. ``inputs`` follow ``node.inputs``, ``choices`` have one entry per mesh axis.
+
+    ``draw`` numbers the random operators of a block.
+    """
 
     node: Node
     inputs: tuple[LocalTensor, ...]
@@ -36,6 +39,7 @@ class LocalCall:
     choices: tuple[AxisChoice, ...]
     mesh: MeshShape
     rule: ShardingRule | None
+    draw: int = 0
 
 
 class Name(str):

@@ -12,7 +12,7 @@ from passes.ir.graph import Node
 RESERVED = frozenset(
     (
         "torch", "F", "spmd", "ops", "kernels", "math", "I", "P", "R", "S", "V", "w", "self", "Block", "Program",
-        "layer", "layers",
+        "layer", "layers", "draw",
     )
 )  # fmt: skip
 #: Names for values whose operator is called like a builtin.

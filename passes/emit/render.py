@@ -92,6 +92,8 @@ class Renderer:
         #: Module paths of all copies of the section, ``roots`` first.
         self.copies = copies
         self.section = section
+        #: Draws are numbered within a block; the program's own numbers are those of the model.
+        self.first_draw = (section.first_draw or 0) if roots else 0
         self.mesh = mesh
         self.expression = expression
         self.roots = roots
@@ -158,6 +160,7 @@ class Renderer:
             choices=compute.choices,
             mesh=self.mesh,
             rule=compute.rule,
+            draw=0 if compute.node.draw is None else compute.node.draw - self.first_draw,
         )
         return self.expression(call)
 
@@ -275,18 +278,36 @@ class Renderer:
     def _loops(self, block: Block, call: Callable[[str], str], between: list[str], comment: str) -> None:
         count = len(block.roots)
         if count == 1:
-            self._write(call(", ".join(attribute("w", root) for root in block.roots[0])), comment)
+            self._write(call(_one_copy(block, 0)), comment)
             return
         looped = count - 1 if between else count
         variables = ["layer"] if len(block.roots[0]) == 1 else [f"layer{i}" for i in range(len(block.roots[0]))]
         slices = [list_slice([copy[i] for copy in block.roots[:looped]]) for i in range(len(block.roots[0]))]
+        given = ", ".join(variables)
+        if block.first_draws:
+            variables.append("draw")
+            slices.append(_arithmetic(block.first_draws[:looped]))
+            given += ", first_draw=draw"
         listed = slices[0] if len(slices) == 1 else f"zip({', '.join(slices)})"
         copies = f"{looped} copies" if looped > 1 else ""
         self._write(f"for {', '.join(variables)} in {listed}:", ", ".join(filter(None, (copies, comment))))
-        self._write(f"    {call(', '.join(variables))}")
+        self._write(f"    {call(given)}")
         self.lines.extend(between)
         if between:
-            self._write(call(", ".join(attribute("w", root) for root in block.roots[-1])))
+            self._write(call(_one_copy(block, -1)))
+
+
+def _one_copy(block: Block, copy: int) -> str:
+    """What a block is made of for one of its copies."""
+    draws = [f"first_draw={block.first_draws[copy]}"] if block.first_draws and block.first_draws[copy] else []
+    return ", ".join([*(attribute("w", root) for root in block.roots[copy]), *draws])
+
+
+def _arithmetic(numbers: Sequence[int]) -> str:
+    """Equally spaced numbers as source: ``range(1, 37, 3)``."""
+    steps = {later - earlier for earlier, later in pairwise(numbers)} or {1}
+    (step,) = steps
+    return f"range({numbers[0]}, {numbers[-1] + 1}{f', {step}' if step > 1 else ''})"
 
 
 def _unit(block: str, policy: UnitPolicy) -> str:

@@ -77,6 +77,7 @@ class Node:
         constant: True if it depends on shapes and constants alone (attention masks, position ids): it is computed
             once per shape, replicated, and costs the step nothing.
         key: stable name across captures and shapes: ``<module_path>:<op>:<occurrence in that module>``.
+        draw: number of a random operator among those of the model, in the order of the captured graph; else None.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Node:
     module_class: str = ""
     constant: bool = False
     key: str = ""
+    draw: int | None = None
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:

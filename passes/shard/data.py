@@ -62,17 +62,25 @@ class Section:
     body: tuple[Compute | Convert | Repeat, ...]
     results: tuple[Local, ...]
 
+    @property
+    def first_draw(self) -> int | None:
+        """The lowest number of a random operator of its own, None if it has none."""
+        operations = (operation for operation in self.body if isinstance(operation, Compute))
+        return min((compute.node.draw for compute in operations if compute.node.draw is not None), default=None)
+
 
 @dataclass(frozen=True)
 class Block:
     """A section that is run once for each copy of a repeated block.
 
-    ``roots[c]`` are the module paths of copy ``c``; the section's states are found below them.
+    ``roots[c]`` are the module paths of copy ``c``; the section's states are found below them. ``first_draws[c]`` is
+    the number of its first random operator; empty if it has none.
     """
 
     section: Section
     roots: tuple[tuple[str, ...], ...]
     module_class: str
+    first_draws: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

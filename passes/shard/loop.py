@@ -86,9 +86,19 @@ class Loop:
         between: list[Convert] = []
         carried = tuple((slot, self._after_block(slot, start, between)) for slot, start in enumerate(starts))
         first_node = self.context.nodes[run.copies[0][0]]
-        block = Block(section, run.roots, _class_of(first_node, run, self.context))
+        block = Block(section, run.roots, _class_of(first_node, run, self.context), self._first_draws())
         results = tuple(self._outside(local) for local in section.results)
         return Repeat(block, self._entries(), results, carried, tuple(between))
+
+    def _first_draws(self) -> tuple[int, ...]:
+        """The first number of every copy's random operators: operators of a copy follow each other in the graph."""
+        draws = [[self.context.nodes[name].draw for name in copy] for copy in self.run.copies]
+        numbers = [[draw for draw in copy if draw is not None] for copy in draws]
+        if not numbers[0]:
+            return ()
+        expected = range(numbers[0][0], numbers[-1][-1] + 1)
+        assert [draw for copy in numbers for draw in copy] == list(expected), "copies draw one after the other"
+        return tuple(copy[0] for copy in numbers)
 
     def exits(self) -> dict[str, dict[Placement, Local]]:
         """Values of the last copy that the section around may use, by name and placement."""

@@ -179,7 +179,8 @@ def _stretch(operations: Sequence[Operation], unit: Unit, policy: UnitPolicy) ->
         made.update(dict.fromkeys(made_by(operation)))
     # What nobody uses is dropped when the chunk is put together.
     section = Section(tuple(taken), body, tuple(made))
-    block = Block(section, (("",),), _class_name(unit.name))
+    draws = () if section.first_draw is None else (section.first_draw,)
+    block = Block(section, (("",),), _class_name(unit.name), draws)
     return Repeat(block, tuple(taken), tuple(made), (), (), policy)
 
 
@@ -230,7 +231,8 @@ class _Copies:
         results = tuple(self._of_copy(local, end - 1) for local in repeat.results)
         between = tuple(self._convert(step, end - 1) for step in repeat.between)
         carried = tuple((slot, self._of_copy(local, end - 1)) for slot, local in repeat.carried)
-        block = dataclasses.replace(repeat.block, roots=repeat.block.roots[first:end])
+        whole = repeat.block
+        block = dataclasses.replace(whole, roots=whole.roots[first:end], first_draws=whole.first_draws[first:end])
         made = Repeat(block, tuple(entries), results, carried, between, policy)
         behind = between if end < self.run.num_copies else ()
         return Part(chunk, () if first else tuple(self.entry), made, behind)

@@ -14,6 +14,7 @@ from runtime.ops.microbatch import (
     of_microbatch,
 )
 from runtime.ops.random import (
+    begin_step,
     bernoulli,
     dropout,
     get_random_state,
@@ -27,6 +28,7 @@ from runtime.ops.vocabulary import cross_entropy, embedding
 
 __all__ = [
     "Microbatch",
+    "begin_step",
     "bernoulli",
     "cross_entropy",
     "current_microbatch",

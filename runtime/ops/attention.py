@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from spmd_types._local import _get_local_tensor_mode
 from torch.nn.attention.bias import causal_lower_right
 
-from runtime.ops.random import dropout
+from runtime.ops.random import Shards, dropout
 from runtime.ops.types import first_of_shard, groups_of
+from runtime.program import Block
 
 
 def scaled_dot_product_attention(
@@ -25,22 +26,23 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    axes: Sequence[str] = (),
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
     length_axes: Sequence[str] = (),
     head_axes: Sequence[str] = (),
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention`` that knows how its output is sharded.
 
     Shapes as there: query [..., heads, length, width], key and value [..., heads, keys, width], these whole along keys.
-    With ``dropout_p`` the probabilities are formed (memory is length × keys), and those that are dropped follow the
-    sharding of the output.
+    With ``dropout_p`` the probabilities are formed (memory is length × keys).
 
     Args:
         is_causal: query i sees the keys up to i, counted over the whole length, of which this rank may have a part.
-        axes: the mesh axes that shard the output (see ``runtime.ops.random``).
-        length_axes: those of them that cut the queries, outermost first.
+        draw, of, shards: as in ``dropout``, of the probabilities.
+        length_axes: the mesh axes that cut the queries, outermost first.
         enable_gqa: consecutive query heads share a head of keys and values, whether or not the fused kernels know it.
-        head_axes: those of them that cut the heads of the queries, but not those of the keys, outermost first.
+        head_axes: the mesh axes that cut the heads of the queries, but not those of the keys, outermost first.
     """
     if head_axes:
         key, value = _heads_of_shard(query.shape[-3], (key, value), head_axes)
@@ -61,7 +63,7 @@ def scaled_dot_product_attention(
     scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout(scores.softmax(-1), dropout_p, axes=axes) @ value
+    return dropout(scores.softmax(-1), dropout_p, draw=draw, of=of, shards=shards) @ value
 
 
 def _kernels_group(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:

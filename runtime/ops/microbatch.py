@@ -18,10 +18,11 @@ from runtime.ops.types import groups_of
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One of ``count``, numbered from 0 on every rank."""
+    """One of ``count``, numbered from 0 on every rank; programs see them as part of the mesh axis ``axis``."""
 
     index: int
     count: int
+    axis: str = "dp"
 
 
 class _State:

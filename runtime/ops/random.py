@@ -1,107 +1,155 @@
-"""Random operators on sharded tensors: one draw where a tensor is whole, independent draws where it is sharded.
+"""Random operators on sharded tensors: every element draws by its position in the whole tensor, whoever holds it.
 
-Numbers come from a generator of their own for each call, seeded with the base seed, the number of the call and the
-shard's place on the axes that shard the tensor. Ranks that hold the same data so draw the same numbers whatever else
-they do, as long as all ranks set the same seed and make the same calls in the same order.
+Numbers depend on the seed, the training step, the number of the random operator in the model's graph, and the
+element's position, by the counters of ``runtime.kernels.philox``; so they are the same under any plan, for any
+micro-batch, where a region runs again, and after a resume. Steps are counted by whoever runs programs
+(``begin_step``): all ranks set the same seed and run the same steps.
+
+    uniform  in [0, 1): the upper bits of the word of lane 0, as many as the dtype has (float32: 24); float64: that word
+             and the upper 21 bits of the word of lane 1
+    normal   √(−2 ln u) · cos(2π v), u = (word of lane 0 + 1) / 2^32, v = word of lane 1 / 2^32
+    integer  low + (word of lane 0 + 2^32 × lower 31 bits of the word of lane 1) mod (high − low)
+    dropout  keeps an element whose half word is at least t: p · 2^16 rounded up if the draw's own word is below its
+             fraction (times 2^32), else down, so that the probability is p exactly
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types._local import _build_rank_to_group_local, _get_local_tensor_mode
-from torch._subclasses.fake_tensor import FakeTensor
 
+from runtime.kernels.philox import keep_mask, own_word, random_words
+from runtime.ops.microbatch import current_microbatch
 from runtime.ops.types import groups_of
+from runtime.program import Block
 
-_MASK = (1 << 63) - 1
+#: Added to the numbers of calls that are no training steps.
+_CALLS = 1 << 31
+#: Which mesh axis cuts which dim of a tensor, outermost first.
+Shards = Mapping[str, int]
 
 
 class _State:
-    """Base seed, and how many calls have drawn from it."""
+    """Base seed, training steps and other calls so far, and the step that draws now."""
 
-    base = 0
+    seed = 0
+    steps = 0
     calls = 0
+    current = 0
 
 
 def seed(base: int) -> None:
     """Start the sequence of random draws anew; give every rank the same ``base``."""
-    _State.base, _State.calls = base, 0
+    _State.seed, _State.steps, _State.calls, _State.current = base, 0, 0, 0
 
 
-def get_random_state() -> tuple[int, int]:
-    """Base seed and number of calls so far: what a checkpoint stores, what a recomputation goes back to."""
-    return _State.base, _State.calls
+def begin_step(*, training: bool) -> None:
+    """A training step, or another call, begins: what is drawn from here on is new."""
+    if training:
+        _State.steps += 1
+        _State.current = _State.steps
+    else:
+        _State.calls += 1
+        _State.current = _CALLS + _State.calls
 
 
-def set_random_state(state: tuple[int, int]) -> None:
-    """Go back to a state that ``get_random_state`` gave."""
-    _State.base, _State.calls = state
+def get_random_state() -> tuple[int, int, int, int]:
+    """Seed, training steps, other calls, current step: what a checkpoint stores, what a recomputation goes back to."""
+    return _State.seed, _State.steps, _State.calls, _State.current
 
 
-def _next_seed() -> int:
-    _State.calls += 1
-    return _mixed(_mixed(_State.base) + _State.calls)
+def set_random_state(state: Sequence[int]) -> None:
+    """Go back to a state that ``get_random_state`` gave (or, with two numbers, that an older checkpoint has)."""
+    if len(state) == 2:
+        state = (state[0], state[1], 0, state[1])
+    _State.seed, _State.steps, _State.calls, _State.current = state
 
 
-def _mixed(number: int) -> int:
-    """SplitMix64's finaliser: neighbouring numbers give unrelated seeds."""
-    number = (number + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
-    return (number ^ (number >> 31)) & _MASK
+@dataclass(frozen=True)
+class _Draw:
+    """What a random operator draws from: seed, step, its number, and how its tensor is sharded."""
+
+    seed: int
+    step: int
+    number: int
+    shards: tuple[tuple[dist.ProcessGroup, int, int, int], ...]  # group, dim, micro-batches and which of them
+
+    def words(self, like: torch.Tensor, starts: Sequence[int], whole: Sequence[int], lane: int) -> torch.Tensor:
+        return random_words(like, starts, whole, lane, self.seed, self.number, self.step)
 
 
-def _draw(
-    like: torch.Tensor,
-    number: int,
-    groups: tuple[dist.ProcessGroup, ...],
-    function: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
-) -> torch.Tensor:
-    """``function(like, generator)`` with this shard's generator, on every rank of ``LocalTensorMode`` if it is on."""
-    if like.is_meta or isinstance(like, FakeTensor):
-        return function(like, None)  # type: ignore[arg-type]
+def _draw(number: int, of: Block | None, shards: Shards) -> _Draw:
+    microbatch = current_microbatch()
 
-    def on_shard(shard: int, tensor: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator(device=tensor.device)
-        generator.manual_seed(_mixed(number + shard))
-        return function(tensor, generator)
+    def cut(axis: str) -> tuple[int, int]:
+        return (microbatch.count, microbatch.index) if microbatch is not None and microbatch.axis == axis else (1, 0)
 
-    mode = _get_local_tensor_mode(like)
-    if mode is None:
-        return on_shard(_place([dist.get_rank(group) for group in groups], groups), like)
-    places = [_build_rank_to_group_local(group) for group in groups]
-    return mode.tensor_map(
-        like, lambda rank, tensor: on_shard(_place([place[rank] for place in places], groups), tensor)
+    groups = groups_of(tuple(shards))
+    first = 0 if of is None else of.first_draw
+    base = _State.seed & ((1 << 64) - 1)
+    return _Draw(
+        base - (1 << 64) if base >> 63 else base,  # as torch's integers have it
+        _State.current,
+        first + number,
+        tuple((group, dim, *cut(axis)) for group, (axis, dim) in zip(groups, shards.items())),
     )
 
 
-def _place(coordinates: Sequence[int], groups: Sequence[dist.ProcessGroup]) -> int:
-    """Number of a shard from its coordinates on the axes, outermost first."""
-    place = 0
-    for coordinate, group in zip(coordinates, groups):
-        place = place * dist.get_world_size(group) + coordinate
-    return place
+#: Makes a tensor from this rank's part, the index of its first element, and the shape of the whole.
+_Make = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
 
 
-def dropout(x: torch.Tensor, p: float, *, axes: Sequence[str] = ()) -> torch.Tensor:
+def _on_shard(like: torch.Tensor, draw: _Draw, make: _Make) -> torch.Tensor:
+    """``make`` for this rank's part of a tensor, or that of every rank of ``LocalTensorMode``."""
+    like = like.detach()
+
+    def made(tensor: torch.Tensor, coordinates: Sequence[int]) -> torch.Tensor:
+        index, count = [0] * tensor.dim(), [1] * tensor.dim()
+        for coordinate, (group, dim, num_microbatches, microbatch) in zip(coordinates, draw.shards):
+            size = dist.get_world_size(group) * num_microbatches
+            index[dim] = index[dim] * size + coordinate * num_microbatches + microbatch
+            count[dim] *= size
+        starts = [place * size for place, size in zip(index, tensor.shape)]
+        return make(tensor, starts, [size * parts for size, parts in zip(tensor.shape, count)])
+
+    mode = _get_local_tensor_mode(like)
+    if mode is None:
+        return made(like, [dist.get_rank(group) for group, *_ in draw.shards])
+    places = [_build_rank_to_group_local(group) for group, *_ in draw.shards]
+    result: torch.Tensor = mode.tensor_map(like, lambda rank, tensor: made(tensor, [place[rank] for place in places]))
+    return result
+
+
+def dropout(
+    x: torch.Tensor, p: float, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the others by 1 / (1 - p).
 
-    ``axes`` are the mesh axes that shard ``x``; on the others its copies are masked alike.
+    Args:
+        draw: number of the operator among those of ``of`` (None: of the model).
+        shards: which mesh axis cuts which dim of ``x``, outermost first; on the others its copies are masked alike.
     """
-    return _Dropout.apply(x, p, _next_seed(), groups_of(axes))
+    result: torch.Tensor = _Dropout.apply(x, p, _draw(draw, of, shards or {}))
+    return result
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, p: float, number: int, groups: tuple[dist.ProcessGroup, ...]
-    ) -> torch.Tensor:
-        kept = _draw(x, number, groups, lambda like, generator: _uniform(like, generator) >= p)
+    def forward(ctx: Any, x: torch.Tensor, p: float, draw: _Draw) -> torch.Tensor:
+        whole, fraction = divmod(p * (1 << 16), 1.0)
+        threshold = int(whole) + (own_word(draw.seed, draw.number, draw.step) < fraction * 2**32)
+
+        def mask(tensor: torch.Tensor, starts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+            return keep_mask(tensor, starts, shape, threshold, draw.seed, draw.number, draw.step)
+
+        kept = _on_shard(x, draw, mask)
         ctx.save_for_backward(kept)
         ctx.scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         return x * kept * ctx.scale
@@ -109,59 +157,67 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
-        return grad * kept * ctx.scale, None, None, None
+        return grad * kept * ctx.scale, None, None
 
 
-def rand_like(x: torch.Tensor, *, axes: Sequence[str] = ()) -> torch.Tensor:
-    """Uniform numbers in [0, 1) shaped as ``x``; ``axes`` as in ``dropout``."""
-    return _Random.apply(x, _next_seed(), groups_of(axes), _uniform)
+def rand_like(x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None) -> torch.Tensor:
+    """Uniform numbers in [0, 1) shaped as ``x``; the rest as in ``dropout``."""
+    return _drawn(x, _draw(draw, of, shards or {}), _uniform)
 
 
-def randn_like(x: torch.Tensor, *, axes: Sequence[str] = ()) -> torch.Tensor:
-    """Normal numbers shaped as ``x``; ``axes`` as in ``dropout``."""
-    return _Random.apply(x, _next_seed(), groups_of(axes), _normal)
+def randn_like(
+    x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+) -> torch.Tensor:
+    """Normal numbers shaped as ``x``; the rest as in ``dropout``."""
+    return _drawn(x, _draw(draw, of, shards or {}), _normal)
 
 
-def bernoulli(x: torch.Tensor, *, axes: Sequence[str] = ()) -> torch.Tensor:
-    """1 with the probabilities in ``x``, else 0; ``axes`` as in ``dropout``."""
-    return _Random.apply(x, _next_seed(), groups_of(axes), _chances)
+def bernoulli(x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None) -> torch.Tensor:
+    """1 with the probabilities in ``x``, else 0; the rest as in ``dropout``."""
+    return _drawn(x, _draw(draw, of, shards or {}), _chances)
+
+
+_Words = Callable[[int], torch.Tensor]
+#: Makes numbers shaped as a tensor from the words of a lane.
+_Distribution = Callable[[torch.Tensor, _Words], torch.Tensor]
+
+
+def _drawn(like: torch.Tensor, draw: _Draw, distribution: _Distribution) -> torch.Tensor:
+    result: torch.Tensor = _Random.apply(like, draw, distribution)
+    return result
 
 
 class _Random(torch.autograd.Function):
     """Numbers drawn for ``x``, which gets no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        number: int,
-        groups: tuple[dist.ProcessGroup, ...],
-        function: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
-    ) -> torch.Tensor:
-        drawn = _draw(x, number, groups, function)
-        ctx.mark_non_differentiable(drawn)
-        return drawn
+    def forward(ctx: Any, x: torch.Tensor, draw: _Draw, distribution: _Distribution) -> torch.Tensor:
+        def make(tensor: torch.Tensor, starts: Sequence[int], whole: Sequence[int]) -> torch.Tensor:
+            return distribution(tensor, lambda lane: draw.words(tensor, starts, whole, lane))
+
+        numbers = _on_shard(x, draw, make)
+        ctx.mark_non_differentiable(numbers)
+        return numbers
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        return None, None, None, None
+        return None, None, None
 
 
-def _uniform(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.rand(like.shape, generator=generator, dtype=_drawn_dtype(like), device=like.device)
+def _uniform(like: torch.Tensor, words: _Words) -> torch.Tensor:
+    eps = torch.finfo(like.dtype).eps
+    if like.dtype == torch.float64:
+        return ((words(0) << 21) + (words(1) >> 11)).to(torch.float64) * (0.5 * eps)
+    return ((words(0) >> (31 + round(math.log2(eps)))).to(torch.float32) * (0.5 * eps)).to(like.dtype)
 
 
-def _normal(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+def _normal(like: torch.Tensor, words: _Words) -> torch.Tensor:
+    radius = torch.sqrt(-2.0 * torch.log((words(0) + 1).to(torch.float64) * 2.0**-32))
+    return (radius * torch.cos(words(1).to(torch.float64) * (2.0 * math.pi * 2.0**-32))).to(like.dtype)
 
 
-def _chances(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    return (_uniform(like, generator) < like).to(like.dtype)
-
-
-def _drawn_dtype(like: torch.Tensor) -> torch.dtype:
-    """float32 where ``like`` is narrower: a uniform half has too few values to compare with a probability."""
-    return like.dtype if like.dtype == torch.float64 else torch.float32
+def _chances(like: torch.Tensor, words: _Words) -> torch.Tensor:
+    return (words(0).to(torch.float64) * 2.0**-32 < like).to(like.dtype)
 
 
 spmd.register_local_autograd_function(_Dropout)

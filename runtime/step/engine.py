@@ -14,6 +14,7 @@ from passes.emit.program import InputSpec
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.stages.build import BATCH_AXIS
+from runtime import ops
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
 from runtime.engine import Planner, everyone_of, positional_of, skeleton
@@ -104,6 +105,7 @@ class StepEngine:
         call = self.read(args, kwargs)
         prepared = self._maker.prepare(call, training=True, local_inputs=local_inputs)
         self.state.check()
+        ops.begin_step(training=True)
         with self._given(call, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
             units = in_order_of_use(prepared.stages)
             for unit, uses in _uses(prepared.stages).items():
@@ -120,6 +122,7 @@ class StepEngine:
         call = self.read(args, kwargs)
         prepared = self._maker.prepare(call, training=False, local_inputs=local_inputs)
         self.state.check()
+        ops.begin_step(training=False)
         with self._given(call, local_inputs):
             if self._stale:
                 for unit in in_order_of_use(prepared.stages):

@@ -13,6 +13,7 @@ from torch import nn
 from passes.emit import Program
 from passes.emit.program import ENTRY_POINT, InputSpec
 from passes.stages import StageGraph
+from passes.stages.build import BATCH_AXIS
 from runtime import ops
 from runtime.pipeline import TensorSpec
 from runtime.step.binding import BoundUnit, ChunkUnits
@@ -74,7 +75,7 @@ class ProgramRunner:
         layout = self.state.places.layout
         with contextlib.ExitStack() as stack:
             stack.enter_context(spmd.set_current_mesh(layout.device_mesh))
-            stack.enter_context(ops.in_microbatch(ops.Microbatch(microbatch, self.num_microbatches)))
+            stack.enter_context(ops.in_microbatch(ops.Microbatch(microbatch, self.num_microbatches, BATCH_AXIS)))
             if layout.device.type != "cpu":
                 stack.enter_context(torch.device(layout.device))
             yield

@@ -1,0 +1,84 @@
+"""One rank of the tests of dropout under plans: GPT-2 with dropout trained on real processes, and alone on rank 0."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+
+import planner
+from passes.capture import keep_float64
+from planner.library import build_model, load_config, random_batch
+from planner.verification import slow_devices
+from runtime import ops
+from runtime.parallel_module import ParallelModule
+from tests.random_oracle import dropping_as_on_one_device
+from tests.ranks import answer, task
+
+SEED = 20
+STEPS = 2
+
+
+def dropping_gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2 with dropout of embeddings, attention and residuals, and a global batch."""
+    config = load_config("tiny-gpt2")
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.1
+    torch.manual_seed(0)
+    model = build_model(config, device="cpu").double().train()
+    return model, dict(random_batch(model, batch_size=8, seq_len=12))
+
+
+def gradients_on_one_device(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Loss and gradients of every step, with masks from code that is not ours."""
+    found = []
+    for step in range(1, STEPS + 1):
+        model.zero_grad()
+        with keep_float64(), dropping_as_on_one_device(step=step, seed=SEED):
+            loss = model(**batch).loss
+        loss.backward()
+        gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
+        found.append({"loss": loss.detach(), **gradients})
+    return found
+
+
+def gradients_of_plan(parallel: ParallelModule, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The same of a parallel module, on every rank."""
+    ops.seed(SEED)
+    found = []
+    for _ in range(STEPS):
+        parallel.zero_grad()
+        loss = parallel.train_step(**batch)
+        found.append({"loss": loss, **parallel.full_gradients()})
+    return found
+
+
+def error_of(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> float:
+    """Largest difference of a tensor, relative to the largest gradient (of the loss: to itself)."""
+    errors = []
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() >= other.keys()
+        largest = max(float(tensor.abs().max()) for name, tensor in other.items() if name != "loss")
+        for name, tensor in other.items():
+            scale = float(tensor.abs()) if name == "loss" else max(float(tensor.abs().max()), 1e-3 * largest)
+            errors.append(float((one[name] - tensor).abs().max()) / scale)
+    return max(errors)
+
+
+def main() -> None:
+    alone, num_ranks = os.environ["RANK"] == "0", int(os.environ["WORLD_SIZE"])
+    model, batch = dropping_gpt2()
+    wanted = gradients_on_one_device(model, batch) if alone else []
+    found: dict[str, Any] = {}
+    for name, options in task().items():
+        target = options.pop("mesh", None) or slow_devices(num_ranks)
+        with keep_float64():
+            parallel = planner.compile(copy.deepcopy(model), target, example_inputs=batch, **options)
+            result = gradients_of_plan(parallel, batch)
+        found[name] = error_of(result, wanted) if wanted else None
+    answer(found)
+
+
+if __name__ == "__main__":
+    main()
