@@ -15,6 +15,7 @@ from cost_models import Cluster
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
+from runtime.launch.groups import axes_with_timeout_of_job
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 
@@ -69,7 +70,7 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
     device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}")
-    return init_device_mesh(device, shape.sizes, mesh_dim_names=shape.names), shape
+    return axes_with_timeout_of_job(init_device_mesh(device, shape.sizes, mesh_dim_names=shape.names)), shape
 
 
 #: Options of ``compile`` that are decisions about a whole step.
@@ -120,7 +121,7 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         ranks = torch.arange(plan.step.num_devices)
     order = list(axes)
     placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in STEP_AXES])
-    return DeviceMesh(device, placed.contiguous(), mesh_dim_names=STEP_AXES)
+    return axes_with_timeout_of_job(DeviceMesh(device, placed.contiguous(), mesh_dim_names=STEP_AXES))
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:

@@ -88,8 +88,24 @@ def issue_transfers(operations: list[dist.P2POp]) -> list[dist.Work]:
     return works
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """How long collectives of the default process group wait for a peer from now on."""
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """How long collectives of a process group (default: that of the whole job) wait for a peer from now on."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    _set_pg_timeout(timeout)
+    _set_pg_timeout(timeout, group)
+
+
+def default_group_timeout() -> timedelta | None:
+    """How long collectives of the default process group wait for a peer; None where its backend does not tell."""
+    group = dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timedelta(seconds=timeout.total_seconds())
+    return None
+
+
+def device_type_of_default_group() -> str:
+    """Where tensors of the default process group's collectives live: "cuda" if NCCL runs them, else "cpu"."""
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"

@@ -26,6 +26,7 @@ from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime import ops
 from runtime.adapters import apply_adapters
 from runtime.calls import Call, Path, read_call
+from runtime.launch.groups import flattened_group
 from runtime.layout import DATA, Layout
 from runtime.model_watch import ModelWatch
 from runtime.outputs import loss_of, wrap_outputs
@@ -272,7 +273,7 @@ def everyone_of(device_mesh: DeviceMesh) -> DataGroup:
         return DataGroup()
     if device_mesh.mesh.ndim == 1:
         return DataGroup.of(device_mesh.get_group())
-    return DataGroup.of(device_mesh._flatten("ranks").get_group())
+    return DataGroup.of(flattened_group(device_mesh, "ranks"))
 
 
 def skeleton(model: nn.Module) -> nn.Module:

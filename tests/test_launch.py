@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import planner
 from runtime.launch.place import LaunchError, Place
 from runtime.launch.rendezvous import Deadline, check_in
 from tests.patience import PATIENCE
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT, free_port, run_on_ranks
 
 #: Seconds until a start that cannot succeed gives up.
 TIMEOUT = 3.0
@@ -188,3 +190,37 @@ def test_two_hosts_number_their_processes_through(tmp_path: Path) -> None:
     ]
     written = [process.communicate(timeout=PATIENCE)[0] for process in started]
     assert [sorted(lines.splitlines()) for lines in written] == [["0 4", "1 4"], ["2 4", "3 4"]]
+
+
+def group_of(backend_config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with four GPUs on which the user has made a process group, and chosen no GPU."""
+    chosen = [0]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend_config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.__setitem__(0, index))
+
+
+def test_a_gloo_group_on_a_host_with_gpus_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    group_of("cpu:gloo,cuda:gloo", monkeypatch)
+    assert planner.init().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [("3", 3), ("1", 1), (None, 3)])
+def test_under_a_users_nccl_group_each_process_takes_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, expected: int
+) -> None:
+    group_of("cuda:nccl", monkeypatch)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert planner.init().device == torch.device("cuda", expected)
+    assert torch.cuda.current_device() == expected
+
+
+def test_groups_of_axes_wait_as_long_as_the_job() -> None:
+    """torch gives them its own 30 minutes (10 on NCCL), whatever the job was started with."""
+    assert run_on_ranks("groups_worker", 4, {"seconds": 77}, timeout=PATIENCE) == {"seconds": [77.0] * 6}

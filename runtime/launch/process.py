@@ -40,7 +40,8 @@ def init(
 ) -> Process:
     """Join the default process group, as the arguments say, else torchrun's environment, else SLURM's, else alone.
 
-    Call it on every process. If the group is already there, it only says who this process is.
+    Call it on every process. If the group is already there, it only says who this process is: on a GPU
+    (its own, by local rank) if NCCL runs the group's collectives, else on the CPU.
 
     Args:
         rank: number of this process, 0 to ``world_size`` − 1.
@@ -84,9 +85,20 @@ def _present(rank: int | None, world_size: int | None, local_rank: int | None, d
     place = Place(*actual, local_rank, "", 1, "arguments")
     if local_rank is None and "LOCAL_RANK" in os.environ:
         place = Place(*actual, int(os.environ["LOCAL_RANK"]), "", 1, "arguments")
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return Process(*actual, _local_rank(place), chosen)
+    from runtime.compat import device_type_of_default_group
+
+    kind = device or device_type_of_default_group()
+    return Process(*actual, _local_rank(place), _own_gpu(place) if kind == "cuda" else torch.device(kind))
+
+
+def _own_gpu(place: Place) -> torch.device:
+    """The GPU that this process was given by ``torch.cuda.set_device``, else that of its local rank."""
+    index = torch.cuda.current_device()
+    if index == 0 and _local_rank(place) < torch.cuda.device_count():
+        # Nobody chose one, or the first: all of a host's processes would share it.
+        index = _local_rank(place)
+        torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _choose_device(place: Place, device: str | None) -> torch.device:

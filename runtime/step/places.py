@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.ir.types import MeshShape, Placement
 from passes.stages.build import BATCH_AXIS, DATA_AXES
 from runtime.first_rank import from_first_rank
+from runtime.launch.groups import flattened_group, with_timeout_of_job
 from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
 
 PIPELINE = "pp"
@@ -103,7 +104,7 @@ class RankPlaces:
         self.data_size = _product(mesh, DATA_AXES)
         self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._everyone = None if device_mesh.mesh.numel() == 1 else device_mesh._flatten("ranks").get_group()
+        self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each of ``tensors`` as the first rank of the step has it."""
@@ -127,7 +128,8 @@ class RankPlaces:
         if stages not in self._stage_groups:
             ranks = self.device_mesh.mesh.movedim((self.device_mesh.mesh_dim_names or ()).index(PIPELINE), 0)
             chosen = ranks.flatten(1)[list(stages)].T.tolist()
-            self._stage_groups[stages], _ = dist.new_subgroups_by_enumeration(chosen)
+            group, _ = dist.new_subgroups_by_enumeration(chosen)
+            self._stage_groups[stages] = group if group is None else with_timeout_of_job(group)
         return self._stage_groups[stages]
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:
@@ -259,7 +261,7 @@ def data_group(device_mesh: DeviceMesh, mesh: MeshShape) -> dist.ProcessGroup:
     axes = tuple(axis for axis in DATA_AXES if axis in mesh.names and mesh.size(axis) > 1)
     if len(axes) == 1:
         return device_mesh.get_group(axes[0])
-    return device_mesh[axes]._flatten("_".join(axes)).get_group()
+    return flattened_group(device_mesh[axes], "_".join(axes))
 
 
 def _product(mesh: MeshShape, axes: Sequence[str]) -> int:
