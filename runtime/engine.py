@@ -21,13 +21,17 @@ from passes.emit.program import ENTRY_POINT
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType, shard_dim
+from passes.losses.scalar import scalar_loss
 from passes.plan import Plan
 from passes.shard import PlanMismatch, ShardedGraph, input_key, shard
 from runtime import ops
 from runtime.adapters import apply_adapters
+from runtime.agreement import Ranks, rank_in
+from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.calls import Call, Path, read_call
+from runtime.captured import captured_alike
 from runtime.launch.groups import flattened_group
-from runtime.layout import DATA, Layout
+from runtime.layout import DATA, Layout, VirtualLayout
 from runtime.model_watch import ModelWatch
 from runtime.outputs import loss_of, wrap_outputs
 from runtime.program import Block
@@ -43,8 +47,9 @@ Planner = Callable[[Graph, Plan | None], Plan]
 
 @dataclass
 class _Runnable:
-    """A loaded program, and its constants once they are computed."""
+    """A loaded program of a graph, and its constants once they are computed."""
 
+    graph: Graph
     program: Program
     entry: Block
     constants: tuple[torch.Tensor, ...] | None = None
@@ -81,6 +86,8 @@ class Engine:
         self.watch = ModelWatch(model, self.model)
         self._runnables: ProgramCache[_Runnable] = ProgramCache()
         self._frozen: list[nn.Parameter] = []
+        self.ranks = Ranks(None) if isinstance(layout, VirtualLayout) else Ranks.of(layout.device_mesh)
+        self.calls = CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=False)
         if plan is not None:
             self._start(plan)
 
@@ -90,15 +97,21 @@ class Engine:
         self._frozen = [parameter for parameter in self.shards.weights.parameters() if not parameter.requires_grad]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
-        return self._run(args, kwargs, local_inputs=local_inputs, training=False)
+        return self._run(FORWARD, args, kwargs, local_inputs=local_inputs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, training: bool) -> Any:
-        call = read_call(self.model.forward, args, kwargs, positional=self._positional())
+    def _run(
+        self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, weight: float = 1.0
+    ) -> Any:
+        self.watch.update()
+        action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
+        call = self.calls.agree(action, lambda: self._read_ready(args, kwargs), local=local_inputs, weight=weight).whole
         runnable = self.prepare(call, local_inputs=local_inputs)
         self._check_ready()
+        if verb == TRAIN_STEP:
+            scalar_loss(runnable.graph)
         program = runnable.program
         tensors = [self._part(call.tensors[spec.path], spec.placement, local=local_inputs) for spec in program.inputs]
-        ops.begin_step(training=training)
+        ops.begin_step(training=verb == TRAIN_STEP)
         with self._running():
             if runnable.constants is None:
                 with torch.no_grad():
@@ -110,13 +123,12 @@ class Engine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
     ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
-        loss = loss_of(self._run(args, kwargs, local_inputs=local_inputs, training=True))
+        loss = loss_of(self._run(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight))
         loss.backward(torch.full_like(loss, weight))
         return loss.detach()
 
     def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:
         """The program for a call; planned, sharded, emitted, checked and loaded if it is the first of its kind."""
-        self.watch.update()
         shapes = (call.shapes, self.model.training, local_inputs)
         key = (call.signature, self.model.training, local_inputs, self.watch.key)
         runnable = self._runnables.get(key, lambda: self._make_for(call, local_inputs), shapes=shapes)
@@ -126,6 +138,16 @@ class Engine:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call as ``prepare`` takes it."""
         return read_call(self.model.forward, args, kwargs, positional=self._positional())
+
+    def _read_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if self.shards.placed:
+            self._check_ready()
+        return self.read(args, kwargs)
+
+    def _data_rank(self) -> int:
+        """The same for ranks that pass the same local inputs."""
+        names = self.layout.mesh.names
+        return self.layout.coordinate[names.index(DATA)] if DATA in names else rank_in()
 
     @property
     def all_ranks(self) -> DataGroup:
@@ -148,16 +170,19 @@ class Engine:
     def _make_for(self, call: Call, local_inputs: bool) -> _Runnable:
         whole = self._whole_call(call) if local_inputs else call
         with self.layout.plain():
-            return self._make(whole)
+            return self.ranks.together(lambda: self._make(whole))
 
     def _make(self, call: Call) -> _Runnable:
         # The modules' own modes count; gradients are kept in training and wherever there is a loss.
-        graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
+        graph = captured_alike(
+            self.ranks,
+            lambda: capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True),
+        )
         sharded = self._shard(graph)
         program = emit(chain_up(pair_rotaries(sharded)))
         typecheck(program)
         weights = overlaid(self.shards.weights, self._literals(program))
-        return _Runnable(program, program.load()[ENTRY_POINT](weights))
+        return _Runnable(graph, program, program.load()[ENTRY_POINT](weights))
 
     def _shard(self, graph: Graph) -> ShardedGraph:
         if self.plan is None:

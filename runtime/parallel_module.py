@@ -121,6 +121,7 @@ class ParallelModule(nn.Module):
             ValueError: on all ranks, for a ``max_norm`` below zero or not a number, a ``norm_type`` that is not above
                 zero, and with ``error_if_nonfinite``.
         """
+        self._engine.calls.check(f"calls clip_grad_norm_({max_norm}, {norm_type})")
         parameters = [
             (owned.tensor, owned.primary)
             for owned in self.owned()
@@ -196,6 +197,7 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original's state dict, with whole tensors, on every rank (all ranks must call it)."""
+        self._engine.calls.check("calls full_state_dict")
         return self._shards.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -249,6 +251,7 @@ class ParallelModule(nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter name, on every rank (all ranks must call it)."""
+        self._engine.calls.check("calls full_gradients")
         return self._shards.full_gradients()
 
     def initialise(self, *, seed: int = 0) -> None:

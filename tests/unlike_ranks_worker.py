@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import planner
 from tests.ranks import answer, task
-from tests.runtime_worker import close
+from tests.runtime_worker import close, error_of
 from tests.small_models import TiedClassifier, token_batch
 
 BATCH = token_batch()
@@ -55,7 +56,71 @@ def only_the_first_rank_needs_weights() -> bool:
     return close(parallel.train_step(**BATCH), model(**BATCH)["loss"])
 
 
-SCENARIOS: tuple[Callable[[], bool], ...] = (the_first_ranks_weights_count, only_the_first_rank_needs_weights)
+def unlike_calls(parallel: Any) -> dict[str, Callable[[], Any]]:
+    """Calls that differ between ranks 0 and 1, by what the error says."""
+    rank, tokens = dist.get_rank(), {"tokens": BATCH["tokens"]}
+    last = rank == 1
+    return {
+        "passes 'tokens' as [8, 6] int64, rank 1 as [4, 6] int64": lambda: parallel(**token_batch(batch=8 - 4 * rank)),
+        "values of input 'labels' differ: rank 1": lambda: parallel(BATCH["tokens"], BATCH["labels"] + rank),
+        "rank 0 runs train_step in training mode, rank 1 calls the model": lambda: (
+            parallel(**BATCH) if last else parallel.train_step(**BATCH)
+        ),
+        "mode, rank 1 runs train_step in evaluation mode": lambda: parallel.train(not last).train_step(**BATCH),
+        "rank 1 runs train_step in training mode on local": lambda: parallel.train_step(**BATCH, local_inputs=last),
+        "rank 1 by 2;": lambda: parallel.train_step(**BATCH, weight=rank + 1),
+        "does not fit": lambda: parallel(1, 2, 3) if last else parallel(**BATCH),
+        "'labels'": lambda: parallel.train_step(**(tokens if last else BATCH)),
+        "rank 1 calls clip_grad_norm_": lambda: parallel.clip_grad_norm_(1.0) if last else parallel(**BATCH),
+        "returns no loss to train on, but 'logits' [8, 6, 32]": lambda: parallel.train_step(**tokens),
+    }
+
+
+def unlike_calls_are_refused() -> bool:
+    """By every rank, before any runs; the next call that is alike goes on."""
+    refused = []
+    for plan in (PLANS[0], PLANS[3]):
+        parallel, model = planner.compile(built(seed=0), **plan), built(seed=0)
+        for words, call in unlike_calls(parallel).items():
+            refused.append(words in error_of(call))
+            parallel.train()
+        refused.append(close(parallel.train_step(**BATCH), model(**BATCH)["loss"]))
+    return all(refused)
+
+
+def values_are_compared_now_and_then() -> bool:
+    """At the first and second call, not at the third, at the fourth again."""
+    parallel = planner.compile(built(seed=0), **PLANS[0])
+    other = token_batch(seed=dist.get_rank())
+    errors = [error_of(functools.partial(parallel.train_step, **batch)) for batch in (BATCH, other, other, other)]
+    return ["values of input" in error for error in errors] == [False, True, False, True]
+
+
+def stages_are_passed_what_they_read() -> bool:
+    """A pipeline's ranks may leave out what only others read, all may leave out labels, none what it reads."""
+    rank, model = dist.get_rank(), built(seed=0)
+    parallel = planner.compile(built(seed=0), **PLANS[2])
+    read = {name: BATCH[name] for name in parallel.needed_inputs}
+    fewer = token_batch(batch=4)
+    with torch.no_grad():
+        found = [
+            close(parallel.train_step(**read), model(**BATCH)["loss"]),
+            close(parallel.train_step(**{name: fewer[name] for name in read}), model(**fewer)["loss"]),
+            close(parallel(BATCH["tokens"])["logits"], model(BATCH["tokens"])["logits"]),
+            close(parallel.eval()(BATCH["tokens"])["logits"], model(BATCH["tokens"])["logits"]),
+            close(parallel.train().train_step(**BATCH), model(**BATCH)["loss"]),
+        ]
+    none = error_of(lambda: parallel.train_step(**(BATCH if rank == 0 else {})))
+    return all(found) and len(read) == 1 and "was passed on other ranks" in none
+
+
+SCENARIOS: tuple[Callable[[], bool], ...] = (
+    the_first_ranks_weights_count,
+    only_the_first_rank_needs_weights,
+    unlike_calls_are_refused,
+    values_are_compared_now_and_then,
+    stages_are_passed_what_they_read,
+)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from passes.ir.graph import Graph, Value
 from passes.ir.types import MeshShape
 from passes.losses import with_chunked_losses, with_logits_reused
+from passes.losses.scalar import scalar_loss
 from passes.plan import Plan
 from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
@@ -149,11 +150,7 @@ def _step_of(plan: Plan) -> StepPlan:
 def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, ...]:
     if outputs is not None:
         return tuple(path for path in graph.outputs if path in outputs)
-    if graph.loss is None:
-        raise ValueError(
-            f"{graph.model_name} returns no loss: pass its labels, or give planner.compile a loss_fn(outputs, batch)"
-        )
-    return (graph.loss,)
+    return (scalar_loss(graph),)
 
 
 def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive) -> StageGraph:

@@ -16,6 +16,8 @@ from passes.plan import Plan
 from passes.stages.build import BATCH_AXIS
 from runtime import ops
 from runtime.adapters import apply_adapters
+from runtime.agreement import Ranks
+from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.calls import Call, Path, read_call
 from runtime.engine import Planner, everyone_of, positional_of, skeleton
 from runtime.model_watch import ModelWatch
@@ -64,6 +66,10 @@ class StepEngine:
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._stale = True
+        self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
+        data_rank = self.layout.coordinate[self.layout.mesh.names.index(BATCH_AXIS)]
+        # Ranks of a pipeline need not pass what their own stage does not read.
+        self.calls = CallAgreement(self.ranks, data_rank=data_rank, may_leave_out=True)
         self._maker = Maker(
             self.model,
             model,
@@ -74,6 +80,7 @@ class StepEngine:
             loss_fn=loss_fn,
             planner=planner,
             input_of=self._input_of,
+            ranks=self.ranks,
         )
         self.state = self._maker.state
 
@@ -102,9 +109,7 @@ class StepEngine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
     ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
-        call = self.read(args, kwargs)
-        prepared = self._maker.prepare(call, training=True, local_inputs=local_inputs)
-        self.state.check()
+        call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
         ops.begin_step(training=True)
         with self._given(call, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
             units = in_order_of_use(prepared.stages)
@@ -119,9 +124,7 @@ class StepEngine:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
         """The model's outputs; with a pipeline, without gradients."""
-        call = self.read(args, kwargs)
-        prepared = self._maker.prepare(call, training=False, local_inputs=local_inputs)
-        self.state.check()
+        call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
         ops.begin_step(training=False)
         with self._given(call, local_inputs):
             if self._stale:
@@ -131,6 +134,23 @@ class StepEngine:
             self._stale = torch.is_grad_enabled()
             outputs = prepared.execution.forward()
         return wrap_outputs(prepared.last, outputs, self.layout)
+
+    def _prepare(
+        self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, weight: float = 1.0
+    ) -> tuple[Call, Prepared]:
+        """What this rank passes, and the programs of the call that all ranks make."""
+
+        def read() -> Call:
+            self.state.check()
+            return self.read(args, kwargs)
+
+        self.watch.update()
+        action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
+        agreed = self.calls.agree(action, read, reads=self.needed_inputs, local=local_inputs, weight=weight)
+        prepared = self._maker.prepare(agreed.whole, training=verb == TRAIN_STEP, local_inputs=local_inputs)
+        if agreed.is_compared:
+            self.ranks.together(lambda: _check_passed(agreed.own, prepared))
+        return agreed.own, prepared
 
     def weights_changed(self) -> None:
         """What this rank owns was changed other than by training: gather and compute anew what depends on it."""
@@ -186,6 +206,16 @@ class StepEngine:
 
         sizes = tuple(count if self._local_inputs and place == axis else size for place, size in enumerate(mesh.sizes))
         return self.places.input_part(self._inputs[spec.path], spec.placement, MeshShape(mesh.names, sizes), at)
+
+
+def _check_passed(call: Call, prepared: Prepared) -> None:
+    left_out = [path for path in prepared.reads if path not in call.tensors]
+    if left_out:
+        name = ".".join(map(str, min(left_out, key=str)))
+        raise ValueError(
+            f"input {name!r} was passed on other ranks, but not on this one, whose programs read it: every rank must "
+            "pass at least the inputs in its parallel.needed_inputs"
+        )
 
 
 def _uses(stages: Sequence[Stage]) -> dict[Unit, int]:

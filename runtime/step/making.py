@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ from passes.plan import Plan
 from passes.shard import PlanMismatch, input_key
 from passes.stages import StageGraph, StepPrograms, step_programs
 from passes.stages.build import BATCH_AXIS
-from runtime.calls import Call, Path
+from runtime.agreement import Ranks
+from runtime.calls import Call, Path, read_call
+from runtime.captured import captured_alike
 from runtime.engine import Planner, as_seen_by
 from runtime.model_watch import ModelWatch
 from runtime.program_cache import ProgramCache
@@ -50,6 +53,14 @@ class Prepared:
     execution: Execution
     unflatten: Callable[[dict[str, Any]], Any] | None
 
+    @property
+    def reads(self) -> frozenset[Path]:
+        """Paths of the inputs that this rank's programs read."""
+        programs = [stage.program for stage in self.stages]
+        programs += [self.totals.program] if self.totals is not None else []
+        paths = {spec.path for program in programs for spec in program.inputs}
+        return frozenset(path for path in paths if path[0] not in ("received", "total"))
+
     def forget_constants(self) -> None:
         for stage in self.stages:
             stage.runner.forget_constants()
@@ -66,6 +77,7 @@ class Maker:
         example: a call with a global batch.
         planner: called when a call needs nodes that the plan does not know, with the plan whose decisions are pinned.
         input_of: gives a program's inputs when it runs; it is handed the program too.
+        ranks: of the step, which make the same programs.
 
     Attributes:
         state: what this rank owns.
@@ -83,7 +95,9 @@ class Maker:
         loss_fn: Callable[..., Any] | None,
         planner: Planner | None,
         input_of: Callable[[Program], InputOf],
+        ranks: Ranks,
     ) -> None:
+        self.ranks = ranks
         self.model = model
         self.plan = plan
         self.places = places
@@ -102,6 +116,7 @@ class Maker:
         with places.layout.plain():
             graph = self._capture(self._example)
             training = graph.loss is not None
+            self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
             self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
         self.state = StepState(source, plan, self._first, places, precision=self._precision())
         self.latest = self.prepare(example, training=training, local_inputs=False)
@@ -119,48 +134,41 @@ class Maker:
     @property
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None before the first was made."""
-        found: set[str] = set()
-        for prepared in self._made.values():
-            programs = [stage.program for stage in prepared.stages]
-            programs += [prepared.totals.program] if prepared.totals is not None else []
-            found.update(str(spec.path[0]) for program in programs for spec in program.inputs)
-        return frozenset(found - {"received", "total"}) if self._made else None
+        found = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
+        return frozenset(found) if self._made else None
 
     def prepare(self, call: Call, *, training: bool, local_inputs: bool) -> Prepared:
         """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
 
         Raises:
-            ValueError: if the plan cannot divide the inputs, or the call leaves out inputs that this rank reads.
+            ValueError: if the plan cannot divide the inputs.
         """
-        self.watch.update()
         mode = (self.model.training, training, self.watch.key)
 
         def make() -> Prepared:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
-            return self._made.get((whole.signature, mode), lambda: self._make(whole, training=training))
+            return self._made.get(
+                (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
+            )
 
         shapes = (call.shapes, local_inputs, self.model.training, training)
         self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
         return self.latest
 
     def _completed(self, call: Call) -> Call:
-        """``call`` or, if it leaves out inputs that no program on this rank reads, the example that it is a part of.
-
-        Raises:
-            ValueError: if it is a part of no call that is known.
-        """
-        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in self._example.tensors.items()}
-        given = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()}
-        unread = {str(path[0]) for path in known} - (self.needed_inputs or frozenset())
-        left_out = [path for path in known if path not in given]
-        if not left_out or self.needed_inputs is None or not all(str(path[0]) in unread for path in left_out):
+        """``call`` with arguments of the example that no rank passed because no program reads them."""
+        example, parameters = self._example, inspect.signature(self.model.forward).parameters
+        left_out = {name for name in example.kwargs if name not in call.kwargs and name not in self._inputs_read}
+        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
+        if any(known.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
+            # Of other shapes than the example: only what the model cannot do without.
+            left_out = {
+                name for name in left_out if name in parameters and parameters[name].default is inspect.Parameter.empty
+            }
+        if not left_out:
             return call
-        if any(known.get(path) != spec for path, spec in given.items()):
-            raise ValueError(
-                f"this rank was given {sorted(str(path[0]) for path in given)} alone, of other shapes than compiled "
-                "for: pass all inputs of the model, so that the shapes of all ranks' programs follow"
-            )
-        return self._example
+        kwargs = {n: call.kwargs.get(n, v) for n, v in example.kwargs.items() if n in left_out or n in call.kwargs}
+        return read_call(self.model.forward, call.args, {**kwargs, **call.kwargs}, positional=None)
 
     def _make(self, whole: Call, *, training: bool) -> Prepared:
         with self.places.layout.plain():
@@ -175,9 +183,11 @@ class Maker:
         return self._assemble(programs, emitted, graph, training=training)
 
     def _capture(self, call: Call) -> Graph:
+        def capture_call() -> Graph:
+            return capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
+
         def captured() -> Graph:
-            graph = capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
-            return as_planned(graph, self.plan)
+            return as_planned(captured_alike(self.ranks, capture_call), self.plan)
 
         return self._graphs.get((call.signature, self.model.training, self.watch.key), captured)
 
