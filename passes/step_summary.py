@@ -143,7 +143,7 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
         yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
     if step.alternatives:
         yield _against(step, step.alternatives[0])
-    if plan.certificate.status == TIME_LIMIT:
+    if TIME_LIMIT in plan.certificate.status:
         bound = format_seconds(plan.certificate.bound)
         yield f"the search ran out of time: a better plan may exist, down to {bound} (a longer time limit would tell)"
 

@@ -13,7 +13,7 @@ import pytest
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import layer_sum, step_memory, step_seconds
-from planner.search.linear import LinearProgram
+from planner.search.linear import EFFORT_LIMIT, SECOND, LinearProgram
 from planner.search.solver import solve
 from planner.step.stages.bounds import lower_bound, memory_shortfall
 from planner.step.stages.ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
@@ -300,14 +300,14 @@ def uniform(
     )
 
 
-#: Schedule, layers, ranks, chunks a rank, and the gap within four seconds: layers that make no equal rounds, and two
-#: chunks a rank within memory, are bounded less closely (the search asks for half a percent).
+#: Schedule, layers, ranks, chunks a rank, and the gap with little effort: layers that make no equal rounds, many chunks
+#: a rank within memory, and two are bounded less closely (the search asks for half a percent).
 SHAPES = [
     ("1f1b", 32, 4, 1, 1e-3),
     ("1f1b", 126, 16, 1, 1e-3),
     ("gpipe", 126, 16, 1, 1e-3),
     ("interleaved_1f1b", 126, 16, 7, 2e-2),
-    ("interleaved_1f1b", 126, 16, 8, 1e-3),
+    ("interleaved_1f1b", 126, 16, 8, 5e-3),
     ("interleaved_1f1b", 32, 4, 4, 1e-3),
     ("zb_h1", 126, 16, 1, 1e-3),
     ("zbv", 126, 16, 2, 4e-2),
@@ -327,7 +327,7 @@ def test_uniform_pipelines_are_solved_to_a_small_gap_in_a_small_program(
         schedule=schedule,
         chunks_per_rank=chunks_per_rank,
     )
-    found = solve_stages(problem, gap=1e-3, time_limit=4.0)
+    found = solve_stages(problem, gap=1e-3, effort=0.25 * SECOND)
     assert found is not None and found.assignment is not None
     assert found.gap <= gap
     assert found.num_variables <= 8 * problem.num_chunks + 8 * num_ranks + 8
@@ -367,10 +367,10 @@ def test_memory_that_holds_nothing_is_told_from_a_cutoff_that_nothing_beats() ->
     assert again is not None and again.objective == pytest.approx(best.objective, rel=2e-4)
 
 
-def test_a_time_limit_gives_the_best_so_far_with_its_bound() -> None:
-    found = solve_stages(uniform(num_layers=126, num_ranks=16, memory=21 * GIB), time_limit=0.0, gap=1e-9)
+def test_no_effort_gives_the_best_so_far_with_its_bound() -> None:
+    found = solve_stages(uniform(num_layers=126, num_ranks=16, memory=21 * GIB), effort=0.0, gap=1e-9)
     assert found is not None and found.assignment is not None
-    assert found.status != "optimal"
+    assert found.status == EFFORT_LIMIT
     assert 0 < found.bound < found.objective
     assert found.gap < 0.1
 
@@ -405,7 +405,7 @@ def test_a_model_of_two_long_runs_is_cut_exactly_with_one_chunk_a_rank(memory: f
 @pytest.mark.parametrize(("memory", "gap"), [(1000 * GIB, 0.06), (20 * GIB, 0.15)])
 def test_a_model_of_two_long_runs_has_good_cuts_at_once_with_several_chunks_a_rank(memory: float, gap: float) -> None:
     problem = two_long_runs("zbv", 2, memory)
-    found = solve_stages(problem, time_limit=0.0)
+    found = solve_stages(problem, effort=0.0)
     assert found is not None and found.assignment is not None
     assert fits(problem, step_memory(as_step(problem, found.assignment)))
     assert found.gap < gap
@@ -444,11 +444,11 @@ def test_solvers_take_a_cutoff_a_gap_and_a_start(solver: str) -> None:
     program = LinearProgram()
     columns = [program.variable(cost, upper=3.0, integer=True) for cost in (5.0, 4.0, 3.0)]
     program.row(zip(columns, (2.0, 3.0, 1.0)), lower=7.0)
-    best = solve(program, time_limit=10, solver=solver, start={columns[0]: 3.0, columns[2]: 1.0})
+    best = solve(program, solver=solver, start={columns[0]: 3.0, columns[2]: 1.0})
     assert best.values is not None
     assert sum(cost * value for cost, value in zip(program.costs, best.values)) == pytest.approx(11.0)
-    assert solve(program, time_limit=10, solver=solver, cutoff=10.0).infeasible
-    assert solve(program, time_limit=10, solver=solver, cutoff=12.0, gap=0.5).values is not None
+    assert solve(program, solver=solver, cutoff=10.0).infeasible
+    assert solve(program, solver=solver, cutoff=12.0, gap=0.5).values is not None
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_tails_are_shortened_by_units_that_reduce_each_micro_batch() -> None:
 def test_a_v_of_even_chunks_in_one_choice_is_found_where_loads_alone_mislead() -> None:
     """62 layers between an embedding and a head in 32 chunks: two units in each, though the ends are quicker."""
     problem = uniform(num_layers=62, num_ranks=16, memory=1000 * GIB, schedule="zbv", chunks_per_rank=2)
-    found = solve_stages(problem, gap=5e-3, time_limit=5.0)
+    found = solve_stages(problem, gap=5e-3)
     assert found is not None and found.assignment is not None and found.gap <= 5e-3
     counts = [sum(count for _, _, count in groups) for groups in found.assignment]
     assert set(counts) == {2}

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from planner.search.constraints import Constraint, apply_constraints
 from planner.search.ilp import build_ilp
 from planner.search.lattice import Lattices
+from planner.search.linear import SECOND
 from planner.search.pricing import Pricing
 from planner.search.problem import Problem
 from planner.search.solver import solve
 
-#: Seconds for each of the small problems solved to find the conflict.
-TIME_LIMIT = 30.0
+#: The solver's effort for each of the small problems solved to find the conflict.
+EFFORT = 30 * SECOND
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def least_memory(problem: Problem, demands: Demands, pricing: Pricing) -> float 
         return None
     lattices = Lattices(pricing, frozenset(demands.forbidden))
     ilp = build_ilp(left, lattices, memory_limit=None, minimise_memory=True)
-    solution = solve(ilp.program, time_limit=TIME_LIMIT)
+    solution = solve(ilp.program, effort=EFFORT)
     if solution.values is None:
         return None
     return sum(cost * value for cost, value in zip(ilp.program.costs, solution.values))
@@ -120,4 +121,4 @@ def _is_feasible(problem: Problem, demands: Demands, pricing: Pricing) -> bool:
         return True  # every type can be converted into every other
     ilp = build_ilp(left, Lattices(pricing, frozenset(demands.forbidden)), memory_limit=None)
     ilp.program.costs = [0.0] * ilp.program.num_variables
-    return solve(ilp.program, time_limit=TIME_LIMIT).values is not None
+    return solve(ilp.program, effort=EFFORT).values is not None

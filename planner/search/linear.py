@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-#: ``Solution.status`` of a solution that is proved to be the best.
-OPTIMAL = "optimal"
+#: ``Solution.status`` of a solution that is proved to be the best; of one that a limit stopped.
+OPTIMAL, EFFORT_LIMIT, TIME_LIMIT = "optimal", "stopped by effort limit", "stopped by time limit"
+STOPPED = (EFFORT_LIMIT, TIME_LIMIT)
+#: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About so much takes a second.
+SECOND = 1.6e8
 
 
 @dataclass
@@ -33,6 +36,10 @@ class LinearProgram:
     @property
     def num_constraints(self) -> int:
         return len(self.row_lowers)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.columns)
 
     def variable(self, cost: float = 0.0, *, upper: float = math.inf, integer: bool = False) -> int:
         """Add a variable ≥ 0 and return its column."""
@@ -66,7 +73,7 @@ class Solution:
     """What a solver found.
 
     ``values`` is None without a feasible point; ``bound`` is a proved lower bound of the objective (of the program
-    as given); ``infeasible`` says that there is no feasible point at all.
+    as given); ``infeasible`` says that there is no feasible point at all; ``effort`` is what it took (0 for CBC).
     """
 
     values: list[float] | None
@@ -74,3 +81,4 @@ class Solution:
     status: str
     solver: str
     infeasible: bool = False
+    effort: float = 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from planner.search.linear import SECOND
 from planner.step.candidates import Candidate, candidates
 from planner.step.layout import ORDERS
 from planner.step.level_one import Sharded
@@ -16,10 +16,22 @@ from planner.step.stages.problem import StageProblem
 
 #: Candidates that are looked at closely, those of least memory by their bound first.
 TRIES = 24
-#: Seconds to find out what fills the stages of one candidate; any assignment that fits will do.
-STAGE_SECONDS = 2.0
+#: The solver's effort to find out what fills the stages of one candidate; any assignment that fits will do.
+STAGE_EFFORT = 2 * SECOND
 #: What a shortfall may be off by, relative (it is found by bisection).
 PRECISION = 4e-6
+
+
+@dataclass
+class Looks:
+    """How many candidates may still be looked at closely; the first of each question always may."""
+
+    left: int
+
+    def take(self) -> bool:
+        """Whether there was one left."""
+        self.left -= 1
+        return self.left >= 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Closest:
     def stages(self) -> StageSolution | None:
         """What the stages would run if every device had the bytes that are missing; None if that is not found."""
         memory = tuple((limit + self.missing) * (1 + PRECISION) for limit in self.problem.memory)
-        found = solve_stages(replace(self.problem, memory=memory), time_limit=STAGE_SECONDS, gap=1.0)
+        found = solve_stages(replace(self.problem, memory=memory), effort=STAGE_EFFORT, gap=1.0)
         return None if found is None or found.assignment is None else found
 
 
@@ -54,10 +66,10 @@ def allowed(search: Search) -> Iterator[Candidate]:
     )
 
 
-def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> Closest | None:
+def closest(search: Search, *, looks: Looks, only_fitting: bool = False) -> Closest | None:
     """The candidate that lacks least, the first that fits if one does; None if nothing can be divided.
 
-    At most ``TRIES`` candidates are looked at, lowest bound first, until ``deadline`` (of ``time.process_time``).
+    At most ``TRIES`` candidates are looked at, lowest bound first, while ``looks`` are left.
     ``only_fitting``: leave out candidates that their bound says do not fit.
     """
     best: Closest | None = None
@@ -69,7 +81,7 @@ def closest(search: Search, *, deadline: float, only_fitting: bool = False) -> C
     )
     for least, _, _, _, candidate in ranked[:TRIES]:
         missing = max(0.0, least - search.memory)
-        late = time.process_time() > deadline and best is not None
+        late = not looks.take() and best is not None
         if (
             late
             or missing == float("inf")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-
 from passes.step_plan import RankMemory
-from planner.step.closest import Closest, closest, size_text
+from planner.search.linear import TIME_LIMIT
+from planner.step.closest import Closest, Looks, closest, size_text
 from planner.step.conflicts import conflict
 from planner.step.extract import memory_by_rank
 from planner.step.relaxations import relaxations
-from planner.step.search import TIME_LIMIT, Outcome, Search, Solution
+from planner.step.search import Outcome, Search, Solution
 from planner.step.stages.problem import as_step
 
-#: Seconds of processor time to look for what would help.
-SECONDS = 8.0
+#: Candidates that are looked at, in all, for what is missing and what would help.
+LOOKS = 60
 _PARTS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -33,14 +32,14 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
             f"no plan was found within time_limit = {search.demands.time_limit:g} s, {outcome.counts['solved']} of "
             f"{outcome.counts['enumerated']} candidates solved: give more time"
         )
-    deadline = time.process_time() + SECONDS
-    nearest = closest(search, deadline=deadline)
+    looks = Looks(LOOKS)
+    nearest = closest(search, looks=looks)
     if nearest is None:
         return ValueError(
             f"no way to divide batch, sequence and tensors over {search.cluster.num_devices} devices meets the "
             "demands: loosen fix, forbid or constraints, or take another number of devices"
         )
-    helpful = "; or ".join(relaxations(search, nearest, deadline=deadline))
+    helpful = "; or ".join(relaxations(search, nearest, looks=looks))
     return ValueError(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
 
 

@@ -12,6 +12,7 @@ from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.step_plan import CHUNKED_LOSS
 from planner.collection import no_collection
+from planner.search.linear import TIME_LIMIT
 from planner.step.baselines import data_experts
 from planner.step.demands import Demands
 from planner.step.extract import Judged, extract, judge
@@ -22,7 +23,7 @@ from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
-from planner.step.search import TIME_LIMIT, Outcome, Search
+from planner.step.search import Outcome, Search
 from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
@@ -112,13 +113,24 @@ class _Planner:
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of the best of what a search found; if that is not proved, of what a closer search finds."""
         best, others = self.judged(cluster, demands, search, outcome)
-        gap, left = _gap_to_prove(best, outcome), search.deadline - time.monotonic()
-        if gap is not None and left > 0:
-            closer = dataclasses.replace(demands, gap=gap, time_limit=left)
-            search, again = self.search(cluster, closer, search.level_one)
-            outcome = dataclasses.replace(again, bound=max(outcome.bound, again.bound))
+        gap = _gap_to_prove(best, outcome)
+        if gap is not None:
+            search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
             best, others = self.judged(cluster, demands, search, outcome)
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+
+    def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
+        """What a search with a smaller gap finds in the time that is left, beside what was found before."""
+        left = search.deadline - time.monotonic()
+        if left <= 0:
+            return search, dataclasses.replace(outcome, status=TIME_LIMIT)
+        search, again = self.search(cluster, dataclasses.replace(demands, time_limit=left), search.level_one)
+        fastest = {each.candidate: each for each in outcome.solutions}
+        for each in again.solutions:
+            if each.candidate not in fastest or each.seconds <= fastest[each.candidate].seconds:
+                fastest[each.candidate] = each
+        solutions = sorted(fastest.values(), key=lambda each: each.seconds)
+        return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
 
     def judged(
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome

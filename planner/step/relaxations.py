@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
-from planner.step.closest import Closest, closest, size_text
+from planner.step.closest import Closest, Looks, closest, size_text
 from planner.step.conflicts import without
 from planner.step.demands import Demands
 from planner.step.level_one import LevelOne
@@ -20,19 +19,19 @@ from planner.step.training import POLICIES, ZERO_STAGES
 TIMES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 
 
-def relaxations(search: Search, nearest: Closest, *, deadline: float) -> Iterator[str]:
+def relaxations(search: Search, nearest: Closest, *, looks: Looks) -> Iterator[str]:
     """Changes each of which, by itself, lets a plan fit; the last names the memory that devices would need."""
-    by_demand = [*_policies(search, deadline), *_others(search, deadline)]
+    by_demand = [*_policies(search, looks), *_others(search, looks)]
     if not by_demand and (search.demands.fixed or search.demands.forbidden):
         free = replace(search.demands, fixed={}, forbidden={})
-        found = _fits(_relaxed(search, free), deadline)
+        found = _fits(_relaxed(search, free), looks)
         by_demand = [f"dropping all of fix and forbid: {found.candidate}"] if found else []
     yield from by_demand
-    yield from _devices(search, deadline)
+    yield from _devices(search, looks)
     yield _memory(search, nearest)
 
 
-def _policies(search: Search, deadline: float) -> Iterator[str]:
+def _policies(search: Search, looks: Looks) -> Iterator[str]:
     """Values of recompute and ZeRO that are excluded and would help, the first of each (it costs least time)."""
     for name, values in (("recompute", POLICIES), ("zero", ZERO_STAGES)):
         for value in values:
@@ -40,31 +39,31 @@ def _policies(search: Search, deadline: float) -> Iterator[str]:
                 continue
             allowed = frozenset((*search.demands.among(name, values), value))
             demands = without(search.demands, name)
-            if _fits(_relaxed(search, replace(demands, fixed={**demands.fixed, name: allowed})), deadline):
+            if _fits(_relaxed(search, replace(demands, fixed={**demands.fixed, name: allowed})), looks):
                 yield f"allowing {name}={value}"
                 break
 
 
-def _others(search: Search, deadline: float) -> Iterator[str]:
+def _others(search: Search, looks: Looks) -> Iterator[str]:
     """Other choices that need not be as demanded, with what would be chosen."""
     named = {*search.demands.fixed, *search.demands.forbidden} - {"recompute", "zero", "order"}
     for name in sorted(named):
-        found = _fits(_relaxed(search, without(search.demands, name)), deadline)
+        found = _fits(_relaxed(search, without(search.demands, name)), looks)
         if found is not None:
             yield f"{name}={found.candidate.value_of(name)}"
 
 
-def _devices(search: Search, deadline: float) -> Iterator[str]:
+def _devices(search: Search, looks: Looks) -> Iterator[str]:
     """The fewest times as many devices of this kind on which a plan fits, else on which one without demands does."""
     for demands, what in (
         (search.demands, "devices of this kind"),
         (replace(search.demands, fixed={}, forbidden={}), "devices of this kind and no fix or forbid"),
     ):
         for times in TIMES:
-            if time.process_time() > deadline:
+            if looks.left <= 0:
                 return
             level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.kept)
-            found = _fits(Search(level, level.cluster, demands), deadline)
+            found = _fits(Search(level, level.cluster, demands), looks)
             if found is not None:
                 yield f"{level.cluster.num_devices} {what} ({found.candidate})"
                 return
@@ -89,9 +88,9 @@ def _relaxed(search: Search, demands: Demands) -> Search:
     return Search(search.level_one, search.cluster, demands)
 
 
-def _fits(search: Search, deadline: float) -> Closest | None:
+def _fits(search: Search, looks: Looks) -> Closest | None:
     """A candidate that fits, None if none is found."""
-    found = closest(search, deadline=deadline, only_fitting=True)
+    found = closest(search, looks=looks, only_fitting=True)
     return found if found is not None and found.missing == 0 else None
 
 

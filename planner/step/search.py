@@ -18,7 +18,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
-from planner.search.linear import OPTIMAL
+from planner.search.linear import OPTIMAL, SECOND, TIME_LIMIT
 from planner.step.bounds import Bounds
 from planner.step.candidates import Candidate, candidates
 from planner.step.choices import Setting, unit_runs
@@ -33,8 +33,6 @@ from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25)
-#: The status of a search that ran out of time.
-TIME_LIMIT = "time limit"
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
 #: How many times the least bound their best may be before others are solved too.
@@ -45,9 +43,9 @@ TIES = 0.02
 DIVE_EVERY = 128
 #: Schedules that they are solved under.
 PLAIN = ("1f1b", "interleaved_1f1b")
-#: Seconds for a stage program when it is solved for the first time: little for those before the search begins. Where
-#: they do not suffice the candidate waits under the bound that was proved, and is then given twice as long.
-DIVE_SECONDS, STAGE_SECONDS = 0.25, 1.0
+#: The solver's effort for a stage program when it is solved for the first time: little for those before the search
+#: begins. Where it does not suffice the candidate waits under the bound that was proved, and then gets twice as much.
+DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class _Entry:
     sharded: Sharded | None = field(compare=False, default=None)
     weight: float = field(compare=False, default=0.0)
     recompute: float = field(compare=False, default=0.0)
-    solver_seconds: float = field(compare=False, default=0.0)
+    effort: float = field(compare=False, default=0.0)
     proofs: Proofs = field(compare=False, default_factory=dict)
 
 
@@ -118,20 +116,19 @@ class Search:
         self.least = float("inf")
         self.finished: set[Candidate] = set()
         self.diving = False
-        self.deadline = float("inf")
+        self.deadline, self.late = float("inf"), False
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
         """Search until the gap is closed, nothing is left, or time is up."""
-        self.deadline = deadline = time.monotonic() + self.demands.time_limit
+        self.deadline = time.monotonic() + self.demands.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
-        self._dive(heap, deadline)
-        status, pops = "optimal", itertools.count(1)
+        self._dive(heap)
+        pops = itertools.count(1)
         while heap and heap[0].bound < self._cutoff():
-            if time.monotonic() > deadline:
-                status = TIME_LIMIT
+            if self._is_late():
                 break
             entry = heapq.heappop(heap)
             if entry.stage == 0 and entry.candidate in self.finished:
@@ -145,7 +142,12 @@ class Search:
         best = self.solutions[0].seconds if self.solutions else float("inf")
         left = heap[0].bound if heap else float("inf")
         bound = min(left, self.least, best)
-        return Outcome(self.solutions, bound, status, self.counts, self.shortfalls)
+        return Outcome(self.solutions, bound, TIME_LIMIT if self.late else OPTIMAL, self.counts, self.shortfalls)
+
+    def _is_late(self) -> bool:
+        """Whether time is up, which is the only thing that the clock decides; the plan then says so."""
+        self.late = self.late or time.monotonic() > self.deadline
+        return self.late
 
     def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
         for entry in entries:
@@ -159,7 +161,7 @@ class Search:
         """Nothing that is no longer looked at is better than ``bound``."""
         self.least = min(self.least, bound)
 
-    def _dive(self, heap: list[_Entry], deadline: float) -> None:
+    def _dive(self, heap: list[_Entry]) -> None:
         """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
 
         Of every three sizes of pipeline, context and tensor axis (the last within a node), under the plainest
@@ -171,23 +173,23 @@ class Search:
         alone = [entry for entry in heap if entry.candidate.layout.pipeline == 1]
         self.diving = True
         firsts = self._firsts(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
-        self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)), deadline)
+        self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)))
         if not self.solutions or self.solutions[0].seconds > far:
             firsts = self._firsts(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
-            self._solve_best(heap, firsts, deadline)
+            self._solve_best(heap, firsts)
         self.diving = False
 
-    def _solve_best(self, heap: list[_Entry], ready: list[_Entry], deadline: float) -> None:
+    def _solve_best(self, heap: list[_Entry], ready: list[_Entry]) -> None:
         """Take ``ready`` through all stages, best first, but for what is near the best no more."""
         self.finished.update(entry.candidate for entry in ready)
         heapq.heapify(ready)
         while ready:
             entry = heapq.heappop(ready)
-            if entry.bound >= self._cutoff() or (self.solutions and time.monotonic() > deadline):
+            if entry.bound >= self._cutoff() or (self.solutions and self._is_late()):
                 self._leave(entry.bound)
                 continue
             for follower in self._advance(entry):
-                heapq.heappush(heap if follower.weight or follower.solver_seconds else ready, follower)
+                heapq.heappush(heap if follower.weight or follower.effort else ready, follower)
             self._tell(heap)
 
     def _firsts(self, found: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
@@ -217,7 +219,7 @@ class Search:
                 self._leave(entry.bound)
                 continue
             for follower in self._advance(entry):
-                if follower.weight or follower.solver_seconds:
+                if follower.weight or follower.effort:
                     heapq.heappush(heap, follower)  # the same in fewer bytes, or solved for longer: later
                 else:
                     stack.append(follower)
@@ -368,13 +370,14 @@ class Search:
 
     def _solve(self, entry: _Entry) -> Iterable[_Entry]:
         assert entry.sharded is not None and entry.problem is not None
-        if not entry.solver_seconds:
+        if not entry.effort:
             self.counts["solved"] += 1
         cutoff = self._cutoff()
-        limit = entry.solver_seconds or (DIVE_SECONDS if self.diving else STAGE_SECONDS)
+        effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
         solved = solve_stages(
             entry.problem,
-            time_limit=max(0.0, min(limit, self.deadline - time.monotonic())),
+            effort=effort,
+            deadline=self.deadline,
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=self.demands.gap / 2,
             proofs=entry.proofs,
@@ -389,7 +392,7 @@ class Search:
             self._leave(bound)
             self.counts["pruned by bound"] += solved.assignment is None
         else:
-            yield replace(entry, bound=bound, order=next(self.order), solver_seconds=2 * limit)
+            yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
 
     def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
         """The candidate again, under the sharding for which a byte is worth more: slower, but it may recompute, gather

@@ -42,8 +42,6 @@ from planner.step.pricing import (
 Rules = Callable[[Problem], list[Constraint]]
 #: How far from an integer a variable may be and count as one.
 INTEGRAL = 1e-6
-#: Seconds for one sharding ILP; they take milliseconds.
-ILP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -231,9 +229,9 @@ def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
 def _values(program: LinearProgram) -> list[float] | None:
     """The best solution; the relaxation is nearly always integral, and solved in a fifth of the time."""
     relaxed = replace(program, integers=[False] * program.num_variables)
-    solution = solve(relaxed, time_limit=ILP_SECONDS, presolve=False)
+    solution = solve(relaxed, presolve=False)
     if solution.values is not None and _is_fractional(program, solution.values):
-        solution = solve(program, time_limit=ILP_SECONDS)
+        solution = solve(program)
     return solution.values
 
 

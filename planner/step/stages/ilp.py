@@ -64,12 +64,13 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from cost_models.step_time import played_path, step_memory, step_seconds
-from planner.search.linear import OPTIMAL, Solution
+from planner.search.linear import OPTIMAL, SECOND, STOPPED, LinearProgram, Solution
 from planner.search.solver import solve
 from planner.step.stages.balance import all_alike, balance, by_rounds
 from planner.step.stages.bounds import memory_shortfall, time_bounds
@@ -106,7 +107,7 @@ class StageSolution:
         assignment: the best assignment, None where there is none better than the cutoff, or none was found in time.
         objective: seconds of the step, as ``step_seconds`` prices it (infinite without an assignment).
         bound: seconds that no assignment beats (with a cutoff: none that is better than the cutoff does).
-        status: "optimal" (within the gap asked for), "cutoff", "time limit reached" …
+        status: "optimal" (within the gap asked for), "cutoff", "stopped by effort limit" …
         num_variables, num_constraints: size of the integer program, 0 where none was needed.
     """
 
@@ -132,7 +133,8 @@ Proofs = dict[bool, Shares | Segments | None]
 def solve_stages(
     problem: StageProblem,
     *,
-    time_limit: float = 10.0,
+    effort: float = 10 * SECOND,
+    deadline: float = math.inf,
     cutoff: float | None = None,
     gap: float = 1e-4,
     proofs: Proofs | None = None,
@@ -142,7 +144,8 @@ def solve_stages(
     Assignments built rank by rank are tried first; the integer program is solved where they do not meet the bound.
 
     Args:
-        time_limit: seconds for the integer program.
+        effort: of the solver, on the integer program and its relaxations (``planner.search.linear``).
+        deadline: of ``time.monotonic``, by which the solver is stopped whatever its effort.
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
         proofs: what ``bound_within_memory`` has found of the same problem.
@@ -153,7 +156,7 @@ def solve_stages(
     if memory_shortfall(problem) > 0:
         return None
     reduced, kept = undominated(problem)
-    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs).run(time_limit)
+    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs).run(effort, deadline)
     if found is None or found.assignment is None:
         return found
     return replace(found, assignment=relabelled(found.assignment, kept))
@@ -198,15 +201,16 @@ class _Search:
         self.objective = math.inf
         self.size = (0, 0)
         self.stage: StageProgram | None = None
+        self.effort, self.deadline = 0.0, math.inf
         #: Paths through the order that are longest for some assignment.
         self.paths: dict[Counts, None] = {}
 
-    def run(self, time_limit: float) -> StageSolution | None:
+    def run(self, effort: float, deadline: float) -> StageSolution | None:
         """Try what is quick, then the integer program's relaxation, then the program itself."""
-        deadline = time.monotonic() + time_limit
+        self.effort, self.deadline = effort, deadline
         if self.settled() or (self.try_alike() and self.settled()):
             return self.solution()
-        shares = self.share(deadline)
+        shares = self.share()
         if self.settled():
             return self.solution()
         if shares is not None and math.isinf(shares.load):
@@ -216,10 +220,10 @@ class _Search:
             return self.solution()
         stage = self.program(shares)
         if self.best is not None or stage.pipeline is not None:
-            self.relax(stage, deadline)
+            self.relax(stage)
             if self.settled():
                 return self.solution()
-        return self.solve(stage, max(0.1, deadline - time.monotonic()))
+        return self.solve(stage)
 
     def program(self, shares: Shares | Segments | None) -> StageProgram:
         """The integer program, made once, with what is known so far."""
@@ -269,7 +273,7 @@ class _Search:
         alike = ((run, row.index(min(row)), self.problem.runs[run].count) for run, row in enumerate(costs))
         return self.offer((tuple(alike),))
 
-    def share(self, deadline: float) -> Shares | Segments | None:
+    def share(self) -> Shares | Segments | None:
         """Share units out over ranks and take over what that proves, with a cutoff also what the relaxation does; only
         if that settles nothing look for better.
 
@@ -294,7 +298,7 @@ class _Search:
                 break
         last = found
         if math.isfinite(self.cutoff):
-            self.relax(self.program(last), deadline)
+            self.relax(self.program(last))
         for remember, found in proofs.items():
             if self.settled() or self.improve(found, remember=remember):
                 break
@@ -375,30 +379,37 @@ class _Search:
         elif solution.status == OPTIMAL or any(stage.program.integers):
             self.bound = max(self.bound, min(limit, (solution.bound + stage.constant) * stage.second))
 
-    def relax(self, stage: StageProgram, deadline: float) -> None:
+    def solved(self, program: LinearProgram, **options: Any) -> Solution:
+        """A program's solution, with what effort and time are left."""
+        left = max(0.0, self.deadline - time.monotonic())
+        solution = solve(program, time_limit=left, effort=self.effort, **options)
+        self.effort = max(0.0, self.effort - solution.effort)
+        return solution
+
+    def relax(self, stage: StageProgram) -> None:
         """Raise the bound by the program's relaxation, with the paths that are longest for its answers."""
         for _ in range(_RELAXED):
+            if not self.effort:
+                break
             relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
-            solution = solve(relaxed, time_limit=max(0.1, deadline - time.monotonic()))
+            solution = self.solved(relaxed)
             self.raise_bound(stage, solution)
             if solution.values is None or self.settled() or not add_longest_path(stage, solution.values):
                 break
 
-    def solve(self, stage: StageProgram, time_limit: float) -> StageSolution | None:
+    def solve(self, stage: StageProgram) -> StageSolution | None:
         """Solve the integer program, from the best assignment so far; again while paths are missing."""
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
-        deadline = time.monotonic() + time_limit
         while True:
             start = encode(stage, self.best) if self.best is not None else None
-            left = max(0.1, deadline - time.monotonic())
-            solution = solve(stage.program, time_limit=left, gap=self.gap, cutoff=limit, start=start)
+            solution = self.solved(stage.program, gap=self.gap, cutoff=limit, start=start)
             found = None if solution.values is None else decode(stage, solution.values)
             if found is not None:
                 self.offer(found)
             self.raise_bound(stage, solution)
             if solution.infeasible and self.best is None and math.isinf(self.cutoff):
                 return None
-            if self.settled() or time.monotonic() > deadline or not self.add_path(stage, found):
+            if self.settled() or solution.status in STOPPED or not self.add_path(stage, found):
                 return self.solution(OPTIMAL if solution.infeasible else solution.status)
 
     def add_path(self, stage: StageProgram, assignment: Assignment | None) -> bool:

@@ -1,0 +1,66 @@
+"""The clock only stops a search: how fast or how busy the machine is decides nothing else."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import pytest
+from transformers import LlamaConfig
+
+from cost_models import Cluster
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from planner.planning import capture_for_planning
+from planner.search.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
+from planner.step.demands import read_demands
+from planner.step.planning import plan_step
+from planner.step.stages.ilp import solve_stages
+from tests.test_step_stages import GIB, uniform
+
+#: A V schedule of uneven stages: its stage program is given up several times, each time with more effort.
+HARD = {"pp": 4, "dp": 2, "schedule": "zbv"}
+
+
+@functools.cache
+def graph() -> Graph:
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=22, num_attention_heads=8, vocab_size=4096
+    )
+    return capture_for_planning(config, batch_size=16, seq_len=512)
+
+
+def plan(*, time_limit: float) -> Plan:
+    return plan_step(graph(), Cluster.parse("dgx-h100:1"), read_demands(HARD, time_limit=time_limit))
+
+
+def run_clocks(monkeypatch: pytest.MonkeyPatch, *, times: float) -> None:
+    """Let every clock of Python run so many times as fast."""
+
+    def faster(clock: Callable[[], float]) -> Callable[[], float]:
+        began = clock()
+        return lambda: began + times * (clock() - began)
+
+    for name in ("monotonic", "perf_counter", "process_time", "time"):
+        monkeypatch.setattr(time, name, faster(getattr(time, name)))
+
+
+def test_a_stage_program_is_given_up_after_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = uniform(num_layers=126, num_ranks=16, memory=60 * GIB, schedule="interleaved_1f1b", chunks_per_rank=8)
+    quiet = solve_stages(problem, gap=1e-4, effort=SECOND / 2)
+    assert quiet is not None and quiet.status == EFFORT_LIMIT
+    run_clocks(monkeypatch, times=100.0)
+    assert solve_stages(problem, gap=1e-4, effort=SECOND / 2, deadline=time.monotonic() + 1e6) == quiet
+
+
+def test_a_machine_that_is_twenty_times_slower_gets_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = plan(time_limit=1e6)
+    run_clocks(monkeypatch, times=20.0)
+    assert plan(time_limit=1e6) == quiet
+
+
+def test_a_search_that_time_stops_says_so() -> None:
+    stopped = plan(time_limit=0.0)
+    assert stopped.certificate.status == TIME_LIMIT == "stopped by time limit"
+    assert stopped.certificate.gap > 0.01
