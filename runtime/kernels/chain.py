@@ -10,7 +10,6 @@ alone: measured ones may differ from rank to rank, and with them the rounding.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from passes.chains.layout import COLUMN, FULL, OTHER, ROW, SCALAR
-from runtime.kernels import autotune
+from runtime.kernels.chain_launch import Launch
 from runtime.kernels.chain_layout import Layout, Shape, layout_of
 from runtime.kernels.dispatch import runs_triton
-from runtime.kernels.language import interprets_triton
-from runtime.kernels.rows import Tile, walkers_over
-from runtime.kernels.tiling import TileChoice, processors_of, ranked_tiles
 
 Plain = Callable[..., Any]
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -80,6 +76,7 @@ class Chain:
         self._differentiable = bool(self.gradients or self.passed)
         self._known = frozenset((*self.gradients, *self.passed, *self.shared, *fixed))
         self._layouts: dict[Any, Layout | None] = {}
+        self._launches: dict[Any, Launch] = {}
         self._compiled: Plain | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -120,9 +117,14 @@ class Chain:
         layout = self.layout(tensors)
         return layout is not None and layout.num_rows > 0 and layout.width > 0
 
+    @staticmethod
+    def _key(tensors: Sequence[torch.Tensor], space: Shape | None) -> tuple[Any, ...]:
+        """What the geometry of a launch depends on."""
+        return space, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+
     def layout(self, tensors: Sequence[torch.Tensor], space: Shape | None = None) -> Layout | None:
         """The geometry of a launch with these operands."""
-        key = (space, *((tensor.shape, tensor.stride()) for tensor in tensors))
+        key = self._key(tensors, space)
         if key not in self._layouts:
             shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) if space is None else space
             self._layouts[key] = layout_of(tensors, shape, columns=self.columns)
@@ -132,15 +134,13 @@ class Chain:
         self, tensors: Sequence[torch.Tensor], *, extra: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs, and what is kept for backward besides (None without ``extra``)."""
-        layout = self.layout(tensors)
-        assert layout is not None
+        launch = self._launch(self.forward, tensors, None, len(self.outputs) + len(self.extra) * extra)
+        layout = launch.layout
         made = {name: self._room(name, dtype, layout, tensors[0]) for name, dtype in self.outputs.items()}
         kept = {
             name: self._room(name, dtype, layout, tensors[0]) if extra else None for name, dtype in self.extra.items()
         }
-        results = [*made.values(), *kept.values()]
-        tiles = _ranked(layout, tensors, len(results), whole_rows=bool(self.rows))
-        _launch(self.forward, layout, tensors, results, tiles[:1] if self.rows else tiles)
+        launch(tensors, [*made.values(), *kept.values()])
         return [self._shown(name, tensor, layout) for name, tensor in made.items()], [
             None if tensor is None else layout.restored(tensor) for tensor in kept.values()
         ]
@@ -161,20 +161,27 @@ class Chain:
         """Gradients of the inputs that the kernel makes, by name; ``shapes`` are the inputs'."""
         given = [grad.unsqueeze(-1) if self.rows.get(name) is False else grad for name, grad in zip(self.grads, grads)]
         operands = [*given, *saved]
-        layout = self.layout(operands, space)
-        assert layout is not None
-        tiles = _ranked(layout, operands, len(self.gradients), whole_rows=bool(self.rows))
-        walks = any(kind in _SUMMED for kind in self.gradients.values())
-        blocks = -(-layout.width // tiles[0].columns)
-        shares = max(1, walkers_over(layout.num_rows, _walker(tiles[0]), operands[0].device) // blocks)
-        sums = _Sums(layout, shares, blocks)
+        launch = self._launch(self.backward, operands, space, len(self.gradients))
+        sums = _Sums(launch.layout, launch.shares, launch.blocks)
         made = {name: sums.room(kind, self.inputs[name], operands[0]) for name, kind in self.gradients.items()}
-        tiles = tiles[:1] if walks or self.rows else tiles
-        _launch(self.backward, layout, operands, list(made.values()), tiles, shares=shares if walks else None)
+        launch(operands, list(made.values()))
         return {
             name: sums.total(self.gradients[name], tensor, shapes[name]).to(self.inputs[name])
             for name, tensor in made.items()
         }
+
+    def _launch(self, kernel: Any, operands: Sequence[torch.Tensor], space: Shape | None, num_results: int) -> Launch:
+        """The launch for such operands, made at their first call."""
+        key = (kernel is self.forward, num_results, operands[0].device, *self._key(operands, space))
+        launch = self._launches.get(key)
+        if launch is None:
+            layout = self.layout(operands, space)
+            assert layout is not None
+            walks = kernel is self.backward and any(kind in _SUMMED for kind in self.gradients.values())
+            launch = self._launches[key] = Launch(
+                kernel, layout, operands, num_results=num_results, whole_rows=bool(self.rows), walks=walks
+            )
+        return launch
 
 
 class _Sums:
@@ -248,74 +255,6 @@ class _Run(torch.autograd.Function):
 def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros that take no room."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-def _launch(
-    kernel: Any,
-    layout: Layout,
-    operands: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor | None],
-    tiles: Sequence[TileChoice],
-    *,
-    shares: int | None = None,
-) -> None:
-    """Run a kernel on all of its space; with ``shares``, a program walks through one of so many parts of the rows."""
-    if layout.copies:
-        operands = [operand.contiguous() for operand in operands]
-
-    def run(tile: TileChoice) -> None:
-        parts = shares if shares is not None else -(-layout.num_rows // tile.rows)
-        options: dict[str, Any] = {} if shares is None else {"SHARES": shares}
-        kernel[(parts * -(-layout.width // tile.columns),)](
-            *operands, *results, *layout.strides, SPACE=layout.sizes, TILE=(tile.rows, tile.columns),
-            num_warps=tile.num_warps, **options,
-        )  # fmt: skip
-
-    run(_tuned(kernel, layout, operands, tiles, run))
-
-
-def _walker(tile: TileChoice) -> Tile:
-    return Tile(rows=tile.rows, columns=tile.columns, num_warps=tile.num_warps, whole=False)
-
-
-def _ranked(
-    layout: Layout, operands: Sequence[torch.Tensor], num_results: int, *, whole_rows: bool
-) -> tuple[TileChoice, ...]:
-    whole = [operand.itemsize for operand in operands if operand.shape == layout.space]
-    return ranked_tiles(
-        layout.num_rows,
-        layout.width,
-        item_bytes=sum(whole) + num_results * max(operand.itemsize for operand in operands),
-        tensors=len(whole) + num_results,
-        processors=processors_of(operands[0].device),
-        whole_rows=whole_rows,
-    )
-
-
-def _tuned(
-    kernel: Any,
-    layout: Layout,
-    operands: Sequence[torch.Tensor],
-    tiles: Sequence[TileChoice],
-    run: Callable[[TileChoice], None],
-) -> TileChoice:
-    """The measured best on a GPU, which leaves its results behind; the likeliest elsewhere."""
-    if (
-        len(tiles) == 1
-        or interprets_triton()
-        or operands[0].device.type != "cuda"
-        or torch.cuda.is_current_stream_capturing()
-    ):
-        return tiles[0]
-    key = {
-        "kernel": autotune.digest(inspect.getsource(kernel.fn)),
-        "dtypes": [str(operand.dtype) for operand in operands],
-        "broadcast": [[stride == 0 for stride in strides] for strides in layout.strides],
-        "rows": autotune.bucket_of(layout.num_rows),
-        "width": autotune.bucket_of(layout.width),
-        **autotune.environment_of(operands[0].device),
-    }
-    return autotune.best(key, tiles, lambda tile: autotune.device_seconds(lambda: run(tile)))
 
 
 def _dtypes(given: Mapping[str, str] | None) -> dict[str, torch.dtype]:
