@@ -44,7 +44,7 @@ def typecheck(program: Program) -> None:
     entry = program.load()[ENTRY_POINT]
     random_state = ops.get_random_state()
     try:
-        with virtual_mesh(program.mesh) as mesh, spmd.set_current_mesh(mesh):
+        with virtual_mesh(program.mesh) as mesh, spmd.set_current_mesh(mesh), torch.device("meta"):
             _check(program, entry, mesh_shape=program.mesh)
     except (spmd.SpmdTypeError, AssertionError, RuntimeError, ValueError) as error:
         raise ProgramTypeError(

@@ -19,6 +19,7 @@ from passes.canonicalise.gradients import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
+from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.settled_choices import take_settled_choices
 from passes.canonicalise.sparse_gradients import make_gradients_dense
@@ -42,6 +43,7 @@ def canonicalise(
     """
     inline_regions(module)
     drop_asserts(module)
+    write_out_random_operators(module)
     write_out_batch_norm(module)
     functionalise(module, buffers)
     replace_synonyms(module)
@@ -62,3 +64,4 @@ def canonicalise(
     drop_noops(module, trainable)
     mark_constants(module, literals)
     drop_dead_code(module)
+    refuse_other_random_operators(module)

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
-from passes.capture.draws import number_draws
+from passes.capture.draws import number_draws, unvalidated_distributions
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
@@ -115,7 +115,8 @@ def _traced(
     stand_ins = StandIns(device_of(model))
     paths = {id(module): name for name, module in model.named_modules()}
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    with mode_of(model, training), replaced_tensors(call, stand_ins), announced_hooks(model):
+    unread = unvalidated_distributions()
+    with mode_of(model, training), replaced_tensors(call, stand_ins), announced_hooks(model), unread:
         graph_training = model.training
         states = _state_names(call)
         program = _export(call, tensors, paths)

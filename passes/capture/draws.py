@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
+from torch.distributions import Distribution
 
 from passes.capture.interpret import operator
 from passes.ir.graph import Graph, Node
 from passes.rules.call import bind
 
-#: Operators that draw only where this argument is not zero.
-_PROBABILITY = {"aten.scaled_dot_product_attention.default": "dropout_p", "aten.dropout.default": "p"}
+#: Arguments of operators that draw only where none of these is False or zero.
+_SWITCHES = ("train", "training", "dropout", "dropout_p")
+
+
+@contextlib.contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """``torch.distributions`` made in here do not look at the values of their parameters, which tracing has not."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def number_draws(graph: Graph) -> Graph:
@@ -25,4 +39,4 @@ def _draws(node: Node, graph: Graph) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(operator(node.op), "tags", ()):
         return False
     call = bind(node, graph.values)
-    return call is None or node.op not in _PROBABILITY or bool(call.get(_PROBABILITY[node.op]))
+    return call is None or all(call.get(name) not in (False, 0.0) for name in _SWITCHES)

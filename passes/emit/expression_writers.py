@@ -184,10 +184,26 @@ def random_like(function: str) -> Callable[[Writer], str]:
 
     def write(writer: Writer) -> str:
         source, output = writer.call.inputs[0], writer.output
-        drawn = f"ops.{function}({source.name}, {_draw(writer)})"
-        return drawn if output.dtype == source.dtype else f"{drawn}.to(torch.{output.dtype})"
+        dtype = "" if output.dtype == source.dtype else f", dtype=torch.{output.dtype}"
+        return f"ops.{function}({source.name}{_range(writer)}{dtype}, {_draw(writer)})"
 
     return write
+
+
+def random_of_size(function: str) -> Callable[[Writer], str]:
+    """Numbers drawn for a tensor of this rank's size."""
+
+    def write(writer: Writer) -> str:
+        output = writer.output
+        size = ", ".join(map(str, output.shape)) + ("," if len(output.shape) == 1 else "")
+        return f"ops.{function}(({size}){_range(writer)}, dtype=torch.{output.dtype}, {_draw(writer)})"
+
+    return write
+
+
+def _range(writer: Writer) -> str:
+    bounds = [render(writer.arguments[name]) for name in ("low", "high") if name in writer.arguments]
+    return "".join(f", {bound}" for bound in bounds)
 
 
 def embedding(writer: Writer) -> str:
@@ -287,6 +303,9 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     "aten.scaled_dot_product_attention.default": attention,
     "aten.dropout.default": dropout,
     **{f"aten.{name}.default": random_like(name) for name in ("rand_like", "randn_like", "bernoulli")},
+    "aten.randint_like.low_dtype": random_like("randint_like"),
+    **{f"aten.{name}.default": random_of_size(name) for name in ("rand", "randn")},
+    "aten.randint.low": random_of_size("randint"),
     "aten.embedding.default": embedding,
     "meshwright.embedding.default": embedding,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,

@@ -179,7 +179,15 @@ def diagonal(call: Call) -> ShardingRule:
     return call.rule([dims], [(*out, ())], terms=((0,),))
 
 
+def created(call: Call) -> ShardingRule:
+    """Random numbers of a given size, drawn by position: every dim may be cut."""
+    return call.rule([], [named_dims(call.outputs[0].shape)])
+
+
 COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+    "aten.rand.default": created,
+    "aten.randn.default": created,
+    "aten.randint.low": created,
     "aten.slice.Tensor": sliced,
     "aten.narrow.default": sliced,
     "aten.split.Tensor": sliced,

@@ -46,7 +46,9 @@ RULES: dict[str, str] = {
         POINTWISE,
     ),
     **_each("to.dtype to.device to.dtype_layout _to_copy clamp clip clamp_min clamp_max", POINTWISE),
-    **_each("zeros_like ones_like full_like empty_like rand_like randn_like bernoulli", POINTWISE),
+    **_each(
+        "zeros_like ones_like full_like empty_like rand_like randn_like bernoulli randint_like.low_dtype", POINTWISE
+    ),
     "aten.dropout.default": POINTWISE,
     **_each("pow.Tensor_Scalar pow.Scalar float_power.Tensor_Scalar float_power.Scalar", POINTWISE),
     **_each("div.Scalar_mode remainder.Scalar fmod.Scalar bitwise_and.Scalar", POINTWISE),

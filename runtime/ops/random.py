@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import spmd_types as spmd
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from spmd_types._local import _build_rank_to_group_local, _get_local_tensor_mode
 
+from runtime.compat import mesh_of_thread
 from runtime.kernels.philox import keep_mask, own_word, random_words
 from runtime.ops.microbatch import current_microbatch
 from runtime.ops.types import groups_of
@@ -160,16 +162,42 @@ class _Dropout(torch.autograd.Function):
         return grad * kept * ctx.scale, None, None
 
 
-def rand_like(x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None) -> torch.Tensor:
+def rand_like(
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
+) -> torch.Tensor:
     """Uniform numbers in [0, 1) shaped as ``x``; the rest as in ``dropout``."""
-    return _drawn(x, _draw(draw, of, shards or {}), _uniform)
+    return _drawn(x, _draw(draw, of, shards or {}), _uniform, dtype)
 
 
 def randn_like(
-    x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
 ) -> torch.Tensor:
     """Normal numbers shaped as ``x``; the rest as in ``dropout``."""
-    return _drawn(x, _draw(draw, of, shards or {}), _normal)
+    return _drawn(x, _draw(draw, of, shards or {}), _normal, dtype)
+
+
+def randint_like(
+    x: torch.Tensor,
+    low: int,
+    high: int,
+    *,
+    dtype: torch.dtype | None = None,
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
+) -> torch.Tensor:
+    """Whole numbers from ``low`` up to ``high`` - 1 shaped as ``x``; the rest as in ``dropout``."""
+    return _drawn(x, _draw(draw, of, shards or {}), partial(_integers, low, high), dtype)
 
 
 def bernoulli(x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None) -> torch.Tensor:
@@ -177,13 +205,52 @@ def bernoulli(x: torch.Tensor, *, draw: int = 0, of: Block | None = None, shards
     return _drawn(x, _draw(draw, of, shards or {}), _chances)
 
 
+def rand(
+    size: Sequence[int], *, dtype: torch.dtype, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+) -> torch.Tensor:
+    """Uniform numbers in [0, 1) for this rank's part, of ``size``, of a tensor; the rest as in ``dropout``."""
+    return rand_like(_unfilled(size, dtype), draw=draw, of=of, shards=shards)
+
+
+def randn(
+    size: Sequence[int], *, dtype: torch.dtype, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+) -> torch.Tensor:
+    """Normal numbers for this rank's part, of ``size``, of a tensor; the rest as in ``dropout``."""
+    return randn_like(_unfilled(size, dtype), draw=draw, of=of, shards=shards)
+
+
+def randint(
+    size: Sequence[int],
+    low: int,
+    high: int,
+    *,
+    dtype: torch.dtype,
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
+) -> torch.Tensor:
+    """Whole numbers from ``low`` up to ``high`` - 1 for this rank's part, of ``size``; the rest as in ``dropout``."""
+    return randint_like(_unfilled(size, dtype), low, high, draw=draw, of=of, shards=shards)
+
+
+def _unfilled(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the device on which the program makes tensors; for the type checker, R on every axis."""
+    tensor = torch.empty(tuple(size), dtype=dtype)
+    mesh = mesh_of_thread()
+    if tensor.is_meta and mesh is not None:
+        spmd.assert_type(tensor, dict.fromkeys(mesh.names, spmd.R))
+    return tensor
+
+
 _Words = Callable[[int], torch.Tensor]
-#: Makes numbers shaped as a tensor from the words of a lane.
-_Distribution = Callable[[torch.Tensor, _Words], torch.Tensor]
+#: Makes numbers shaped as a tensor, of a dtype, from the words of lanes.
+_Distribution = Callable[[torch.Tensor, torch.dtype, _Words], torch.Tensor]
 
 
-def _drawn(like: torch.Tensor, draw: _Draw, distribution: _Distribution) -> torch.Tensor:
-    result: torch.Tensor = _Random.apply(like, draw, distribution)
+def _drawn(
+    like: torch.Tensor, draw: _Draw, distribution: _Distribution, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    result: torch.Tensor = _Random.apply(like, draw, distribution, dtype or like.dtype)
     return result
 
 
@@ -191,9 +258,11 @@ class _Random(torch.autograd.Function):
     """Numbers drawn for ``x``, which gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, draw: _Draw, distribution: _Distribution) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, draw: _Draw, distribution: _Distribution, dtype: torch.dtype
+    ) -> torch.Tensor:
         def make(tensor: torch.Tensor, starts: Sequence[int], whole: Sequence[int]) -> torch.Tensor:
-            return distribution(tensor, lambda lane: draw.words(tensor, starts, whole, lane))
+            return distribution(tensor, dtype, lambda lane: draw.words(tensor, starts, whole, lane))
 
         numbers = _on_shard(x, draw, make)
         ctx.mark_non_differentiable(numbers)
@@ -201,23 +270,28 @@ class _Random(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        return None, None, None
+        return None, None, None, None
 
 
-def _uniform(like: torch.Tensor, words: _Words) -> torch.Tensor:
-    eps = torch.finfo(like.dtype).eps
-    if like.dtype == torch.float64:
+def _uniform(like: torch.Tensor, dtype: torch.dtype, words: _Words) -> torch.Tensor:
+    eps = torch.finfo(dtype).eps
+    if dtype == torch.float64:
         return ((words(0) << 21) + (words(1) >> 11)).to(torch.float64) * (0.5 * eps)
-    return ((words(0) >> (31 + round(math.log2(eps)))).to(torch.float32) * (0.5 * eps)).to(like.dtype)
+    return ((words(0) >> (31 + round(math.log2(eps)))).to(torch.float32) * (0.5 * eps)).to(dtype)
 
 
-def _normal(like: torch.Tensor, words: _Words) -> torch.Tensor:
+def _normal(like: torch.Tensor, dtype: torch.dtype, words: _Words) -> torch.Tensor:
     radius = torch.sqrt(-2.0 * torch.log((words(0) + 1).to(torch.float64) * 2.0**-32))
-    return (radius * torch.cos(words(1).to(torch.float64) * (2.0 * math.pi * 2.0**-32))).to(like.dtype)
+    return (radius * torch.cos(words(1).to(torch.float64) * (2.0 * math.pi * 2.0**-32))).to(dtype)
 
 
-def _chances(like: torch.Tensor, words: _Words) -> torch.Tensor:
-    return (words(0).to(torch.float64) * 2.0**-32 < like).to(like.dtype)
+def _integers(low: int, high: int, like: torch.Tensor, dtype: torch.dtype, words: _Words) -> torch.Tensor:
+    number = words(0) + ((words(1) & ((1 << 31) - 1)) << 32)
+    return (low + number % (high - low)).to(dtype)
+
+
+def _chances(like: torch.Tensor, dtype: torch.dtype, words: _Words) -> torch.Tensor:
+    return (words(0).to(torch.float64) * 2.0**-32 < like).to(dtype)
 
 
 spmd.register_local_autograd_function(_Dropout)

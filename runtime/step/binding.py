@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -152,7 +153,7 @@ class ChunkUnits:
     def __call__(self, block: Block, recompute: str) -> Callable[..., Any]:
         bound = self.bound[self._next]
         self._next += 1
-        microbatch, mesh = ops.current_microbatch(), mesh_of_thread()
+        microbatch, mesh, device = ops.current_microbatch(), mesh_of_thread(), torch.get_default_device()
 
         # What recomputes inside of a compiled block is in its graph; weights gathered for each use stay outside of it.
         inside = self.compiled_on is not None and bound.keeps_weights()
@@ -160,7 +161,8 @@ class ChunkUnits:
         outside = "none" if inside else recompute
 
         def run(*tensors: torch.Tensor) -> Any:
-            with ops.in_microbatch(microbatch), use_mesh(mesh):
+            on_device = contextlib.nullcontext() if device.type == "cpu" else device
+            with ops.in_microbatch(microbatch), use_mesh(mesh), on_device:
                 return bound.run(block, tensors, forward)
 
         gathers = not bound.keeps_weights()
