@@ -18,6 +18,7 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_cluster, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
+from planner.rank_comparison import check_compiled_alike, ranks_of
 from planner.targets import (
     Target,
     as_device_mesh,
@@ -86,15 +87,21 @@ def compile(
             cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
     Raises:
-        ValueError: if the world size is not the mesh's or the cluster's, if a plan was made for another model, needs
+        ValueError: if ranks differ in their arguments (but for weights and values of inputs), their model or versions;
+            if the world size is not the mesh's or the cluster's, if a plan was made for another model, needs
             what no rank can do, or for no plan.
         CaptureError: if the model cannot be captured.
     """
-    refuse_unsupported(model)
-    target = read_target(mesh)
-    if isinstance(target, Cluster):
-        _refuse_with_cluster(cluster=cluster, plan=plan)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    ranks = ranks_of(mesh)
+    target, given = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
+    compared: dict[str, Any] = {
+        "constraints": constraints,
+        "memory_limit": memory_limit,
+        "precision": precision,
+        "fuse": fuse,
+    }
+    compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
+    check_compiled_alike(ranks, model, target=target, plan=given, loss_fn=loss_fn, options={**compared, **options})
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
@@ -129,6 +136,17 @@ def compile(
         )
 
     return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
+
+
+def _read_arguments(
+    model: nn.Module, mesh: Target, cluster: Cluster | str | None, plan: Plan | str | Path | None
+) -> tuple[DeviceMesh | MeshShape | Plan | Cluster, Plan | None]:
+    """Where the model is to run, and the plan that is given, if any."""
+    refuse_unsupported(model)
+    target = read_target(mesh)
+    if isinstance(target, Cluster):
+        _refuse_with_cluster(cluster=cluster, plan=plan)
+    return target, Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
 
 def plan_on_devices(

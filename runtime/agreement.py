@@ -136,4 +136,5 @@ def _first_difference(first: str, second: str) -> tuple[str, str]:
 
 
 def _shortened(line: str, *, length: int = 200) -> str:
+    line = line.strip().rstrip(",")
     return line if len(line) <= length else f"{line[:length]}…"

@@ -247,16 +247,16 @@ def _text(structure: Structure, shapes: Mapping[Path, tuple[tuple[int, ...], tor
     ]
     if len(shapes) == 1 and not isinstance(structure, Container):
         return tensors[0]
-    return f"{'; '.join(tensors)} in {_constants(structure)}" if tensors else _constants(structure)
+    return f"{'; '.join(tensors)} in {in_words(structure)}" if tensors else in_words(structure)
 
 
-def _constants(structure: Structure) -> str:
+def in_words(structure: Structure) -> str:
     """A structure in words that are the same in every process."""
     if isinstance(structure, Leaf):
         return "tensor"
     if isinstance(structure, Container):
         kind = structure.example if isinstance(structure.example, type) else type(structure.example)
-        parts = [f"{key}={_constants(part)}" for key, part in zip(structure.keys, structure.parts)]
+        parts = [f"{key}={in_words(part)}" for key, part in zip(structure.keys, structure.parts)]
         return f"{kind.__name__}({', '.join(parts)})"
     value = structure.value
     if isinstance(value, np.ndarray):

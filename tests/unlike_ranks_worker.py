@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,12 +117,35 @@ def stages_are_passed_what_they_read() -> bool:
     return all(found) and len(read) == 1 and "was passed on other ranks" in none
 
 
+def unlike_arguments_are_refused() -> bool:
+    """Of ``compile``, by every rank: another model, plan, mesh or option on one of them."""
+    rank = dist.get_rank()
+    path = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"plan of rank {rank}.json"
+    wider = functools.partial(TiedClassifier, size=16 + 4 * rank)
+    plan = planner.compile(built(seed=0), **PLANS[0]).plan
+    dataclasses.replace(plan, model=f"of rank {rank}").save(path)
+    kinds: dict[str, Callable[[], Any]] = {
+        "rank 1 and rank 0 differ in the TiedClassifier: 'scale': [20] float64 frozen on rank 1": lambda: (
+            planner.compile(wider().double(), **PLANS[0])
+        ),
+        "differ in the plan": lambda: planner.compile(built(seed=0), "tp=2", plan=path),
+        "differ in option fuse: False on rank 1, True": lambda: planner.compile(built(0), **PLANS[0], fuse=rank == 0),
+        "differ in the mesh: dp=2 on rank 1, tp=2 on rank 0": lambda: planner.compile(built(0), ["tp=2", "dp=2"][rank]),
+        "differ in option example_inputs": lambda: planner.compile(
+            built(seed=0), "tp=2", example_inputs=token_batch(length=6 + rank)
+        ),
+        "cannot read plan file": lambda: planner.compile(built(seed=0), path if rank == 0 else "nowhere.json"),
+    }
+    return all(words in error_of(call) for words, call in kinds.items())
+
+
 SCENARIOS: tuple[Callable[[], bool], ...] = (
     the_first_ranks_weights_count,
     only_the_first_rank_needs_weights,
     unlike_calls_are_refused,
     values_are_compared_now_and_then,
     stages_are_passed_what_they_read,
+    unlike_arguments_are_refused,
 )
 
 
