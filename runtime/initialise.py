@@ -4,64 +4,85 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def initialised_tensors(model: nn.Module, *, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and whole value of every parameter and buffer, as the model's own code initialises them.
+def initialised_tensors(model: nn.Module, *, seed: int, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole value of the parameters and buffers in ``names``, as the model's own code initialises them.
 
     A module's ``reset_parameters`` is called, then the model's ``_init_weights`` (Hugging Face), each module from
-    its own seed. Only one module is in memory at a time.
-
-    Raises:
-        ValueError: for a module that has tensors but neither way to initialise them.
+    its own seed. Only one module is in memory at a time. What neither of them fills is left out.
     """
     initialise = getattr(model, "_init_weights", None)
     for path, module in model.named_modules():
-        own = [*module._parameters.items(), *module._buffers.items()]
-        if not any(tensor is not None for _, tensor in own):
-            continue
-        real = _materialised(module)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed_for(path, seed))
-            _fill(real, path, initialise)
         prefix = f"{path}." if path else ""
-        for name, _ in own:
-            tensor = getattr(real, name)
-            if tensor is not None:
-                yield prefix + name, tensor.detach()
+        own = dict((*module._parameters.items(), *module._buffers.items()))
+        asked = [name for name, tensor in own.items() if tensor is not None and prefix + name in names]
+        if not asked:
+            continue
+        real = _initialised(module, path, initialise, seed=seed, before=0)
+        # Numbers that show what was not filled; other dtypes have none that could not be meant.
+        floating = all(getattr(real, name).is_floating_point() for name in asked)
+        other = real if floating else _initialised(module, path, initialise, seed=seed, before=1)
+        for name in asked:
+            tensor = getattr(real, name).detach()
+            unfilled = tensor.isnan().any() if floating else not torch.equal(tensor, getattr(other, name))
+            if not unfilled:
+                yield prefix + name, tensor
 
 
-def _materialised(module: nn.Module) -> nn.Module:
-    """A copy of one module, without its children, on the CPU."""
+def _initialised(module: nn.Module, path: str, initialise: Any, *, seed: int, before: int) -> nn.Module:
+    real = _materialised(module, before)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed_for(path, seed))
+        _fill(real, initialise)
+    return real
+
+
+def _materialised(module: nn.Module, before: int) -> nn.Module:
+    """A copy of one module, without its children, on the CPU: full of NaN, and of ``before`` where there is none."""
     memo: dict[int, Any] = {id(child): child for child in module.children()}
     copied = copy.deepcopy(module, memo)
     copied._modules = dict(module._modules)
     for tensors in (copied._parameters, copied._buffers):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
-                real: torch.Tensor = torch.empty_like(tensor, device="cpu")
+                filling = float("nan") if tensor.is_floating_point() else before
+                real: torch.Tensor = torch.full_like(tensor, filling, device="cpu")
                 if isinstance(tensor, nn.Parameter):
                     real = nn.Parameter(real, requires_grad=tensor.requires_grad)
                 tensors[name] = real  # type: ignore[assignment]
     return copied
 
 
-def _fill(module: nn.Module, path: str, initialise: Any) -> None:
+def _fill(module: nn.Module, initialise: Any) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()
     if initialise is not None:
         initialise(module)
-    elif reset is None:
-        raise ValueError(
-            f"module {path or 'the model itself'!r} ({type(module).__name__}) has no reset_parameters() and the model "
-            "no _init_weights(module): load its weights with load_full_state_dict(...)"
+
+
+def still_on_meta(names: Sequence[str], state_names: Collection[str]) -> str:
+    """What to do about tensors that have no data, of a model whose state dict has ``state_names``."""
+    outside = [name for name in names if name not in state_names]
+    shown = ", ".join(repr(name) for name in (outside or names)[:3])
+    more = f" and {len(outside or names) - 3} more" if len(outside or names) > 3 else ""
+    if outside:
+        return (
+            f"{shown}{more} still on the meta device: a buffer outside of the state dict, which no file holds and "
+            "neither reset_parameters() of its module nor _init_weights(module) of the model computes; give its value: "
+            f"load_full_state_dict({{{outside[0]!r}: value}}, strict=False)"
         )
+    return (
+        f"{shown}{more} still on the meta device: call load_pretrained(...), load_full_state_dict(...) or "
+        "initialise(seed=...) first (initialise fills what reset_parameters() of a module or _init_weights(module) of "
+        "the model does)"
+    )
 
 
 def seed_for(name: str, seed: int) -> int:

@@ -207,15 +207,15 @@ class ParallelModule(nn.Module):
             ValueError: for a tensor of another shape; with ``strict`` also for missing and unknown names.
         """
         self._shards.load_full_state_dict(state, strict=strict)
-        self._engine.forget_constants()
+        self.weights_changed()
 
     def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
         """Take this rank's parts of Hugging Face safetensors files, reading no others (all ranks must call it).
 
         Args:
             path: a safetensors file, the index of several, or the directory with either.
-            strict: refuse missing and unexpected names, else take what fits. What the files do not hold (buffers
-                outside of the state dict, too) stays as it is: on meta until ``initialise``.
+            strict: refuse missing and unexpected names, else take what fits. What the files do not hold stays as it is;
+                buffers on meta that no state dict holds are computed as the model's own initialisation does.
 
         Raises:
             ValueError: on all ranks, as ``runtime.weight_files.load_weights``; nothing is changed then.
@@ -246,7 +246,11 @@ class ParallelModule(nn.Module):
         save_config(self._engine.model, path, dtype=dtype)
 
     def weights_changed(self) -> None:
-        """To be called after new values were written into what ``owned`` gives (optimizers need not)."""
+        """To be called after new values were written into what ``owned`` gives (optimizers need not).
+
+        Buffers on meta that no state dict holds are computed as the model's own initialisation does.
+        """
+        self._shards.initialise(self._engine.model, seed=0, outside_of_state=True)
         self._engine.forget_constants()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

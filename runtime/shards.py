@@ -9,6 +9,7 @@ from torch import nn
 
 from passes.ir.types import I, Placement, R, shard_dim
 from passes.plan import Plan
+from runtime.initialise import initialised_tensors, still_on_meta
 from runtime.layout import Layout, VirtualLayout
 from runtime.owned import Owned, is_first_holder, rectangle
 from runtime.weights import Weights
@@ -183,20 +184,21 @@ class Shards:
             with torch.no_grad():
                 tensor.copy_(local)
 
-    def initialise(self, model: nn.Module, *, seed: int) -> None:
-        """See ``ParallelModule.initialise``; ``model`` is the original on meta."""
-        from runtime.initialise import initialised_tensors
+    def initialise(self, model: nn.Module, *, seed: int, outside_of_state: bool = False) -> None:
+        """See ``ParallelModule.initialise``; ``model`` is the original on meta.
 
-        for name, whole in initialised_tensors(model, seed=seed):
-            if name in self.placements and self.weights.find(name).is_meta:
+        With ``outside_of_state`` only buffers that no state dict holds.
+        """
+        persistent = set(self.state_names) if outside_of_state else set()
+        names = {name for name, tensor in self.items() if tensor.is_meta and name not in persistent}
+        for name, whole in initialised_tensors(model, seed=seed, names=names):
+            if self.weights.find(name).is_meta:
                 self._load(name, whole)
 
     def _refuse_meta(self) -> None:
         meta = [name for name, tensor in self.items() if tensor.is_meta]
         if meta:
-            raise ValueError(
-                f"{_few(meta)} still on the meta device: call load_full_state_dict(...) or initialise(seed=...) first"
-            )
+            raise ValueError(still_on_meta(meta, self.state_names))
 
     def disagreement(self) -> float:
         """Of virtual ranks: the largest difference between those that should hold the same."""

@@ -219,6 +219,37 @@ def test_meta_models_are_initialised_alike_on_every_mesh() -> None:
     assert float(states[0]["first.weight"].std()) > 0
 
 
+class Scaled(nn.Module):
+    """A linear layer between two buffers that no state dict holds; its own code computes only one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.register_buffer("scale", torch.linspace(1.0, 2.0, 16), persistent=False)
+        self.register_buffer("kept", torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.scale.copy_(torch.linspace(1.0, 2.0, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.scale) * self.kept
+
+
+def test_buffers_outside_of_the_state_dict_are_computed_or_asked_for() -> None:
+    """After weights are loaded into a model on meta; never left as whatever stood in memory."""
+    model, batch = Scaled(), tuple(tensor.float() for tensor in mlp_batch())
+    with torch.device("meta"):
+        empty = Scaled()
+    with sharded(empty, "tp=2", loss_fn=squared_error) as (parallel, _, layout):
+        parallel.load_full_state_dict(model.state_dict())
+        with pytest.raises(ValueError, match=r"'kept' still on.* no file holds .*state_dict\(\{'kept': value"):
+            parallel(*batch)
+        parallel.load_full_state_dict({"kept": model.kept}, strict=False)
+        loss = parallel(*batch).loss
+        with layout.plain():
+            torch.testing.assert_close(joined(loss, layout), squared_error(model(batch[0]), batch).detach())
+
+
 def test_a_changed_dtype_is_refused() -> None:
     with sharded(seeded(Mlp), "tp=2") as (parallel, _, _), pytest.raises(ValueError, match="keeps the dtypes"):
         parallel.half()

@@ -13,6 +13,7 @@ from passes.ir.types import Placement, R, local_shape
 from passes.plan import Plan
 from passes.stages import StepPrograms
 from passes.stages.build import DATA_AXES
+from runtime.initialise import initialised_tensors, still_on_meta
 from runtime.owned import Owned, is_first_holder, rectangle
 from runtime.step.places import Places, Rectangle, RectangleOf, VirtualPlaces
 from runtime.units.group import DataGroup, sum_over
@@ -280,13 +281,15 @@ class StepState:
         else:
             self._put(info, local)
 
-    def initialise(self, model: nn.Module, *, seed: int) -> None:
-        """See ``ParallelModule.initialise``; ``model`` is the original on meta."""
-        from runtime.initialise import initialised_tensors
+    def initialise(self, model: nn.Module, *, seed: int, outside_of_state: bool = False) -> None:
+        """See ``ParallelModule.initialise``; ``model`` is the original on meta.
 
-        here = {name for info in self.here() for name in info.names}
-        for name, whole in initialised_tensors(model, seed=seed):
-            if name in here and self.find(name).is_meta:
+        With ``outside_of_state`` only buffers that no state dict holds.
+        """
+        tensors = [info for info in self.here() if self.find(info.names[0]).is_meta]
+        names = {name for info in tensors for name in info.names if not (outside_of_state and info.persistent)}
+        for name, whole in initialised_tensors(model, seed=seed, names=names):
+            if self.find(name).is_meta:
                 self.load(name, whole)
 
     def disagreement(self) -> float:
@@ -299,10 +302,7 @@ class StepState:
         """Raise ValueError if a tensor has no data yet."""
         meta = [info.names[0] for info in self.here() if self.find(info.names[0]).is_meta]
         if meta:
-            raise ValueError(
-                f"{_few(meta)} still on the meta device: call load_full_state_dict(...), load_pretrained(...) or "
-                "initialise(seed=...) first"
-            )
+            raise ValueError(still_on_meta(meta, self.state_names))
 
 
 def _distinct(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
