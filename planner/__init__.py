@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from runtime.launch.last_words import leave_last_words
+
 if TYPE_CHECKING:
     from cost_models import Cluster
     from passes.capture import CaptureError
@@ -35,6 +37,9 @@ _HOMES = {
     "plan": "planner.planning",
     "verify": "planner.verification",
 }
+
+# Before anything of a script's own can fail.
+leave_last_words()
 
 __all__ = [
     "CaptureError",

@@ -69,14 +69,13 @@ def _fill(module: nn.Module, initialise: Any) -> None:
 
 def still_on_meta(names: Sequence[str], state_names: Collection[str]) -> str:
     """What to do about tensors that have no data, of a model whose state dict has ``state_names``."""
-    outside = [name for name in names if name not in state_names]
-    shown = ", ".join(repr(name) for name in (outside or names)[:3])
-    more = f" and {len(outside or names) - 3} more" if len(outside or names) > 3 else ""
-    if outside:
+    shown = ", ".join(repr(name) for name in names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if not set(names) & set(state_names):
         return (
             f"{shown}{more} still on the meta device: a buffer outside of the state dict, which no file holds and "
             "neither reset_parameters() of its module nor _init_weights(module) of the model computes; give its value: "
-            f"load_full_state_dict({{{outside[0]!r}: value}}, strict=False)"
+            f"load_full_state_dict({{{names[0]!r}: value}}, strict=False)"
         )
     return (
         f"{shown}{more} still on the meta device: call load_pretrained(...), load_full_state_dict(...) or "

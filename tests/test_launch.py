@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import planner
+from runtime.launch.last_words import first_to_fail
 from runtime.launch.place import LaunchError, Place
 from runtime.launch.rendezvous import Deadline, check_in
 from tests.patience import PATIENCE
@@ -135,13 +137,23 @@ def planner_run(script: Path, text: str, *arguments: str) -> subprocess.Popen[st
 
 
 SLEEPER = """
-import os, pathlib, sys, time
+import os, pathlib, time
 pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
 while not (pathlib.Path("pid0").exists() and pathlib.Path("pid1").exists()):
     time.sleep(0.05)
-if sys.argv[1:] == ["crash", "--port", "7"] and os.environ["RANK"] == "1":
-    raise RuntimeError("the data is gone")
 time.sleep(3600)
+"""
+
+
+CRASH = """
+import os, pathlib, sys
+import planner
+pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+planner.init()
+import torch, torch.distributed as dist
+if sys.argv[1:] == ["crash", "--port", "7"] and os.environ["RANK"] == "1":
+    raise RuntimeError("the data is gone\\non two lines")
+dist.all_reduce(torch.ones(1))
 """
 
 
@@ -152,12 +164,30 @@ def gone(folder: Path) -> bool:
 
 
 def test_a_crash_ends_the_others_and_shows_why(tmp_path: Path) -> None:
+    """The last line is about the rank that failed of itself, whenever the others followed it."""
     arguments = ("train.py", "--nproc", "2", "crash", "--port", "7")  # the last is the script's own
-    process = planner_run(tmp_path / "train.py", SLEEPER, *arguments)
+    process = planner_run(tmp_path / "train.py", CRASH, *arguments)
     _, written = process.communicate(timeout=PATIENCE)
+    pids = [(tmp_path / f"pid{number}").read_text() for number in range(2)]
     assert process.returncode == 1
-    assert "RuntimeError: the data is gone" in written and "planner: rank 1 (process" in written
+    assert written.splitlines()[-1] == (
+        f"planner: rank 1 of 2 (process {pids[1]}) exited with code 1: RuntimeError: the data is gone; "
+        "the other ranks were stopped because of it"
+    )
     assert gone(tmp_path)
+
+
+def test_the_rank_that_failed_of_itself_is_told_from_those_that_lost_it() -> None:
+    def failure(code: int, second: int, words: str | None = None) -> SimpleNamespace:
+        left = None if words is None else {"message": words, "extraInfo": {"seconds": second + 0.5}}
+        return SimpleNamespace(exitcode=code, timestamp=second, message=left)
+
+    lost = failure(1, 7, "RuntimeError: [pair.cc:537] Read error: Connection reset by peer.")
+    stopped, aborted = failure(-signal.SIGTERM, 7), failure(-signal.SIGABRT, 7)
+    assert first_to_fail({0: lost, 1: stopped, 2: failure(1, 8, "KeyError: 'x'")}) == 2
+    assert first_to_fail({0: lost, 1: aborted, 2: failure(-signal.SIGKILL, 8)}) == 2
+    assert first_to_fail({0: lost, 1: failure(1, 7, "ValueError: rank 2: no"), 2: failure(1, 8, "ValueError: no")}) == 2
+    assert first_to_fail({0: lost, 1: aborted}) == 1
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from runtime.launch.last_words import ENABLED, first_to_fail, last_words
 from runtime.launch.place import DEFAULT_PORT, LaunchError
 
 
@@ -56,9 +58,10 @@ def launch(command: Sequence[str], *, num_processes: int, hosts: Hosts | None = 
         raise ValueError(f"the number of processes must be at least 1, got {num_processes}")
     # Without a limit every process would start one thread for each core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ[ENABLED] = "1"
     _find_modules_here()
     if hosts.count == 1:
-        return _run_agent(["--standalone", f"--nproc-per-node={num_processes}", *command])
+        return _run_agent(["--standalone", f"--nproc-per-node={num_processes}", *command], world_size=num_processes)
     return _run_on_many(command, num_processes, hosts)
 
 
@@ -84,7 +87,8 @@ def _run_on_many(command: Sequence[str], num_processes: int, hosts: Hosts) -> in
     static += [f"--master-addr={hosts.address}", f"--master-port={hosts.port}"]
     started = time.monotonic()
     try:
-        return _run_agent([*static, f"--rdzv-conf=timeout={max(1, round(deadline.left))}", *command])
+        waits = f"--rdzv-conf=timeout={max(1, round(deadline.left))}"
+        return _run_agent([*static, waits, *command], world_size=hosts.count * num_processes)
     except dist.DistError as error:
         raise LaunchError(
             f"{waiting}: after {time.monotonic() - started:.0f} s not all hosts have come to {hosts.address}:"
@@ -92,7 +96,17 @@ def _run_on_many(command: Sequence[str], num_processes: int, hosts: Hosts) -> in
         ) from error
 
 
-def _run_agent(arguments: list[str]) -> int:
+def _epitaph(rank: int, world_size: int, failure: Any) -> str:
+    code, words = failure.exitcode, last_words(failure)
+    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    others = "; the other ranks were stopped because of it" if world_size > 1 else ""
+    return (
+        f"rank {rank} of {world_size} (process {failure.pid}) {ended}"
+        f"{': ' + words if words else ', what it wrote stands above'}{others}"
+    )
+
+
+def _run_agent(arguments: list[str], *, world_size: int) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -100,14 +114,9 @@ def _run_agent(arguments: list[str]) -> int:
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        print(
-            f"planner: rank {rank} (process {failure.pid}) {ended}; the other processes were stopped. "
-            "What it wrote stands above",
-            file=sys.stderr,
-        )
+        rank = first_to_fail(error.failures)
+        code = error.failures[rank].exitcode
+        print(f"planner: {_epitaph(rank, world_size, error.failures[rank])}", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as error:
         print(f"planner: stopped by {signal.Signals(error.sigval).name}, with all processes", file=sys.stderr)
