@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from passes.ir.graph import Graph, Node, State
 
@@ -45,6 +46,16 @@ class BlockRun:
         return len(self.copies)
 
 
+class FoldedBlock(Protocol):
+    """What a plan says of a run that it folds."""
+
+    @property
+    def roots(self) -> tuple[tuple[str, ...], ...]: ...
+
+    @property
+    def first_node(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class _Stretch:
     """Candidate for one copy (or a part of one): consecutive nodes and the module path they belong to."""
@@ -63,6 +74,42 @@ def find_blocks(graph: Graph) -> tuple[BlockRun, ...]:
     if _KEPT not in known:
         known[_KEPT] = _found_blocks(graph)
     return known[_KEPT]
+
+
+def grouped(run: BlockRun, period: int, num_copies: int | None = None) -> BlockRun | None:
+    """``run`` with ``period`` copies at a time as one; those left over at the end belong to no block.
+
+    ``num_copies`` of the result, or None for as many as there are; None if that is not two or more.
+    """
+    count = run.num_copies // period if num_copies is None else num_copies
+    if count < 2 or count * period > run.num_copies:
+        return None
+    if period == 1 and count == run.num_copies:
+        return run
+    starts = range(0, count * period, period)
+    return BlockRun(
+        copies=tuple(tuple(name for copy in run.copies[i : i + period] for name in copy) for i in starts),
+        roots=tuple(tuple(root for roots in run.roots[i : i + period] for root in roots) for i in starts),
+        carried=tuple(tuple(names[i] for i in starts) for names in run.carried),
+        carried_output=tuple(names[period] for names in run.carried),
+        shared=run.shared,
+        states=tuple(tuple(names[i + place] for i in starts) for names in run.states for place in range(period)),
+    )
+
+
+def folded_runs(graph: Graph, blocks: Sequence[FoldedBlock]) -> tuple[BlockRun, ...] | None:
+    """The runs of ``graph`` that a plan folds into ``blocks``, in their order; None if it does not repeat them so."""
+    keys = {node.name: node.key for node in graph.nodes}
+    runs = {keys[run.copies[0][0]]: run for run in find_blocks(graph)} if blocks else {}
+    folded = []
+    for block in blocks:
+        run = runs.get(block.first_node)
+        period, left = divmod(len(block.roots[0]), len(run.roots[0])) if run is not None else (0, 0)
+        made = grouped(run, period, len(block.roots)) if run is not None and period and not left else None
+        if made is None or made.roots != tuple(map(tuple, block.roots)):
+            return None
+        folded.append(made)
+    return tuple(folded)
 
 
 def _found_blocks(graph: Graph) -> tuple[BlockRun, ...]:

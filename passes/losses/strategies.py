@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from passes.blocks import find_blocks
+from passes.blocks import folded_runs
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import Placement
 from passes.losses.chunked import ChunkedUnits
@@ -92,9 +92,9 @@ def with_chunked_losses(
     """
     if plan.step is None or CHUNKED_LOSS not in plan.step.recompute:
         return graph, plan
-    folded = {block.first_node for block in plan.blocks}
-    first = {node.name: node.key for node in graph.nodes}
-    runs = tuple(run for run in find_blocks(graph) if first[run.copies[0][0]] in folded) if folded else ()
+    runs = folded_runs(graph, plan.blocks)
+    if runs is None:
+        raise ValueError("the graph does not repeat the blocks of the plan: plan again")
     units = find_units(graph, runs)
     wanted, index, done = set(), 0, 0
     for group in (group for chunk in plan.step.chunks for group in chunk.groups):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from passes.blocks import BlockRun, find_blocks
+from passes.blocks import BlockRun, folded_runs
 from passes.ir.conversions import divides
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R, local_shape, shard_dim
@@ -72,20 +72,16 @@ class Context:
 
     def _runs(self) -> tuple[tuple[BlockRun, tuple[Placement, ...]], ...]:
         """The repeated blocks that the plan folds, with the placements of what they carry."""
-        planned = {block.first_node: block for block in self.plan.blocks}
-        if not planned:
-            return ()
+        folded = folded_runs(self.graph, self.plan.blocks)
+        if folded is None:
+            begins = ", ".join(repr(block.first_node) for block in self.plan.blocks)
+            raise PlanMismatch(f"this graph does not repeat the blocks of the plan: those that begin with {begins}")
         runs = []
-        for run in find_blocks(self.graph):
-            block = planned.pop(self.nodes[run.copies[0][0]].key, None)
-            if block is None:
-                continue
-            if tuple(run.roots) != tuple(block.roots) or len(run.carried) != len(block.carried):
-                raise PlanMismatch(f"the plan folds other copies of {block.roots[0]} than this graph has")
+        for run, block in zip(folded, self.plan.blocks):
+            if len(run.carried) != len(block.carried):
+                raise PlanMismatch(f"copies of {block.roots[0]} hand on other values than the plan says")
             entries = [self.values[names[0]] for names in run.carried]
             runs.append((run, tuple(map(self.normal, block.carried, entries))))
-        if planned:
-            raise PlanMismatch(f"this graph does not repeat the block that begins with {next(iter(planned))!r}")
         return tuple(runs)
 
     def normal(self, placement: Placement, value: Value) -> Placement:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.blocks import BlockRun
+from passes.blocks import BlockRun, grouped
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape, Placement, R, shard_dim
 from passes.plan import Plan
@@ -105,6 +105,28 @@ def foldable_runs(graph: Graph, runs: Sequence[BlockRun], patterns: Collection[s
         if len(signatures) == 1:
             kept.append(run)
     return tuple(kept)
+
+
+def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[BlockRun, ...]:
+    """``runs`` with so many copies as one that the others are placed as those are in ``plan``; dropped if none are."""
+    keys = {node.name: node.key for node in graph.nodes}
+    paths = {state.value.name: state.path for state in graph.states}
+    strategies = _pinned_nodes(plan)
+
+    def placed(run: BlockRun, copy: int) -> tuple[object, ...]:
+        states = (plan.states.get(paths[names[copy]]) for names in run.states)
+        return (*(s and s.placement for s in states), *(strategies.get(keys[name]) for name in run.copies[copy]))
+
+    found = []
+    for run in runs:
+        copies = [placed(run, copy) for copy in range(run.num_copies)]
+        periods = range(1, run.num_copies // 2 + 1)
+        alike = (k for k in periods if all(copies[i] == copies[i % k] for i in range(run.num_copies // k * k)))
+        period = next(alike, None)
+        group = grouped(run, period) if period is not None else None
+        if group is not None:
+            found.append(group)
+    return tuple(found)
 
 
 def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> list[Constraint]:

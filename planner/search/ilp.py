@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from passes.ir.types import Placement, R
 from planner.search.lattice import Lattice, Lattices, types_used
 from planner.search.linear import LinearProgram
-from planner.search.problem import Problem, Stream
+from planner.search.problem import Problem, Stream, Use
 
 
 @dataclass
@@ -127,20 +127,39 @@ def _lattice(
     return lattices.of(stream.value, types, live=live, saved=stream.saved, detours=detours)
 
 
+@dataclass(frozen=True)
+class StreamParts:
+    """What the flows of a stream are made of.
+
+    ``representatives`` are one use for each set of uses that always go together, with what it needs under each option
+    of its element; ``groups`` are those that make a step count together: (uses, forward copies, backward copies).
+    """
+
+    lattice: Lattice
+    representatives: list[tuple[Use, list[Placement]]]
+    groups: list[tuple[tuple[int, ...], int, int]]
+
+
+def stream_parts(problem: Problem, stream: Stream, lattices: Lattices) -> StreamParts:
+    """Gather them."""
+    given, needs = problem.given(stream), _needs(problem, stream)
+    groups = _groups(problem, stream, needs)
+    representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
+    return StreamParts(_lattice(problem, stream, given, needs, lattices), representatives, groups.parts)
+
+
 def add_stream(ilp: ShardingIlp, name: str, stream: Stream, lattices: Lattices) -> None:
     """Flows of all uses of a stream, shared by group."""
-    given, needs = ilp.problem.given(stream), _needs(ilp.problem, stream)
-    lattice = _lattice(ilp.problem, stream, given, needs, lattices)
-    ilp.lattices[name] = lattice
-    groups = _groups(ilp.problem, stream, needs)
+    parts = stream_parts(ilp.problem, stream, lattices)
+    lattice = ilp.lattices[name] = parts.lattice
+    given = ilp.problem.given(stream)
     source = [(lattice.index[where], column) for where, column in zip(given, ilp.x[stream.source])]
     flows = []
-    for use in groups.representatives:
-        columns = ilp.x[stream.uses[use].element]
-        target = [(lattice.index[where], column) for where, column in zip(needs[use], columns)]
+    for use, needs in parts.representatives:
+        target = [(lattice.index[where], column) for where, column in zip(needs, ilp.x[use.element])]
         flows.append(add_flow(ilp.program, lattice, source, target))
     used: list[list[int]] = [[] for _ in lattice.arcs]
-    for members, forward, backward in groups.parts:
+    for members, forward, backward in parts.groups:
         add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward, used)
     ilp.arcs[name] = used
 

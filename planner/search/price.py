@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from passes.blocks import BlockRun, find_blocks
+from passes.blocks import BlockRun, folded_runs
 from passes.ir.conversions import Step, is_legal
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R
@@ -136,13 +136,15 @@ class _Pricer:
         self.memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "converted"), 0)
         self.tally: Tally = {}
 
-    def _runs(self) -> list[BlockRun]:
+    def _runs(self) -> tuple[BlockRun, ...]:
         """The repeated blocks that the plan folds, in its order."""
-        found = {self.nodes[run.copies[0][0]].key: run for run in find_blocks(self.graph)} if self.plan.blocks else {}
-        missing = [block.first_node for block in self.plan.blocks if block.first_node not in found]
-        if missing:
-            raise ValueError(f"the graph does not repeat the block that begins with {missing[0]!r}")
-        return [found[block.first_node] for block in self.plan.blocks]
+        runs = folded_runs(self.graph, self.plan.blocks)
+        if runs is None:
+            raise ValueError(
+                "the graph does not repeat the blocks of the plan: those that begin with "
+                + ", ".join(repr(block.first_node) for block in self.plan.blocks)
+            )
+        return runs
 
     def run(self) -> Itemised:
         self._states()
@@ -163,7 +165,7 @@ class _Pricer:
             tuple(self.charges),
             self.inputs,
             self.outputs,
-            tuple(self.runs),
+            self.runs,
         )
 
     def _costs(self) -> Costs:

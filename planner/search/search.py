@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from passes.blocks import find_blocks
+from passes.blocks import BlockRun, find_blocks
 from passes.ir.conversions import COLLECTIVES
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
@@ -17,12 +17,14 @@ from planner.search.baselines import alike, baseline_named, restrict, roles
 from planner.search.constraints import (
     cut_every_matmul,
     foldable_runs,
+    folded_as,
     keep_plan,
     match,
     user_constraints,
 )
 from planner.search.explain import Demands, infeasible, restricted
 from planner.search.extract import make_plan
+from planner.search.folding import Solved, best_folding, unfolded_bound
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
 from planner.search.linear import OPTIMAL, Solution
@@ -66,7 +68,7 @@ def search(
         forbid_replicated_matmul: every matmul must be cut by every axis, so that none is computed twice.
         time_limit: seconds for the solver; when it runs out the best plan so far is returned with its gap.
         pinned: keep the parameter placements of this plan, and its strategies where they are still possible.
-        fold: solve repeated blocks once (turn off only to check that folding changes nothing).
+        fold: solve repeated blocks once, or a few copies as one where that is better, see ``planner.search.folding``.
         solver: ``"highs"`` or ``"cbc"``; None for the first that there is.
         baseline: only plans of this kind, see ``planner.search.baselines``.
         rules, flops: the sharding rule and the forward flops of a node.
@@ -76,34 +78,48 @@ def search(
     """
     pricing = Pricing(cost_model, mesh)
     pins = constraints or {}
-    runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
     layers = roles(graph) if baseline is not None else {}
-    runs = alike(runs, layers)
-    problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
-    bound_frozen = memory_limit is not None or bool(pins) or baseline is not None or pinned is not None
     offers = Offers(graph.values, rule_for=rules, flops_of=flops)
-    fill_options(problem, pricing, offers=offers, bound_frozen=bound_frozen)
-    demanded = user_constraints(problem, mesh, pins)
-    if forbid_replicated_matmul:
-        demanded.append(cut_every_matmul(problem, mesh))
+    forbidden = _collectives(forbid_collectives)
+    lattices = Lattices(pricing, frozenset(forbidden))
+
+    def posed(runs: tuple[BlockRun, ...]) -> tuple[Problem, Demands]:
+        problem = build_structure(graph, runs, mesh, pinned_outputs=_pinned_outputs(graph, mesh, pins))
+        bound_frozen = memory_limit is not None or bool(pins) or baseline is not None or pinned is not None
+        fill_options(problem, pricing, offers=offers, bound_frozen=bound_frozen)
+        demanded = user_constraints(problem, mesh, pins)
+        if forbid_replicated_matmul:
+            demanded.append(cut_every_matmul(problem, mesh))
+        if pinned is not None:
+            demanded.append(keep_plan(problem, pinned))
+        if baseline is not None:
+            demanded.extend(restrict(problem, baseline_named(baseline), layers))
+        return problem, Demands(tuple(demanded), forbidden, memory_limit)
+
+    def solve_folded(runs: tuple[BlockRun, ...], seconds: float) -> Solved | None:
+        left = restricted(*posed(runs))
+        if left is None:
+            return None
+        return _solve(left, lattices, memory_limit=memory_limit, time_limit=seconds, solver=solver)
+
+    runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
     if pinned is not None:
-        demanded.append(keep_plan(problem, pinned))
-    if baseline is not None:
-        demanded.extend(restrict(problem, baseline_named(baseline), layers))
-    demands = Demands(tuple(demanded), _collectives(forbid_collectives), memory_limit)
-    left = restricted(problem, demands)
-    if left is None:
-        raise infeasible(problem, demands, pricing)
-    lattices = Lattices(pricing, frozenset(demands.forbidden))
-    solved = _solve(left, lattices, memory_limit=memory_limit, time_limit=time_limit, solver=solver)
+        runs = folded_as(runs, graph, pinned)
+    runs = alike(runs, layers)
+    solved = solve_folded(runs, time_limit)
     if solved is None:
-        raise infeasible(problem, demands, pricing)
-    ilp, solution, assignment = solved
+        raise infeasible(*posed(runs), pricing)
+    runs = solved.ilp.problem.runs
+    if runs:
+        bound = unfolded_bound(solved.ilp, lattices, memory_limit=memory_limit, time_limit=time_limit)
+        solved = dataclasses.replace(solved, bound=bound)
+    if runs and pinned is None and baseline is None:
+        solved = best_folding(solved, runs, solve_folded, time_limit=time_limit)
     return make_plan(
-        left,
-        assignment,
+        solved.ilp.problem,
+        solved.assignment,
         pricing,
-        certificate=_certificate(ilp, solution, assignment),
+        certificate=_certificate(solved),
         cluster=cluster_info,
         constraints=pins,
     )
@@ -132,7 +148,7 @@ def _collectives(names: Collection[str]) -> tuple[str, ...]:
 
 def _solve(
     problem: Problem, lattices: Lattices, *, memory_limit: float | None, time_limit: float, solver: str | None
-) -> tuple[ShardingIlp, Solution, Assignment] | None:
+) -> Solved | None:
     """The program, its solution and what that decides; None if it is infeasible.
 
     A memory limit makes the program much harder, and often does not bind: the optimum without it is the optimum with
@@ -144,11 +160,11 @@ def _solve(
         if solution.infeasible:
             return None
         if limit == memory_limit:
-            return ilp, solution, _assignment(ilp, solution, lattices, limit, time_limit)
+            return Solved(ilp, solution, _assignment(ilp, solution, lattices, limit, time_limit), solution.bound)
         if solution.status == OPTIMAL and solution.values is not None:
             assignment = _assignment(ilp, solution, lattices, None, time_limit)
             if memory_limit is not None and assignment.memory <= memory_limit:
-                return ilp, solution, assignment
+                return Solved(ilp, solution, assignment, solution.bound)
     return None
 
 
@@ -174,15 +190,15 @@ def _assignment(
     return _assignment(ilp, anything, lattices, memory_limit, time_limit)
 
 
-def _certificate(ilp: ShardingIlp, solution: Solution, assignment: Assignment) -> Certificate:
-    objective = assignment.seconds
-    bound = min(max(solution.bound, 0.0), objective)
+def _certificate(solved: Solved) -> Certificate:
+    program, solution, objective = solved.ilp.program, solved.solution, solved.assignment.seconds
+    bound = min(max(solved.bound, 0.0), objective)
     return Certificate(
         objective=objective,
         bound=bound,
         gap=(objective - bound) / objective if objective else 0.0,
-        status=solution.status,
+        status=solved.status,
         solver=solution.solver,
-        num_variables=ilp.program.num_variables,
-        num_constraints=ilp.program.num_constraints,
+        num_variables=program.num_variables,
+        num_constraints=program.num_constraints,
     )
