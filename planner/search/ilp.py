@@ -124,7 +124,7 @@ def _lattice(
     ends = set(given).union(*needs)
     types = types_used(stream.value, ends, settled=problem.settled)
     live = any(use.live for use in stream.uses)
-    return lattices.of(stream.value, types, live=live, saved=stream.saved, detours=detours)
+    return lattices.of(stream.value, types, settled=problem.settled, live=live, saved=stream.saved, detours=detours)
 
 
 @dataclass(frozen=True)
