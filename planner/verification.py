@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,18 @@ from cost_models import Cluster
 from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
-from passes.plan import CollectivePlan, Plan
-from planner.comparison import (
-    ADAM_EPSILON,
-    ADAM_EPSILON_LOW_PRECISION,
-    NEGLIGIBLE,
-    NEGLIGIBLE_LOW_PRECISION,
-    Comparison,
-    difference,
-    differences,
-    gradients_of,
-    largest_of,
-    make_gradients_dense,
-    single_loss,
-)
+from passes.plan import Plan
+from planner.arguments import check_whole_number
+from planner.comparison import Comparison
 from planner.compilation import parallelise, parallelise_step
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
+from planner.rounding import judged_by_rounding
 from planner.targets import asks_for_step, fixed_axes
+from planner.training_run import Results, Training, compare, run_alone, run_sharded
 from planner.verify_report import VerifyReport
 from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks
-from runtime.parallel_module import ParallelModule
 from runtime.step.places import VirtualPlaces
 
 #: Largest relative error that passes, by dtype of the parameters.
@@ -52,7 +43,7 @@ def verify(
     batch_size: int | None = None,
     seq_len: int | None = None,
     steps: int = 3,
-    dtype: str | torch.dtype = "float64",
+    dtype: str | torch.dtype | None = None,
     loss_fn: Callable[..., Any] | None = None,
     cluster: Cluster | str | None = None,
     seed: int = 0,
@@ -68,27 +59,38 @@ def verify(
             ``fix`` or ``forbid`` among the options, a whole step is planned.
         batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
             (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
-        steps: AdamW steps after which the weights are compared.
-        dtype: of the parameters in this run.
+        steps: AdamW steps after which the weights are compared, at least one.
+        dtype: of the parameters in this run. Default: float64, or float32 if the model cannot compute in float64 (the
+            report says so).
         cluster: the hardware to plan for (default: slow devices on fast links, so that a tiny model is split too).
         fuse: plan and run fused operators; a plan that is given says so itself.
         options: constraints, memory_limit and the like, for the search.
 
     Returns:
-        a report; ``.ok`` says whether loss, all gradients and all weights agree, ``.table()`` shows it.
+        a report; ``.ok`` says whether losses, norms, all gradients and all weights agree, ``.table()`` shows it. An
+        error above the tolerance is let pass only if the model alone shows as much when the last bits of its weights
+        are changed (``planner.rounding``).
 
     Raises:
-        ValueError: for more than 64 ranks, and whatever planning refuses.
+        ValueError: for more than 64 ranks, less than one step, and whatever planning refuses.
     """
-    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
+        if value is not None:
+            check_whole_number(name, value, at_least=1)
     given = _given_plan(mesh)
     if given is None:
         shape = as_mesh_shape(mesh)  # type: ignore[arg-type]
         _check_size(shape.num_devices, shape)
-    single = real_module(model, dtype=wanted, seed=seed)
-    if batch is None:
-        batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
-    batch = _cast(batch, wanted)
+
+    def subject_in(dtype: torch.dtype) -> _Subject:
+        single = real_module(model, dtype=dtype, seed=seed)
+        own = batch
+        if own is None:
+            own = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
+        return _Subject.trained(single, Training(_cast(own, dtype), loss_fn, steps, learning_rate), dtype)
+
+    subject = _in_widest_dtype(subject_in, dtype)
+    single, training = subject.model, subject.training
     if given is None:
         hardware = slow_devices(shape.num_devices)
         if cluster is not None:
@@ -97,7 +99,7 @@ def verify(
             fix = {**fixed_axes(shape), **options.pop("fix", {})}
             with keep_float64():
                 given = make_plan(
-                    single, hardware, example_inputs=batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
+                    single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
                 )
     if given is not None:
         _check_size(given.step.num_devices if given.step is not None else given.mesh.num_devices, given.mesh)
@@ -106,24 +108,85 @@ def verify(
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
-        whole = copy.deepcopy(single)
+        example: dict[str, Any] = {"loss_fn": loss_fn, "example_inputs": training.batch}
         if given is not None and given.step is not None:
             places = VirtualPlaces(layout, num_stages=given.step.axes["pp"])
-            parallel = parallelise_step(whole, places, plan=given, loss_fn=loss_fn, example_inputs=batch)
+            parallel = parallelise_step(copy.deepcopy(single), places, plan=given, **example)
         else:
-            parallel = parallelise(whole, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=batch)
-        comparisons, disagreement, counted = _compare(
-            single, parallel, batch, steps=steps, loss_fn=loss_fn, learning_rate=learning_rate
+            parallel = parallelise(copy.deepcopy(single), layout, plan=given, planner=find_plan, **example)
+        counter = CommunicationCounter(layout.device_mesh)
+        results = run_sharded(
+            parallel,
+            training,
+            subject.alone,
+            like=single,
+            whole=lambda value: _whole(value, layout),
+            first_step=counter,
         )
-        return VerifyReport(
-            type(single).__name__,
-            parallel.plan,
-            TOLERANCES.get(wanted, 1e-4),
-            tuple(comparisons),
-            disagreement,
-            counted,
-            parallel.source,
-        )
+        disagreement = parallel._shards.disagreement()
+    return VerifyReport(
+        type(single).__name__,
+        parallel.plan,
+        subject.tolerance,
+        tuple(subject.judged(results)),
+        disagreement,
+        counter.collectives,
+        parallel.source,
+        subject.note,
+    )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is verified: a model with its weights before training, and what training it alone gave."""
+
+    model: nn.Module
+    training: Training
+    dtype: torch.dtype
+    alone: Results
+    note: str = ""
+
+    @classmethod
+    def trained(cls, model: nn.Module, training: Training, dtype: torch.dtype) -> _Subject:
+        with keep_float64():
+            return cls(model, training, dtype, run_alone(copy.deepcopy(model), training))
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES.get(self.dtype, 1e-4)
+
+    def judged(self, results: Results) -> list[Comparison]:
+        """Results of a sharded run against those alone."""
+        exact = self.dtype == torch.float64
+        with keep_float64():
+            return judged_by_rounding(
+                compare(results, self.alone, self.training, exact=exact),
+                self.model,
+                self.training,
+                self.alone,
+                tolerance=self.tolerance,
+                exact=exact,
+            )
+
+
+def _in_widest_dtype(subject_in: Callable[[torch.dtype], _Subject], dtype: str | torch.dtype | None) -> _Subject:
+    """The subject in ``dtype``; without one in float64, or in float32 if the model runs in that alone.
+
+    Raises:
+        ValueError: if the model does not run in the dtype that was asked for.
+    """
+    if dtype is not None:
+        return subject_in(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    try:
+        return subject_in(torch.float64)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        try:
+            subject = subject_in(torch.float32)
+        except (RuntimeError, NotImplementedError):
+            raise error from None
+    note = f"compared in float32, as the model does not run in float64 on one device either: {reason}"
+    return dataclasses.replace(subject, note=note)
 
 
 def _check_size(num_ranks: int, mesh: MeshShape) -> None:
@@ -131,60 +194,9 @@ def _check_size(num_ranks: int, mesh: MeshShape) -> None:
         raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {mesh} has {num_ranks}")
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
-
-
 def slow_devices(num_devices: int) -> Cluster:
     """A cluster on which splitting always pays: without latency or launches, computing slower than communicating."""
     return Cluster.uniform(num_devices, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e10)
-
-
-def _compare(
-    single: nn.Module,
-    parallel: ParallelModule,
-    batch: Any,
-    *,
-    steps: int,
-    loss_fn: Callable[..., Any] | None,
-    learning_rate: float,
-) -> tuple[list[Comparison], float, tuple[CollectivePlan, ...]]:
-    """Both models trained side by side."""
-    layout = parallel.layout
-    assert isinstance(layout, VirtualLayout)
-    args, kwargs = _arguments(batch)
-    found: list[Comparison] = []
-    counted: tuple[CollectivePlan, ...] = ()
-    exact = all(tensor.dtype == torch.float64 for tensor in single.parameters())
-    negligible = NEGLIGIBLE if exact else NEGLIGIBLE_LOW_PRECISION
-    epsilon = ADAM_EPSILON if exact else ADAM_EPSILON_LOW_PRECISION
-    single_optimizer, optimizer = (
-        torch.optim.AdamW(module.parameters(), lr=learning_rate, eps=epsilon, foreach=False)
-        for module in (single, parallel)
-    )
-    for step in range(steps):
-        with layout.plain():
-            loss = single_loss(single, args, kwargs, loss_fn)
-            loss.backward()
-            make_gradients_dense(single)
-        counter = CommunicationCounter(layout.device_mesh) if step == 0 else None
-        with counter or contextlib.nullcontext():
-            sharded = parallel.train_step(*args, **kwargs)
-        found.append(difference("loss", f"loss {step}", _whole(sharded, layout), loss.detach()))
-        if counter is not None:
-            counted = counter.collectives
-            gradients = parallel.full_gradients()
-            wanted = gradients_of(single)
-            found += differences("gradients", gradients, wanted, floor=negligible * largest_of(wanted))
-        with layout.plain():
-            single_optimizer.step()
-            single_optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-    # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
-    state = parallel.full_state_dict()
-    found += differences(f"weights after {steps} steps", state, single.state_dict(), floor=learning_rate)
-    return found, parallel._shards.disagreement(), counted
 
 
 def _whole(loss: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:

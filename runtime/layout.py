@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class Layout(Protocol):
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor: ...
+
+    def marks(self, is_marked: Callable[[tuple[int, ...]], bool]) -> torch.Tensor | None:
+        """Of virtual ranks: 1 on those at whose coordinate ``is_marked`` holds, else 0. None for one real rank."""
 
     def plain(self) -> AbstractContextManager[Any]:
         """A context in which tensors are ordinary ones, for work that is not a rank's part of a step."""
@@ -89,6 +92,9 @@ class RankLayout:
             whole = whole.wait() if isinstance(whole, funcol.AsyncCollectiveTensor) else whole
         return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
+    def marks(self, is_marked: Callable[[tuple[int, ...]], bool]) -> torch.Tensor | None:
+        return None
+
     def plain(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
@@ -128,6 +134,14 @@ class VirtualLayout:
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
         with self.plain():
             return self._assemble(local._local_tensors, placement, ()).clone()  # type: ignore[attr-defined]
+
+    def marks(self, is_marked: Callable[[tuple[int, ...]], bool]) -> torch.Tensor | None:
+        from torch.distributed._local_tensor import LocalTensor
+
+        marked = [is_marked(self.coordinate_of(rank)) for rank in range(self.mesh.num_devices)]
+        with self.plain():
+            parts = {rank: torch.tensor(float(mark), dtype=torch.float64) for rank, mark in enumerate(marked)}
+        return LocalTensor(parts)
 
     def plain(self) -> AbstractContextManager[Any]:
         from torch.distributed._local_tensor import maybe_disable_local_tensor_mode

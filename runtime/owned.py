@@ -20,6 +20,7 @@ class Owned:
         shape: of the whole tensor.
         kind, trainable, persistent: a parameter or a buffer, whether it is trained, whether it is in the state dict.
         primary: of the ranks that hold this rectangle, this one writes it.
+        virtual_primary: of virtual ranks: 1 on those for which ``primary`` holds, else 0.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Owned:
     trainable: bool
     persistent: bool
     primary: bool
+    virtual_primary: torch.Tensor | None = None
+
+    @property
+    def counts(self) -> bool | torch.Tensor:
+        """Whether (of virtual ranks: how often) this rank's part is counted in what is summed over all ranks."""
+        return self.primary if self.virtual_primary is None else self.virtual_primary
 
 
 def rectangle(

@@ -123,7 +123,7 @@ class ParallelModule(nn.Module):
         """
         self._engine.calls.check(f"calls clip_grad_norm_({max_norm}, {norm_type})")
         parameters = [
-            (owned.tensor, owned.primary)
+            (owned.tensor, owned.counts)
             for owned in self.owned()
             if owned.trainable and isinstance(owned.tensor, nn.Parameter)
         ]

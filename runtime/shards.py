@@ -140,6 +140,7 @@ class Shards:
             trainable=tensor.requires_grad,
             persistent=any(name in persistent for name in names),
             primary=is_first_holder(placement, coordinate),
+            virtual_primary=self.layout.marks(lambda place: is_first_holder(placement, place)),
         )
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

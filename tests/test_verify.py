@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import planner
 from planner.comparison import Comparison, difference
+from planner.training_run import run_sharded
 from tests.small_models import TiedClassifier, seeded, token_batch
 
 OPTIONS: dict[str, Any] = {"forbid_replicated_matmul": True}
@@ -82,6 +83,83 @@ def test_the_report_fails_for_a_wrong_number_and_for_unplanned_communication() -
     assert not wrong.ok and "FAILED" in wrong.table()
     unplanned = dataclasses.replace(report, counted=())
     assert not unplanned.ok and "planned" in unplanned.table()
+
+
+@pytest.mark.parametrize("fix", [None, {"num_microbatches": 1, "zero": 0}])
+def test_a_part_that_two_ranks_count_is_seen(monkeypatch: pytest.MonkeyPatch, fix: Any) -> None:
+    """What is whole on both ranks enters the norm of a mesh's plan, and whole tensors of a step's, twice."""
+    for module in ("runtime.shards", "runtime.step.state"):
+        monkeypatch.setattr(f"{module}.is_first_holder", lambda *_: True)
+    options = {"constraints": {"input:*": {"dp": "S(0)"}}} if fix is None else {"fix": fix}
+    report = planner.verify(seeded(TiedClassifier), "dp=2", batch=token_batch(), steps=1, **options)
+    assert not report.ok
+    wrong = {comparison.what for comparison in report.comparisons if comparison.error > 1e-6}
+    assert "norm of all gradients" in wrong and ("weights after 1 steps" in wrong) == (fix is not None)
+
+
+class Keys(torch.nn.Module):
+    """Attention over one head: what the keys' bias adds to all scores of a query changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-2, -1)
+        return scores.softmax(-1) @ self.value(x)
+
+
+def mean_square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def test_what_rounding_alone_makes_is_no_error_and_what_is_wrong_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the keys' bias is rounding, of which Adam makes steps: only a reference run can judge them."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 6, 16, dtype=torch.float64)}
+
+    def large(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return 1e4 * outputs.square().mean()
+
+    options: dict[str, Any] = {"batch": batch, "loss_fn": large, "constraints": {"input:*": {"dp": "S(0)"}}}
+    report = planner.verify(seeded(Keys), "dp=2", **options)
+    over = [comparison for comparison in report.comparisons if comparison.error > report.tolerance]
+    assert report.ok and {comparison.name for comparison in over} == {"key.bias"}, report.table()
+    assert "1 differ by more, as they do on one device" in report.table()
+
+    def with_an_error(parallel: Any, *arguments: Any, **options: Any) -> Any:
+        results = run_sharded(parallel, *arguments, **options)
+        return dataclasses.replace(results, state={**results.state, "key.bias": results.state["key.bias"] + 1e-5})
+
+    monkeypatch.setattr("planner.verification.run_sharded", with_an_error)
+    assert not planner.verify(seeded(Keys), "dp=2", **options).ok
+
+
+class FloatOnly(torch.nn.Module):
+    """Like grouped matrix products, it does not take float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected Float, got Double")
+        return self.linear(x)
+
+
+def test_a_model_that_lacks_float64_is_compared_in_float32() -> None:
+    batch = {"x": torch.ones(4, 16)}
+    report = planner.verify(FloatOnly(), "dp=2", batch=batch, loss_fn=mean_square, steps=1)
+    assert report.ok and report.tolerance == 1e-5 and "does not run in float64" in report.table()
+    with pytest.raises(RuntimeError, match="got Double"):
+        planner.verify(FloatOnly(), "dp=2", batch=batch, loss_fn=mean_square, dtype="float64")
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"steps": 1.5}, {"batch_size": 0}, {"seq_len": -1}])
+def test_what_would_compare_nothing_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give a whole number, at least 1"):
+        planner.verify("tiny-llama", "tp=2", **options)
 
 
 def test_inputs_that_are_missing_are_named() -> None:

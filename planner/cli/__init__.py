@@ -131,7 +131,7 @@ def _verify(options: argparse.Namespace) -> int:
         options.mesh,
         batch_size=options.global_batch,
         seq_len=options.seq_len,
-        dtype=options.dtype or "float64",
+        dtype=options.dtype,
         steps=options.steps,
     )
     print(printable_lines(report.table()))

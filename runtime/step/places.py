@@ -229,8 +229,8 @@ class VirtualPlaces:
                 return whole
             for rank, local in part._local_tensors.items():  # type: ignore[attr-defined]
                 place = rectangle(self._virtual.coordinate_of(rank))
-                if place.primary:
-                    place.of(whole).copy_(local.detach())
+                if place.primary:  # Added up, as real ranks do: a part that two of them count is then wrong here too.
+                    place.of(whole).add_(local.detach())
         return whole
 
     def disagreement(self, local: torch.Tensor, rectangle: RectangleOf) -> float:

@@ -132,6 +132,10 @@ class StepState:
 
         return part
 
+    def _is_primary(self, info: StateInfo) -> Callable[[tuple[int, ...]], bool]:
+        part = self.rectangle(info)
+        return lambda coordinate: part(coordinate).primary
+
     def _data_rank(self, coordinate: tuple[int, ...]) -> int:
         mesh, rank = self.places.layout.mesh, 0
         for name, size, index in zip(mesh.names, mesh.sizes, coordinate):
@@ -219,6 +223,7 @@ class StepState:
                     trainable=info.trainable,
                     persistent=info.persistent,
                     primary=part.primary and first_stage,
+                    virtual_primary=self.places.layout.marks(self._is_primary(info)),
                 )
             )
         return tuple(found)

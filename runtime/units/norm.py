@@ -10,18 +10,21 @@ from torch import nn
 
 from runtime.units.group import DataGroup
 
+#: Whether a rank counts a parameter; of virtual ranks a number for each.
+Counts = bool | torch.Tensor
+
 #: Keeps the scale finite where the norm is zero, as ``torch.nn.utils.clip_grad_norm_`` does.
 _SMALL = 1e-6
 
 
 def gradient_norm(
-    parameters: Iterable[tuple[nn.Parameter, bool]], group: DataGroup, *, norm_type: float = 2.0
+    parameters: Iterable[tuple[nn.Parameter, Counts]], group: DataGroup, *, norm_type: float = 2.0
 ) -> torch.Tensor:
     """The p-norm of all gradients of the model, the same float64 scalar on every rank of ``group``.
 
     Args:
-        parameters: what this rank owns, each with whether this rank counts it: of the ranks that hold the same piece,
-            exactly one must.
+        parameters: what this rank owns, each with whether this rank counts it (of virtual ranks: 1 or 0 for each): of
+            the ranks that hold the same piece, exactly one must.
         group: all ranks of the model; every one must call this.
         norm_type: p, above zero; infinity for the largest element.
 
@@ -31,9 +34,14 @@ def gradient_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above zero (or infinity), got {norm_type}")
     own = list(parameters)
-    counted = [owner.grad for owner, counts in own if counts and owner.grad is not None and owner.grad.numel()]
+    counted = [
+        (owner.grad, counts)
+        for owner, counts in own
+        if counts is not False and owner.grad is not None and owner.grad.numel()
+    ]
     device = own[0][0].device if own else torch.device("cpu")
-    norms = [norm.to(device, torch.float64) for norm in _norms(counted, norm_type)]
+    norms = [norm.to(device, torch.float64) for norm in _norms([gradient for gradient, _ in counted], norm_type)]
+    norms = [norm if counts is True else norm * counts for norm, (_, counts) in zip(norms, counted)]
     each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         # The largest of a number and NaN depends on their order; infinity says as much.
@@ -42,7 +50,7 @@ def gradient_norm(
 
 
 def clip_gradients(
-    parameters: Iterable[tuple[nn.Parameter, bool]],
+    parameters: Iterable[tuple[nn.Parameter, Counts]],
     group: DataGroup,
     *,
     max_norm: float,
@@ -81,12 +89,12 @@ def check_max_norm(max_norm: float, name: str = "max_norm") -> None:
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each; narrow ones are added up in float32."""
-    found: list[torch.Tensor] = []
+    """The norm of each, in order; narrow ones are added up in float32."""
+    found: dict[int, torch.Tensor] = {}
     for some in _by_kind(gradients):
         dtype = torch.promote_types(some[0].dtype, torch.float32)
-        found.extend(torch._foreach_norm(some, norm_type, dtype=dtype))
-    return found
+        found.update(zip(map(id, some), torch._foreach_norm(some, norm_type, dtype=dtype)))
+    return [found[id(gradient)] for gradient in gradients]
 
 
 def _by_kind(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
