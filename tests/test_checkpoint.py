@@ -132,7 +132,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     # The latest by time is kept although its step is lower.
     assert manager.steps() == (4, 30)
     assert manager.latest() == tmp_path / "step-00000004"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000004", "step-00000030.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step-00000004", "step-00000030.1"]
     assert manager.load(Pieces(whole_pieces(), seed=None), step=30).step == 30
     with pytest.raises(ValueError, match="no checkpoint of step 7"):
         manager.load(Pieces(whole_pieces()), step=7)
@@ -141,15 +141,15 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 
 
 def damaged(folder: Path, how: str) -> None:
-    data = next(folder.glob("*.distcp"))
+    data = next(folder.glob("*.safetensors"))
     if how == "no metadata":
-        (folder / ".metadata").unlink()
+        (folder / "metadata.json").unlink()
     elif how == "no manifest":
         (folder / "checkpoint.json").unlink()
     elif how == "short data":
         os.truncate(data, data.stat().st_size // 2)
     elif how == "short metadata":
-        os.truncate(folder / ".metadata", 10)
+        os.truncate(folder / "metadata.json", 10)
     elif how == "no data":
         data.unlink()
     elif how == "other format":
@@ -162,10 +162,10 @@ def damaged(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("no metadata", r"\.metadata is missing"),
+        ("no metadata", r"metadata\.json is missing"),
         ("no manifest", r"has no checkpoint\.json"),
-        ("short data", r"distcp has \d+ bytes, it was written with"),
-        ("short metadata", r"\.metadata has 10 bytes"),
+        ("short data", r"safetensors has \d+ bytes, it was written with"),
+        ("short metadata", r"metadata\.json has 10 bytes"),
         ("no data", "is missing"),
         ("other format", "of format other"),
         ("bad manifest", "is damaged"),
@@ -279,21 +279,19 @@ def test_an_asynchronous_save_stores_what_was_there_when_it_was_called(tmp_path:
     assert loaded.extra == {"list": [1]} and optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_what_goes_wrong_in_the_background_is_raised_later(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_the_background_is_raised_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path, asynchronous=True)
     manager.save(Pieces(whole_pieces()), step=1, extra=1)
-    manager.save(Pieces(whole_pieces()), step=2, extra=Unpicklable())
-    with pytest.raises(ValueError, match=r"could not be written.*cannot be stored"):
+    manager.wait()
+
+    def full(source: str, target: str) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(folders.os, "rename", full)
+    manager.save(Pieces(whole_pieces()), step=2)
+    with pytest.raises(ValueError, match=r"could not be written.*the disk is full"):
         manager.wait()
     assert manager.latest() == tmp_path / "step-00000001"
-
-
-class Unpicklable:
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unpicklable:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError("this cannot be stored")
 
 
 def test_pieces_that_leave_a_hole_are_refused_when_loaded(tmp_path: Path) -> None:

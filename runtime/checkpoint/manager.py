@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from runtime.agreement import gathered, num_ranks, rank_in, together
 from runtime.checkpoint import directory as folders
@@ -29,13 +28,16 @@ from runtime.checkpoint.optimizer_state import (
     put_state,
     with_state_memory,
 )
+from runtime.checkpoint.pickled import PickledCheckpoint
 from runtime.checkpoint.pieces import Content, Piece, check_pieces, names_under
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
-from runtime.checkpoint.storage import read, read_metadata, reason_of, write
+from runtime.checkpoint.storage import StoredCheckpoint, put_object, reason_of, write
 from runtime.owned import Owned
 from runtime.weight_files import named_alike
 
 TRAINING = "training"
+#: What is stored of training, each as an object of its own.
+FIELDS = ("step", "optimizer", "groups", "scheduler", "program_random", "data", "extra")
 RANDOM = "random/"
 
 
@@ -67,7 +69,9 @@ class CheckpointManager:
     with other pipeline stages and ZeRO stages, reads the rectangles that it needs. Checkpoints are complete or not
     there: a process killed while saving leaves the one before.
 
-    A checkpoint is trusted like code: as with ``torch.load``, reading one that a stranger made may run anything.
+    A checkpoint is data: JSON and safetensors, with checksums of what is read, so that one that a stranger made runs
+    nothing and one that a disk spoilt is noticed. Checkpoints of earlier versions had pickles in them, which may run
+    anything: they load with ``trust=True`` alone. Only one job at a time saves into a directory.
 
     Args:
         directory: of the checkpoints, on a file system that all ranks share.
@@ -113,32 +117,32 @@ class CheckpointManager:
         Args:
             step: number of optimizer steps done; names the checkpoint.
             scheduler, data: anything with ``state_dict()`` (a learning-rate schedule, a data loader); ``data`` may
-                also be a value that pickles. The first rank's is stored.
-            extra: any value that pickles; the first rank's is stored.
+                also be plain data. The first rank's is stored.
+            extra: plain data: numbers, texts, None, lists, tuples, dicts, sets, bytes, arrays, tensors. The first
+                rank's is stored.
 
         Returns:
             where the checkpoint is (or, if it is written in the background, will be).
 
         Raises:
             ValueError: on all ranks, if a tensor is on meta, the optimizer keeps state of other shapes than its
-                parameters', ranks have different parameter groups, or the files cannot be written.
+                parameters', ranks have different parameter groups, something to be stored is not plain data, another
+                job saves into the directory, or the files cannot be written.
         """
         self.wait()
         content, groups = together(lambda: self._content(parallel, optimizer), self._group)
         # The same on all ranks, so that none needs to tell the others of an error.
         merged = merged_groups(gathered(groups, self._group))
-        names = gathered(together(lambda: self._start(step), self._group), self._group)
-        if rank_in(self._group) == 0:
-            training = {
-                "step": step,
-                "optimizer": None if optimizer is None else type(optimizer).__name__,
-                "groups": merged,
-                "scheduler": None if scheduler is None else scheduler.state_dict(),
-                "program_random": program_state(),
-                "data": data.state_dict() if hasattr(data, "state_dict") else data,
-                "extra": extra,
-            }
-            content[TRAINING] = copy.deepcopy(training) if self.asynchronous else training
+        training = {
+            "step": step,
+            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "groups": [{"options": group.options, "names": group.names} for group in merged],
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "program_random": program_state(),
+            "data": data.state_dict() if hasattr(data, "state_dict") else data,
+            "extra": extra,
+        }
+        names = gathered(together(lambda: self._start(step, training, content), self._group), self._group)
         manifest = {"step": step, "num_ranks": num_ranks(self._group), "torch": torch.__version__}
         try:
             self._running = write(
@@ -154,8 +158,15 @@ class CheckpointManager:
             raise ValueError(f"the checkpoint of step {step} could not be written: {reason_of(error)}") from error
         return self.directory / names[0]
 
-    def _start(self, step: int) -> str:
-        return folders.start(self.directory, step) if rank_in(self._group) == 0 else ""
+    def _start(self, step: int, training: dict[str, Any], content: Content) -> str:
+        """Put the objects of this rank into ``content``, then make room; the checkpoint's name, on the first rank."""
+        rank = rank_in(self._group)
+        put_object(content, f"{RANDOM}{rank}", random_states(), where="the random state")
+        if rank != 0:
+            return ""
+        for name, value in training.items():
+            put_object(content, f"{TRAINING}/{name}", value, where=name)
+        return folders.start(self.directory, step)
 
     def _content(self, parallel: Owner, optimizer: torch.optim.Optimizer | None) -> tuple[Content, tuple[Group, ...]]:
         owned = named_alike(parallel.owned(), parallel.state_names)
@@ -166,7 +177,6 @@ class CheckpointManager:
             groups = groups_of(owned, optimizer)
         if self.asynchronous:
             content = {name: value.copied() if isinstance(value, Piece) else value for name, value in content.items()}
-        content[f"{RANDOM}{rank_in(self._group)}"] = random_states()
         return content, groups
 
     def wait(self) -> None:
@@ -201,6 +211,7 @@ class CheckpointManager:
         scheduler: Any = None,
         data: Any = None,
         step: int | None = None,
+        trust: bool = False,
     ) -> Checkpoint:
         """Go back to a checkpoint, of any plan of the same model.
 
@@ -209,24 +220,23 @@ class CheckpointManager:
         Args:
             optimizer, scheduler, data: get their stored state (``data`` by ``load_state_dict``); None leaves it out.
             step: which checkpoint; None for the latest.
+            trust: also load what an earlier version wrote, which may run code of whoever wrote it.
 
         Raises:
-            ValueError: on all ranks, if there is none, or it is cut short, of another kind, of another model or
-                optimizer, saying what is wrong; with an optimizer also if the model has no plan yet.
+            ValueError: on all ranks, if there is none, or it is cut short, damaged, of another kind, of another model
+                or optimizer, saying what is wrong; with an optimizer also if the model has no plan yet.
         """
         self.wait()
         owned = named_alike(parallel.owned(), parallel.state_names)
-        folder, metadata, training = together(lambda: self._open(step), self._group)
+        stored, training, random = together(lambda: self._open(step, trust=trust), self._group)
         model = model_to_load(owned)
         wanted, options = together(
-            lambda: self._fit(parallel, model, optimizer, scheduler, metadata, training), self._group
+            lambda: self._fit(parallel, model, optimizer, scheduler, stored.metadata, training), self._group
         )
         device = self._device_for(parallel)
         with_memory(model, owned, device)
         with_state_memory(wanted, device)
-        random_name = _of_rank(metadata, rank_in(self._group))
-        content = {**model, **wanted.content, random_name: None}
-        together(lambda: read(content, folder, group=self._group), self._group)
+        together(lambda: stored.read({**model, **wanted.content}, group=self._group), self._group)
         if optimizer is not None:
             put_state(wanted, optimizer)
             put_groups(optimizer, options)
@@ -235,18 +245,31 @@ class CheckpointManager:
         if data is not None:
             data.load_state_dict(training["data"])
         set_program_state(training["program_random"])
-        set_random_states(content[random_name])
+        set_random_states(random)
         parallel.weights_changed()
-        return Checkpoint(folder, training["step"], training["data"], training["extra"])
+        return Checkpoint(stored.folder, training["step"], training["data"], training["extra"])
 
-    def _open(self, step: int | None) -> tuple[Path, Metadata, dict[str, Any]]:
+    def _open(self, step: int | None, *, trust: bool) -> tuple[StoredCheckpoint | PickledCheckpoint, Any, Any]:
+        """A checkpoint, what it says of training, and the random states that this rank takes."""
         folder = self.directory / folders.named(self.directory, step)
-        folders.check_complete(folder)
-        metadata = read_metadata(folder)
-        check_pieces({TRAINING: None, _of_rank(metadata, 0): None}, metadata)
-        content: Content = {TRAINING: None}
-        read(content, folder, alone=True)
-        return folder, metadata, content[TRAINING]
+        pickled = folders.is_pickled(folders.check_complete(folder))
+        if pickled and not trust:
+            raise ValueError(
+                f"{folder} was written by an earlier version, with pickles in it, which may run code of whoever wrote "
+                "it when they are read: if you made it, load it with trust=True, and save it again"
+            )
+        stored = PickledCheckpoint(folder) if pickled else StoredCheckpoint(folder)
+        random_name = _of_rank(stored.metadata, rank_in(self._group))
+        fields = (TRAINING,) if pickled else tuple(f"{TRAINING}/{name}" for name in FIELDS)
+        for name in (*fields, random_name):
+            if not isinstance(stored.metadata.state_dict_metadata.get(name), BytesStorageMetadata):
+                raise ValueError(f"{folder} is damaged: it has no {name!r}")
+        if pickled:
+            training = stored.object(TRAINING)
+        else:
+            training = {name: stored.object(f"{TRAINING}/{name}") for name in FIELDS}
+            training["groups"] = [Group(group["options"], group["names"]) for group in training["groups"]]
+        return stored, training, stored.object(random_name)
 
     def _fit(
         self,

@@ -106,7 +106,9 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
                 )
             elif _holds_the_first_element(piece):
                 place = TENSORS if isinstance(value, torch.Tensor) else NUMBERS
-                scalar = torch.as_tensor(value).detach().reshape(())
+                # Python's numbers have 64 bits.
+                dtype = torch.float64 if isinstance(value, float) else None
+                scalar = torch.as_tensor(value, dtype=dtype).detach().reshape(())
                 content[place + name] = Piece(scalar, (), ())
     return content
 

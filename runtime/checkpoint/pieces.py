@@ -6,7 +6,6 @@ public way to say what a rank holds without a DTensor: rectangles here may be of
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -23,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -52,7 +49,7 @@ class Piece:
         return Piece(tensor, self.shape, self.offsets)
 
 
-#: What a rank stores or asks for: pieces by the tensor's name, other objects by name.
+#: What a rank stores or asks for: pieces by the tensor's name, other objects as JSON by name.
 Content = dict[str, Any]
 
 
@@ -71,9 +68,9 @@ class SavePieces(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict[index.fqn]
-        return value.tensor.detach().contiguous() if isinstance(value, Piece) else value
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = self.state_dict[write_item.index.fqn]
+        return value.tensor.detach() if isinstance(value, Piece) else value
 
 
 def _write_piece(name: str, piece: Piece) -> WriteItem:
@@ -93,7 +90,7 @@ def _write_object(name: str) -> WriteItem:
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """Reads into the pieces of a ``Content``; of an object the value is replaced."""
+    """Reads into the pieces of a ``Content``, which has no objects."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -108,34 +105,16 @@ class LoadPieces(DefaultLoadPlanner):
         items: list[ReadItem] = []
         for name, value in self.state_dict.items():
             stored = self.metadata.state_dict_metadata[name]
-            if isinstance(value, Piece):
-                assert isinstance(stored, TensorStorageMetadata)
-                if value.tensor.numel():
-                    items.extend(create_read_items_for_chunk_list(name, stored, [value.chunk]))
-            else:
-                items.append(_read_object(name))
+            assert isinstance(stored, TensorStorageMetadata)
+            if value.tensor.numel():
+                items.extend(create_read_items_for_chunk_list(name, stored, [value.chunk]))
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].tensor.detach()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=False)
 
-
-def _read_object(name: str) -> ReadItem:
-    index, start = MetadataIndex(name), torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=index,
-        dest_offsets=start,
-        storage_index=index,
-        storage_offsets=start,
-        lengths=start,
-    )
-
-
-def check_pieces(content: Mapping[str, Any], metadata: Metadata) -> None:
+def check_pieces(content: Mapping[str, Piece], metadata: Metadata) -> None:
     """Refuse a checkpoint that has not, or in another shape, what is asked for.
 
     Raises:
@@ -143,10 +122,6 @@ def check_pieces(content: Mapping[str, Any], metadata: Metadata) -> None:
     """
     for name, value in content.items():
         stored = metadata.state_dict_metadata.get(name)
-        if not isinstance(value, Piece):
-            if not isinstance(stored, BytesStorageMetadata):
-                raise ValueError(f"the checkpoint has no {name!r}")
-            continue
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"the checkpoint has no tensor {name!r}: it is of another model")
         if tuple(stored.size) != value.shape:
