@@ -33,6 +33,8 @@ from runtime.engine import Engine
 from runtime.first_rank import broadcast_objects
 from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
+from runtime.parameters.adoption import adopt
+from runtime.parameters.optimizers import remember_originals
 from runtime.shards import Shards
 from runtime.step.engine import StepEngine
 from runtime.step.narrow import cast_floats, compute_dtype, computing_in
@@ -53,6 +55,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     precision: str | torch.dtype | None = None,
     fuse: bool = True,
+    optimizer: torch.optim.Optimizer | str | None = None,
     **options: Any,
 ) -> ParallelModule:
     """A sharded version of ``model`` on ``mesh``; every rank of the mesh must call this.
@@ -83,6 +86,9 @@ def compile(
         precision: dtype to compute in (``"bfloat16"``) with a model whose parameters are wider: those stay as the
             masters that the optimizer updates; gradients are added up and reduced in float32. A whole step is planned.
         fuse: plan and run fused operators, as in ``planner.plan``; a plan that is given says so itself.
+        optimizer: one that was made before, over the parameters of ``model``: it trains the parallel module from then
+            on (without it, it refuses to step). Its name (``"adamw"``), as in ``planner.plan``, only says what a whole
+            step is planned for.
         options: on a mesh, other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …); on a
             cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
@@ -103,6 +109,8 @@ def compile(
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
     check_compiled_alike(ranks, model, target=target, plan=given, loss_fn=loss_fn, options={**compared, **options})
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
+    if isinstance(optimizer, str):
+        demands["optimizer"] = optimizer
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
     compute = None if precision is None else compute_dtype(precision)
@@ -118,9 +126,10 @@ def compile(
     if given is not None and given.step is not None:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
         ops.seed(agreed_seed(places.device_mesh))
-        return parallelise_step(
+        parallel = parallelise_step(
             model, places, plan=given, loss_fn=loss_fn, example_inputs=example_inputs, compute=compute
         )
+        return _in_place_of(model, parallel, optimizer)
     assert not isinstance(target, Cluster)
     device_mesh, shape = as_device_mesh(target)
     layout = RankLayout(device_mesh, shape)
@@ -135,7 +144,20 @@ def compile(
             device_mesh=device_mesh,
         )
 
-    return parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
+    parallel = parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
+    return _in_place_of(model, parallel, optimizer)
+
+
+def _in_place_of(
+    model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None
+) -> ParallelModule:
+    """``parallel`` once optimizers know that it is trained in the place of ``model``."""
+    remember_originals(model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer.state and not parallel.is_planned:
+            raise ValueError("an optimizer with state needs a plan to cut it by: give example_inputs to compile()")
+        adopt(optimizer, model, dict(parallel.named_parameters(remove_duplicate=False)), parallel.owned())
+    return parallel
 
 
 def _read_arguments(
@@ -209,12 +231,11 @@ def parallelise(
         check_same_model(model, plan)
     shards = Shards(model, layout)
     engine = Engine(model, shards, layout, plan=plan, planner=planner, loss_fn=loss_fn)
-    parallel = ParallelModule(shards, engine)
     if example_inputs is not None:
         by_name = isinstance(example_inputs, Mapping)
         args, kwargs = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         engine.prepare(engine.read(args, kwargs))
-    return parallel
+    return ParallelModule(shards, engine)
 
 
 def parallelise_step(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from passes.ir.types import MeshShape, Placement, shard_dim
+from passes.ir.types import MeshShape, Placement, SpmdType, shard_dim
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Owned:
         kind, trainable, persistent: a parameter or a buffer, whether it is trained, whether it is in the state dict.
         primary: of the ranks that hold this rectangle, this one writes it.
         virtual_primary: of virtual ranks: 1 on those for which ``primary`` holds, else 0.
+        device_mesh, placements: the same as DTensor says it; no mesh where one tensor is that of many virtual ranks.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Owned:
     persistent: bool
     primary: bool
     virtual_primary: torch.Tensor | None = None
+    device_mesh: DeviceMesh | None = None
+    placements: Sequence[TorchPlacement] = ()
 
     @property
     def counts(self) -> bool | torch.Tensor:
@@ -56,3 +63,9 @@ def rectangle(
 def is_first_holder(placement: Placement, coordinate: tuple[int, ...]) -> bool:
     """Whether no rank before this one holds the same part."""
     return all(index == 0 or shard_dim(spmd_type) is not None for spmd_type, index in zip(placement, coordinate))
+
+
+def torch_placements(types: Sequence[SpmdType]) -> tuple[TorchPlacement, ...]:
+    """DTensor's placement on every axis of a parameter or buffer of these types: none of them is partial."""
+    dims = [shard_dim(spmd_type) for spmd_type in types]
+    return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)

@@ -18,6 +18,8 @@ from runtime.accumulation import Accumulation
 from runtime.engine import Engine
 from runtime.layout import DATA, Layout
 from runtime.owned import Owned
+from runtime.parameters import ParameterTree
+from runtime.parameters.unwrappable import Unwrappable
 from runtime.shards import Shards
 from runtime.step.engine import StepEngine
 from runtime.step.state import StepState
@@ -25,11 +27,12 @@ from runtime.units.norm import clip_gradients
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Unwrappable, nn.Module):
     """A model that runs sharded over a mesh.
 
-    ``parameters()`` are this rank's shards under the original names (tied weights are one parameter), so that any
-    optimizer works on them. Call it like the original, on the global batch: every rank takes its part.
+    ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
+    shard, so that optimizers, clipping and checkpoints of PyTorch work on them as on FSDP2's. With a pipeline a rank
+    has those of its stage. Call it like the original, on the global batch: every rank takes its part.
 
     Args:
         shards: the parameters and buffers.
@@ -41,10 +44,16 @@ class ParallelModule(nn.Module):
         self._shards = shards
         self._engine = engine
         self._accumulation = Accumulation()
-        # The tree of weights is this module's own content: same names, same objects.
+        # What users see is this module's own content.
+        self._tree = ParameterTree(
+            shards,
+            hooks_run=isinstance(engine, Engine),
+            stages=shards.places.num_stages if isinstance(shards, StepState) else 1,
+        )
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = shards.weights.__dict__[table]
+            self.__dict__[table] = self._tree.weights.__dict__[table]
         self.training = engine.model.training
+        self.register_load_state_dict_post_hook(_weights_changed)
 
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
         """Run the model.
@@ -57,7 +66,11 @@ class ParallelModule(nn.Module):
         Raises:
             ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
         """
-        return self._engine(args, kwargs, local_inputs=local_inputs)
+        self._tree.check()
+        try:
+            return self._engine(args, kwargs, local_inputs=local_inputs)
+        finally:
+            self._tree.follow()
 
     def train_step(
         self, *args: Any, local_inputs: bool = False, weight: float | torch.Tensor | None = None, **kwargs: Any
@@ -78,7 +91,11 @@ class ParallelModule(nn.Module):
         if isinstance(weight, torch.Tensor):
             kwargs["weight"], weight = weight, None
         scale = self._accumulation.weight_of_step(weight)
-        return self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+        self._tree.check()
+        try:
+            return self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+        finally:
+            self._tree.follow()
 
     def _refuse_hooks(self) -> None:
         """Raise ValueError for hooks that ``train_step`` would not call."""
@@ -122,6 +139,7 @@ class ParallelModule(nn.Module):
                 zero, and with ``error_if_nonfinite``.
         """
         self._engine.calls.check(f"calls clip_grad_norm_({max_norm}, {norm_type})")
+        self._tree.take_gradients()
         parameters = [
             (owned.tensor, owned.counts)
             for owned in self.owned()
@@ -160,9 +178,15 @@ class ParallelModule(nn.Module):
                 "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
                 "planner.compile, or choose the mesh's device_type"
             )
-        super()._apply(fn, recurse)
+        self._shards.weights._apply(fn, recurse)
         self._engine.forget_constants()
+        self._tree.update()
         return self
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan yet; without example inputs it is made at the first call."""
+        return self._engine.plan is not None
 
     @property
     def plan(self) -> Plan:
@@ -252,10 +276,12 @@ class ParallelModule(nn.Module):
         """
         self._shards.initialise(self._engine.model, seed=0, outside_of_state=True)
         self._engine.forget_constants()
+        self._tree.update()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter name, on every rank (all ranks must call it)."""
         self._engine.calls.check("calls full_gradients")
+        self._tree.take_gradients()
         return self._shards.full_gradients()
 
     def initialise(self, *, seed: int = 0) -> None:
@@ -266,6 +292,7 @@ class ParallelModule(nn.Module):
         """
         self._shards.initialise(self._engine.model, seed=seed)
         self._engine.forget_constants()
+        self._tree.update()
 
     def owned(self) -> tuple[Owned, ...]:
         """What this rank holds of every parameter and buffer."""
@@ -297,3 +324,8 @@ class ParallelModule(nn.Module):
     def layout(self) -> Layout:
         """Where this module's tensors live."""
         return self._engine.layout
+
+
+def _weights_changed(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    module.weights_changed()

@@ -11,7 +11,7 @@ from passes.ir.types import I, Placement, R, shard_dim
 from passes.plan import Plan
 from runtime.initialise import initialised_tensors, still_on_meta
 from runtime.layout import Layout, VirtualLayout
-from runtime.owned import Owned, is_first_holder, rectangle
+from runtime.owned import Owned, is_first_holder, rectangle, torch_placements
 from runtime.weights import Weights
 
 
@@ -21,12 +21,14 @@ class Shards:
     Attributes:
         weights: the tree that holds them, under the original names.
         placements: of every name, aliases included; whole until ``place``.
+        version: counts how often tensors were cut or replaced.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.layout = layout
         self.weights = Weights()
         self.weights.train(model.training)
+        self.version = 0
         self.state_names = list(model.state_dict().keys())
         made: dict[int, torch.Tensor] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -86,6 +88,7 @@ class Shards:
 
     def _replace(self, names: list[str], local: torch.Tensor) -> None:
         """Put ``local`` in place of the tensor at ``names``; a parameter stays the same object for its optimizer."""
+        self.version += 1
         tensor = self.weights.find(names[0])
         if not isinstance(tensor, nn.Parameter):
             for name in names:
@@ -141,6 +144,8 @@ class Shards:
             persistent=any(name in persistent for name in names),
             primary=is_first_holder(placement, coordinate),
             virtual_primary=self.layout.marks(lambda place: is_first_holder(placement, place)),
+            device_mesh=None if isinstance(self.layout, VirtualLayout) else self.layout.device_mesh,
+            placements=torch_placements(placement),
         )
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -72,12 +72,12 @@ def watched(parallel: Any) -> Iterator[dict[str, Any]]:
         for unit in units:
             unit.settle()
         held = sum(unit.gradient_bytes for unit in units)
-        held += sum(p.grad.nbytes for p in parallel.parameters() if p.grad is not None)
+        held += sum(p.grad.to_local().nbytes for p in parallel.parameters() if p.grad is not None)
         seen["gradients"] = max(seen["gradients"], held)
 
-    def train(execution: Any) -> Any:
+    def train(execution: Any, *args: Any) -> Any:
         seen["execution"] = execution
-        losses = originals[type(execution)](execution)
+        losses = originals[type(execution)](execution, *args)
         count()
         return losses
 
@@ -122,6 +122,11 @@ def _narrow(parallel: Any, name: str, tensor: torch.Tensor) -> bool:
     return bool(parallel._shards.infos[name].dtype != tensor.dtype)
 
 
+def local_parameters(parallel: Any) -> dict[str, torch.Tensor]:
+    """What this rank owns of each parameter."""
+    return {name: parameter.to_local().detach() for name, parameter in parallel.named_parameters()}
+
+
 def parameter_bytes(execution: Any, parallel: Any) -> int:
     """Bytes of what is computed with and of what is owned of it; masters beside a whole narrow copy not counted."""
     storages: dict[int, int] = {}
@@ -132,7 +137,7 @@ def parameter_bytes(execution: Any, parallel: Any) -> int:
             if kept is not None:
                 storages[kept.flat.untyped_storage().data_ptr()] = sum(whole.nbytes for whole in kept.wholes())
                 kept_narrow |= {unit.weights[place].name for place in bundle.places}
-    for name, parameter in parallel.named_parameters():
+    for name, parameter in local_parameters(parallel).items():
         if not (_narrow(parallel, name, parameter) and name in kept_narrow):
             storages.setdefault(parameter.untyped_storage().data_ptr(), parameter.nbytes)
     return sum(storages.values())
@@ -141,7 +146,10 @@ def parameter_bytes(execution: Any, parallel: Any) -> int:
 def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the moments, and of masters beside a narrow copy."""
     moments = sum(
-        tensor.nbytes for state in optimizer.state.values() for name, tensor in state.items() if name != "step"
+        tensor.to_local().nbytes
+        for state in optimizer.state.values()
+        for name, tensor in state.items()
+        if name != "step"
     )
     kept = {
         unit.weights[place].name
@@ -152,7 +160,7 @@ def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimi
     }
     masters = sum(
         parameter.nbytes
-        for name, parameter in parallel.named_parameters()
+        for name, parameter in local_parameters(parallel).items()
         if _narrow(parallel, name, parameter) and name in kept
     )
     return moments + masters

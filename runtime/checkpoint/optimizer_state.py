@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from runtime.checkpoint.pieces import Content, Piece, names_under
 from runtime.owned import Owned
+from runtime.parameters import SCALARS, ShardedParameter, local_of
 
 TENSORS = "optimizer/tensor/"
 NUMBERS = "optimizer/number/"
@@ -40,7 +42,7 @@ def _owners(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> dict[in
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # Of a number, ranks that do not hold it have an empty stand-in.
-            if id(parameter) not in owners and parameter.numel():
+            if id(local_of(parameter)) not in owners and parameter.numel():
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not among this model's: "
                     "make it from parallel.parameters()"
@@ -54,7 +56,7 @@ def groups_of(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> tuple
     return tuple(
         Group(
             {name: value for name, value in group.items() if name != "params"},
-            tuple(owners[id(parameter)].name for parameter in group["params"] if id(parameter) in owners),
+            tuple(owners[key].name for key in map(id, map(local_of, group["params"])) if key in owners),
         )
         for group in optimizer.param_groups
     )
@@ -88,16 +90,17 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
     owners = _owners(owned, optimizer)
     content: Content = {}
     for parameter, state in optimizer.state.items():
-        piece = owners.get(id(parameter))
+        piece = owners.get(id(local_of(parameter)))
         if piece is None:
             continue
         for key, value in state.items():
             name = f"{piece.name}/{key}"
             if value is None:
                 continue
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if _is_like(value, parameter):
                 if piece.primary:
-                    content[TENSORS + name] = Piece(value.detach(), piece.shape, piece.offsets)
+                    local = parameter.local(value) if isinstance(parameter, ShardedParameter) else value
+                    content[TENSORS + name] = Piece(local.detach(), piece.shape, piece.offsets)
             elif not _is_scalar(value):
                 raise ValueError(
                     f"the optimizer keeps {_described(value)} as {key!r} of {piece.name!r} (here "
@@ -111,6 +114,13 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
                 scalar = torch.as_tensor(value, dtype=dtype).detach().reshape(())
                 content[place + name] = Piece(scalar, (), ())
     return content
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether state is held as its parameter is: element by element."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return isinstance(value, DTensor) or not isinstance(parameter, ShardedParameter)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -145,7 +155,7 @@ def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
     states: dict[torch.Tensor, dict[str, str]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = owners.get(id(parameter))
+            owner = owners.get(id(local_of(parameter)))
             if owner is None:
                 continue
             for full in keys.get(owner.name, ()):
@@ -181,9 +191,16 @@ def put_state(wanted: Wanted, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     for parameter, keys in wanted.states.items():
         optimizer.state[parameter] = {
-            key: wanted.content[full].tensor if full.startswith(TENSORS) else wanted.content[full].tensor.item()
-            for key, full in keys.items()
+            key: _state_of(parameter, key, wanted.content[full], full) for key, full in keys.items()
         }
+
+
+def _state_of(parameter: torch.Tensor, key: str, piece: Piece, full: str) -> Any:
+    if not full.startswith(TENSORS):
+        return piece.tensor.item()
+    if isinstance(parameter, ShardedParameter) and piece.shape == tuple(parameter.shape) and key not in SCALARS:
+        return parameter.placed(piece.tensor)
+    return piece.tensor
 
 
 def matched_groups(

@@ -52,6 +52,9 @@ class Places(Protocol):
     num_stages: pipeline ranks.
     data_group: the ranks that hold the same parameters; None if there is one.
     pipeline_group: the ranks of one pipeline; None if there is one stage, or every stage is here.
+    parameter_axes: names of the programs' axes of several ranks that are no data axes.
+    parameter_mesh: that parameters lie on: ``parameter_axes``, then one axis of all data ranks where there are several,
+        so that what cuts a tensor first is further out, as DTensor reads a mesh; None for virtual ranks.
     """
 
     layout: Layout
@@ -61,6 +64,8 @@ class Places(Protocol):
     data_group: dist.ProcessGroup | None
     pipeline_group: dist.ProcessGroup | None
     data_size: int
+    parameter_axes: tuple[str, ...]
+    parameter_mesh: DeviceMesh | None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]: ...
 
@@ -103,6 +108,8 @@ class RankPlaces:
         self.pipeline_group = device_mesh.get_group(PIPELINE) if PIPELINE in names else None
         self.data_size = _product(mesh, DATA_AXES)
         self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
+        self.parameter_axes = _parameter_axes(mesh)
+        self.parameter_mesh: DeviceMesh | None = _parameter_mesh(inner, mesh, self.data_group)
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
 
@@ -178,6 +185,8 @@ class VirtualPlaces:
         self.num_stages = num_stages
         self.stage: int | None = None
         self.pipeline_group: dist.ProcessGroup | None = None
+        self.parameter_axes = _parameter_axes(layout.mesh)
+        self.parameter_mesh: DeviceMesh | None = None
         self.data_size = _product(layout.mesh, DATA_AXES)
         self.data_group = data_group(layout.device_mesh, layout.mesh) if self.data_size > 1 else None
 
@@ -262,6 +271,24 @@ def data_group(device_mesh: DeviceMesh, mesh: MeshShape) -> dist.ProcessGroup:
     if len(axes) == 1:
         return device_mesh.get_group(axes[0])
     return flattened_group(device_mesh[axes], "_".join(axes))
+
+
+def _parameter_axes(mesh: MeshShape) -> tuple[str, ...]:
+    axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES and mesh.size(axis) > 1)
+    # A mesh needs an axis.
+    return axes or (mesh.names[:1] if _product(mesh, DATA_AXES) == 1 else ())
+
+
+def _parameter_mesh(inner: DeviceMesh, mesh: MeshShape, data: dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh ``Places.parameter_mesh``, on the groups that there are."""
+    axes = _parameter_axes(mesh)
+    outer = [mesh.names.index(axis) for axis in axes]
+    rest = [place for place in range(len(mesh.names)) if place not in outer]
+    groups, names, sizes = [inner.get_group(axis) for axis in axes], list(axes), [mesh.size(axis) for axis in axes]
+    if data is not None:
+        groups, names, sizes = [*groups, data], [*names, "data"], [*sizes, data.size()]
+    ranks = inner.mesh.permute(*outer, *rest).reshape(sizes)
+    return DeviceMesh.from_group(groups, inner.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
 def _product(mesh: MeshShape, axes: Sequence[str]) -> int:

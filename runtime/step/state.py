@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from passes.ir.types import Placement, R, local_shape
 from passes.plan import Plan
 from passes.stages import StepPrograms
 from passes.stages.build import DATA_AXES
 from runtime.initialise import initialised_tensors, still_on_meta
-from runtime.owned import Owned, is_first_holder, rectangle
+from runtime.owned import Owned, is_first_holder, rectangle, torch_placements
 from runtime.step.places import Places, Rectangle, RectangleOf, VirtualPlaces
 from runtime.units.group import DataGroup, sum_over
-from runtime.units.pieces import piece_of
+from runtime.units.pieces import piece_dim, piece_of
 from runtime.units.precision import Dtypes, Precision
 from runtime.weights import Weights
 
@@ -55,6 +57,7 @@ class StepState:
     Attributes:
         weights: the tree of what this rank owns, under the original names.
         infos: of every tensor of the model, by each of its names.
+        version: counts how often tensors were replaced.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StepState:
         precision: Precision,
     ) -> None:
         self.places = places
+        self.version = 0
         self.state_names = list(model.state_dict().keys())
         self.infos: dict[str, StateInfo] = {}
         self.weights = Weights()
@@ -136,6 +140,16 @@ class StepState:
         part = self.rectangle(info)
         return lambda coordinate: part(coordinate).primary
 
+    def _torch_placements(self, info: StateInfo) -> tuple[TorchPlacement, ...]:
+        """On the axes of ``places.parameter_mesh``."""
+        names = self.places.layout.mesh.names
+        types = [info.placement[names.index(axis)] for axis in self.places.parameter_axes]
+        placements = torch_placements(types)
+        if self.places.data_size == 1:
+            return placements
+        dim = piece_dim(self.unsharded_shape(info), self.places.data_size)
+        return (*placements, Shard(dim) if info.sharded and info.shape else Replicate())
+
     def _data_rank(self, coordinate: tuple[int, ...]) -> int:
         mesh, rank = self.places.layout.mesh, 0
         for name, size, index in zip(mesh.names, mesh.sizes, coordinate):
@@ -151,6 +165,7 @@ class StepState:
         return self.places.cut(whole.to(info.owner_dtype), self.rectangle(info))
 
     def _put(self, info: StateInfo, local: torch.Tensor) -> None:
+        self.version += 1
         tensor = nn.Parameter(local, requires_grad=info.trainable) if info.is_parameter else local
         for name in info.names:
             self.weights.put(name, tensor, persistent=name in self.state_names)
@@ -224,6 +239,8 @@ class StepState:
                     persistent=info.persistent,
                     primary=part.primary and first_stage,
                     virtual_primary=self.places.layout.marks(self._is_primary(info)),
+                    device_mesh=self.places.parameter_mesh,
+                    placements=self._torch_placements(info),
                 )
             )
         return tuple(found)

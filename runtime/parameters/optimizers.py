@@ -1,0 +1,186 @@
+"""Optimizers on parameters of a parallel module: at full speed, and not on those of the model it was made from.
+
+PyTorch lets everyone see every optimizer's step (``register_optimizer_step_pre_hook``). Optimizers that work element by
+element are given the plain tensors for the length of a step: what they compute is the same, without DTensor's cost for
+every operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as hooks
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from runtime import kernels
+from runtime.parameters.sharded import SCALARS, ShardedParameter
+
+#: Each element of a parameter is updated from that element of its gradient and state, and from numbers.
+_ELEMENTWISE = frozenset(
+    {
+        kernels.AdamW,
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """What an optimizer holds outside of a step: its groups' lists, its state, and its parameters."""
+
+    lists: tuple[list[torch.Tensor], ...]
+    state: defaultdict[torch.Tensor, Any]
+    parameters: tuple[ShardedParameter, ...]
+
+
+_loans: WeakKeyDictionary[torch.optim.Optimizer, _Loan] = WeakKeyDictionary()
+#: Parameters of models that parallel modules were made from, with their names.
+_originals = WeakTensorKeyDictionary()
+
+
+def remember_originals(model: nn.Module) -> None:
+    """Let optimizers that hold the parameters of ``model`` refuse to step while those have no gradients."""
+    _watch_optimizers()
+    for name, parameter in model.named_parameters():
+        _originals[parameter] = name
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    hooks.register_optimizer_step_pre_hook(_before_step)
+    hooks.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _give_back(optimizer)  # after a step that failed
+    _refuse_originals(optimizer)
+    _refuse_flattening(optimizer)
+    if _is_elementwise(optimizer, args, kwargs):
+        _lend(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _give_back(optimizer)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to train the model that a parallel module was made from in its place.
+
+    Raises:
+        ValueError: if the optimizer holds parameters of such a model, and nothing that it holds has a gradient.
+    """
+    name = None
+    for parameter in _parameters_of(optimizer):
+        if parameter.grad is not None:
+            return
+        name = name or _originals.get(parameter)
+    if name is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} holds the parameters of the model that was given to planner.compile "
+            f"({name!r} and others), which the parallel module does not train: make it after compile from "
+            "parallel.parameters(), or hand it to planner.compile(..., optimizer=optimizer)"
+        )
+
+
+def _refuse_flattening(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for LBFGS, which makes one vector of all parameters."""
+    sharded = any(isinstance(parameter, ShardedParameter) for parameter in _parameters_of(optimizer))
+    if sharded and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS makes one vector of all parameters, which shards of several ranks and layouts do not form: use an "
+            "optimizer that updates each parameter for itself (AdamW, SGD, Adafactor, Muon, …)"
+        )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether nobody can tell the plain tensors from the DTensors during this step."""
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and closure is None
+        and not torch.compiler.is_compiling()
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and len(hooks._global_optimizer_pre_hooks) == len(hooks._global_optimizer_post_hooks) == 1
+    )
+
+
+def _lend(optimizer: torch.optim.Optimizer) -> None:
+    """Put plain tensors in the place of parameters and their state."""
+    parameters = tuple(one for one in _parameters_of(optimizer) if isinstance(one, ShardedParameter))
+    if not parameters or not all(_is_placed_alike(optimizer.state.get(one), one) for one in parameters):
+        return
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    state.update((key, entry) for key, entry in optimizer.state.items() if not isinstance(key, ShardedParameter))
+    for parameter in parameters:
+        parameter.take_gradient()
+        entry = optimizer.state.get(parameter)
+        if entry:
+            state[parameter.owner] = {
+                key: value._local_tensor if isinstance(value, DTensor) else value for key, value in entry.items()
+            }
+    _loans[optimizer] = _Loan(tuple(group["params"] for group in optimizer.param_groups), optimizer.state, parameters)
+    optimizer.state = state
+    for group in optimizer.param_groups:
+        group["params"] = [one.owner if isinstance(one, ShardedParameter) else one for one in group["params"]]
+
+
+def _is_placed_alike(entry: Any, parameter: ShardedParameter) -> bool:
+    if not entry:
+        return True
+    return all(
+        value._spec.placements == parameter._spec.placements and value.shape == parameter.shape
+        for value in entry.values()
+        if isinstance(value, DTensor)
+    )
+
+
+def _give_back(optimizer: torch.optim.Optimizer) -> None:
+    """Put the DTensors back, with the state that the step has made or changed."""
+    loan = _loans.pop(optimizer, None)
+    if loan is None:
+        return
+    lent = optimizer.state
+    for group, parameters in zip(optimizer.param_groups, loan.lists):
+        group["params"] = parameters
+    optimizer.state = loan.state
+    for parameter in loan.parameters:
+        entry = lent.pop(parameter.owner, None)
+        if entry is not None:
+            shown = loan.state[parameter]
+            updated = {key: _as_dtensor(parameter, key, value, shown.get(key)) for key, value in entry.items()}
+            shown.clear()
+            shown.update(updated)
+    loan.state.update(lent)
+
+
+def _as_dtensor(parameter: ShardedParameter, key: str, value: Any, before: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or key in SCALARS:
+        return value
+    if isinstance(before, DTensor) and before._local_tensor is value:
+        return before
+    return parameter.placed(value)

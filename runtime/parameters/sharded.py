@@ -1,0 +1,167 @@
+"""Parameters that are DTensors, over the plain parameter that this rank's programs run on.
+
+The plain one is the autograd leaf, so programs pay nothing for what users see: both share memory, and the gradient
+that a user reads or sets is the plain one's, as a DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from runtime.owned import Owned
+from runtime.parameters.compat import dtensor_over, dtensor_spec, part_on_mesh
+from runtime.parameters.tensors import ParameterTensor, of_parameter
+
+#: Optimizer state that counts steps or the like: one number for a parameter, whatever its shape.
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+_BASE: Any = torch._C.TensorBase
+
+
+class ShardedParameter(ParameterTensor):
+    """A parameter as a DTensor: of the whole shape, with the plan's placements, over this rank's ``owner``.
+
+    Optimizers, ``torch.nn.utils`` and ``torch.distributed.checkpoint`` take it as FSDP2's parameters.
+
+    Attributes:
+        owner: the plain parameter that this rank's programs run on; its memory is this one's.
+    """
+
+    #: What makes ``isinstance(…, nn.Parameter)`` true.
+    _is_param = True
+    owner: nn.Parameter
+    _hooks_run: bool
+    _shown_gradient: DTensor | None
+
+    @classmethod
+    def of(cls, owned: Owned, *, hooks_run: bool, of_stage: bool) -> ShardedParameter:
+        """The DTensor over an owned parameter.
+
+        Args:
+            hooks_run: whether ``owned.tensor`` is the autograd leaf, so that its hooks see complete gradients.
+            of_stage: whether ranks of other pipeline stages have other parameters.
+        """
+        assert isinstance(owned.tensor, nn.Parameter) and owned.device_mesh is not None
+        part = (tuple(owned.tensor.shape), tuple(owned.offsets))
+        assert part_on_mesh(owned.shape, owned.device_mesh, owned.placements) == part or not owned.tensor.numel()
+        spec = dtensor_spec(owned.shape, owned.tensor.dtype, owned.device_mesh, owned.placements)
+        parameter: ShardedParameter = dtensor_over(
+            cls, owned.tensor.detach(), spec, requires_grad=owned.tensor.requires_grad
+        )
+        parameter.owner, parameter.path, parameter.of_stage = owned.tensor, owned.name, of_stage
+        parameter._hooks_run, parameter._shown_gradient = hooks_run, None
+        return parameter
+
+    def placed(self, local: torch.Tensor) -> DTensor:
+        """``local``, shaped as ``owner``, as a DTensor of this parameter's placements."""
+        spec = dtensor_spec(self.shape, local.dtype, self.device_mesh, self.placements)
+        tensor: DTensor = of_parameter(dtensor_over(DTensor, local, spec), self)
+        return tensor
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part, in this parameter's placements, of a DTensor of this parameter's shape.
+
+        Raises:
+            ValueError: for a plain tensor, and for another shape.
+        """
+        if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
+            kind = "DTensor" if isinstance(tensor, DTensor) else "plain tensor"
+            raise ValueError(
+                f"a {kind} of shape {list(tensor.shape)} is no gradient of {self.path!r}, which is a DTensor of shape "
+                f"{list(self.shape)}: distribute it first (torch.distributed.tensor.distribute_tensor)"
+            )
+        if tensor.placements != self.placements or tensor.device_mesh != self.device_mesh:
+            tensor = tensor.redistribute(self.device_mesh, self.placements)
+        return tensor.to_local()
+
+    def refresh(self) -> None:
+        """Follow ``owner`` to other memory."""
+        if self._local_tensor.data_ptr() != self.owner.data_ptr():
+            self._local_tensor = self.owner.detach()
+
+    def take_gradient(self) -> None:
+        """Move a gradient that autograd left at the DTensor itself to ``owner``."""
+        gradient = _BASE.grad.__get__(self)
+        if gradient is not None:
+            _BASE.grad.__set__(self, None)
+            local = self.local(gradient)
+            self.owner.grad = local if self.owner.grad is None else self.owner.grad + local
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        self.take_gradient()
+        local = self.owner.grad
+        if local is None:
+            self._shown_gradient = None
+        elif self._shown_gradient is None or self._shown_gradient._local_tensor is not local:
+            self._shown_gradient = self.placed(local)
+        return self._shown_gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _BASE.grad.__set__(self, None)
+        self.owner.grad = None if gradient is None else self.local(gradient)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return bool(self.owner.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        _BASE.requires_grad.__set__(self, requires_grad)
+        self.owner.requires_grad = requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:  # type: ignore[override]
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> RemovableHandle:  # type: ignore[override]
+        self._refuse_hook("register_hook")
+
+        def on_local(local: torch.Tensor) -> torch.Tensor | None:
+            changed = hook(self.placed(local))
+            return None if changed is None else self.local(changed)
+
+        return self.owner.register_hook(on_local)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> RemovableHandle:  # type: ignore[override]
+        self._refuse_hook("register_post_accumulate_grad_hook")
+        return self.owner.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+    def _refuse_hook(self, method: str) -> None:
+        if not self._hooks_run:
+            raise ValueError(
+                f"{method} of {self.path!r}: under a plan of a whole step gradients are reduced a unit at a time, and "
+                "hooks on parameters would not see them: change the gradients after train_step instead"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own, which the parallel module does not use."""
+        copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"ShardedParameter({self.path!r}, shape={list(self.shape)}, placements={self.placements}, "
+            f"local_tensor={self._local_tensor})"
+        )
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a parameter of a parallel module; any other is returned as it is."""
+    return parameter.owner if isinstance(parameter, ShardedParameter) else parameter

@@ -1,0 +1,107 @@
+"""DTensors that were computed from one parameter of a parallel module: gradients, state of optimizers.
+
+They differ from other DTensors in two ways. Partial sums are completed before operators in place, which DTensor
+refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). And with a pipeline they
+refuse to be combined with those of other parameters: a rank has the parameters of its own stage alone, and DTensor
+knows no axis of other parameters, so the norm that ``torch.nn.utils.clip_grad_norm_`` clips by would be the stage's.
+What is computed from each parameter for itself, as optimizers do, is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
+
+from runtime.parameters.compat import dtensor_over, use_foreach_on
+
+#: Operators on lists work on each place of the lists for itself.
+_ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+#: Operators that put tensors side by side, even where a stage has but one.
+_JOINING = ("stack", "cat")
+#: What reads a number (``item``), which DTensor does on each rank's own part.
+_READING = ("_local_scalar_dense",)
+
+
+class ParameterTensor(DTensor):
+    """A DTensor that was computed from one parameter.
+
+    Attributes:
+        path: the parameter's name.
+        of_stage: whether ranks of other pipeline stages have other parameters.
+    """
+
+    path: str
+    of_stage: bool
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().removeprefix("aten::")
+        on_lists = name.startswith(_ON_LISTS)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ParameterTensor)]
+        if not on_lists and any(tensor.of_stage for tensor in tensors):
+            _refuse_several(name, tensors)
+        in_place = func._schema.is_mutable and bool(args)
+        if in_place or name in _READING:
+            for tensor in args[0] if on_lists else args[:1]:
+                if isinstance(tensor, ParameterTensor):
+                    tensor.complete()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if on_lists:
+            return _each_of(result, args[0])
+        if in_place and isinstance(args[0], ParameterTensor) and isinstance(result, DTensor):
+            return args[0]
+        if isinstance(result, (tuple, list)):
+            return type(result)(of_parameter(one, tensors[0]) for one in result)
+        return of_parameter(result, tensors[0])
+
+    def complete(self) -> None:
+        """Add up partial sums, in place."""
+        placements = self._spec.placements
+        if any(placement.is_partial() for placement in placements):
+            plain: DTensor = dtensor_over(DTensor, self._local_tensor, self._spec)
+            whole = [Replicate() if placement.is_partial() else placement for placement in placements]
+            completed = plain.redistribute(placements=whole)
+            self._local_tensor, self._spec = completed._local_tensor, completed._spec
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: DTensor = dtensor_over(DTensor, self._local_tensor, self._spec)
+        return plain.__reduce_ex__(protocol)
+
+
+use_foreach_on(ParameterTensor)
+
+
+def of_parameter(value: Any, source: ParameterTensor) -> Any:
+    """``value``, if it is a DTensor, as one that was computed from the parameter that ``source`` was."""
+    if not isinstance(value, DTensor):
+        return value
+    tensor: ParameterTensor = dtensor_over(ParameterTensor, value._local_tensor, value._spec)
+    tensor.path, tensor.of_stage = source.path, source.of_stage
+    return tensor
+
+
+def _each_of(results: Any, sources: Sequence[Any]) -> Any:
+    """Results of an operator on lists, each from the same place of ``sources``."""
+    if not isinstance(results, (tuple, list)) or len(results) != len(sources):
+        return results
+    return type(results)(
+        of_parameter(result, source) if isinstance(source, ParameterTensor) else result
+        for result, source in zip(results, sources)
+    )
+
+
+def _refuse_several(name: str, tensors: Sequence[ParameterTensor]) -> None:
+    paths = list(dict.fromkeys(tensor.path for tensor in tensors))
+    if len(paths) == 1 and name not in _JOINING:
+        return
+    raise ValueError(
+        f"{name} combines {' and '.join(map(repr, paths[:2]))}, but with a pipeline a rank has the parameters of its "
+        "own stage only, so the result would be the stage's and not the model's: clip by parallel.clip_grad_norm_, or "
+        "combine what full_gradients() and full_state_dict() give"
+    )

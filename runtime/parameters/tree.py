@@ -1,0 +1,122 @@
+"""The tree of parameters and buffers that users see, kept over the plain ones that programs run on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from runtime.owned import Owned
+from runtime.parameters.compat import dtensor_over, dtensor_spec
+from runtime.parameters.sharded import ShardedParameter
+from runtime.weights import Weights
+
+
+class _Held(Protocol):
+    """What a rank holds: ``Shards``, ``StepState``."""
+
+    #: The plain tensors.
+    weights: Weights
+    #: Counts how often tensors were cut or replaced.
+    version: int
+
+    def owned(self) -> tuple[Owned, ...]: ...
+
+
+class ParameterTree:
+    """The user's parameters (``ShardedParameter``) and buffers under the original names.
+
+    Buffers that every rank holds whole are the programs' own tensors. Of virtual ranks all tensors are.
+
+    Args:
+        hooks_run: whether hooks on plain parameters see complete gradients.
+        stages: pipeline stages of the model; with several, a rank has the parameters of its own.
+
+    Attributes:
+        weights: the tree.
+    """
+
+    def __init__(self, held: _Held, *, hooks_run: bool, stages: int = 1) -> None:
+        self._held = held
+        self._hooks_run, self._of_stage = hooks_run, stages > 1
+        self._version = -1
+        self._parameters: dict[int, ShardedParameter] = {}
+        self._slots: list[tuple[dict[str, Any], str, ShardedParameter]] = []
+        self.weights = Weights()
+        self.update()
+
+    def update(self) -> None:
+        """Take up what was cut, moved or replaced; parameters stay the same objects, for their optimizers."""
+        owned = self._held.owned()
+        self._version = self._held.version
+        self._slots = []
+        for piece in owned:
+            for name in (piece.name, *piece.aliases):
+                self.weights.put(name, self._shown(piece), persistent=piece.persistent)
+                self._note_slot(name)
+
+    def follow(self) -> None:
+        """Take up changes since the last call, cheaply where there are none."""
+        if self._version != self._held.version:
+            self.update()
+        for parameter in self._parameters.values():
+            parameter.refresh()
+
+    def take_gradients(self) -> None:
+        """Hand gradients that autograd left at the DTensors to the plain parameters."""
+        for parameter in self._parameters.values():
+            parameter.take_gradient()
+
+    def check(self) -> None:
+        """Refuse parameters that someone has replaced.
+
+        Raises:
+            ValueError: naming one.
+        """
+        for table, name, parameter in self._slots:
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"{parameter.path!r} of this parallel module was replaced by another tensor, which it would not "
+                    "train: write values into the parameter (load_full_state_dict, copy_; load_state_dict without "
+                    "assign=True), and wrap the module in no other parallelism (DDP, FSDP, parallelize_module)"
+                )
+
+    def _shown(self, piece: Owned) -> torch.Tensor:
+        if piece.device_mesh is None:
+            return piece.tensor
+        if piece.kind == "parameter":
+            return self._parameter(piece)
+        if any(isinstance(placement, Shard) for placement in piece.placements):
+            spec = dtensor_spec(piece.shape, piece.tensor.dtype, piece.device_mesh, piece.placements)
+            buffer: torch.Tensor = dtensor_over(DTensor, piece.tensor, spec)
+            return buffer
+        return piece.tensor
+
+    def _parameter(self, piece: Owned) -> ShardedParameter:
+        shown = self._parameters.get(id(piece.tensor))
+        if shown is None:
+            shown = self._parameters[id(piece.tensor)] = self._made_of(piece)
+        elif _differs(shown, piece):
+            torch.utils.swap_tensors(shown, self._made_of(piece))
+        shown.refresh()
+        return shown
+
+    def _made_of(self, piece: Owned) -> ShardedParameter:
+        return ShardedParameter.of(piece, hooks_run=self._hooks_run, of_stage=self._of_stage)
+
+    def _note_slot(self, path: str) -> None:
+        parent, _, name = path.rpartition(".")
+        table = (self.weights.find(parent) if parent else self.weights)._parameters
+        parameter = table.get(name)
+        if isinstance(parameter, ShardedParameter):
+            self._slots.append((table, name, parameter))
+
+
+def _differs(shown: ShardedParameter, piece: Owned) -> bool:
+    return (
+        shown.device != piece.tensor.device
+        or tuple(shown.placements) != tuple(piece.placements)
+        or shown.device_mesh is not piece.device_mesh
+    )

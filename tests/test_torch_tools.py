@@ -1,0 +1,58 @@
+"""PyTorch's own tools on the parameters of a parallel module do what they do on one device, or say that they cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_on_ranks
+
+PLANS = {2: ["tp", "dp", "zero 1", "zero 3", "pp"], 4: ["tp, zero 1", "zero 2, empty pieces", "pp, zero 1"]}
+#: From one plan to another.
+RESUMED = {2: [("tp", "zero 1"), ("zero 3", "pp"), ("pp", "tp")], 4: [("tp, zero 1", "pp, zero 1")]}
+ADOPTED = {2: ["tp", "zero 1", "pp"], 4: []}
+REFUSALS = {
+    "early optimizer": "optimizer=optimizer",
+    "LBFGS": "one vector of all parameters",
+    "pickle": "cannot be pickled",
+    "deepcopy": "cannot be pickled or copied",
+    "DDP": "without DistributedDataParallel",
+    "fully_shard": "without fully_shard",
+    "FSDP": "without FSDP",
+    "hook": "change the gradients after train_step",
+    "plain gradient": "distribute it first",
+    "replaced": "was replaced by another tensor",
+    "clip": "clip by parallel.clip_grad_norm_",
+    "one parameter": "clip by parallel.clip_grad_norm_",
+}
+
+
+def on_ranks(count: int) -> Any:
+    asked = {"plans": PLANS[count], "dcp": RESUMED[count], "adopted": ADOPTED[count], "refusals": count == 2}
+    return run_on_ranks("torch_tools_worker", count, asked)
+
+
+@pytest.mark.parametrize(("count", "plan"), [(count, plan) for count, plans in PLANS.items() for plan in plans])
+def test_clipping_and_optimizers_are_those_of_one_device(count: int, plan: str) -> None:
+    errors = on_ranks(count)["one device"][plan]
+    assert {name: error for name, error in errors.items() if not error < 1e-9} == {}
+    assert max(on_ranks(count)["whole"][plan].values()) < 1e-9
+
+
+@pytest.mark.parametrize("count", PLANS)
+def test_checkpoints_of_torch_resume_under_another_plan(count: int) -> None:
+    assert max(on_ranks(count)["dcp"]) < 1e-9
+
+
+def test_an_optimizer_made_before_compile_is_taken_over() -> None:
+    assert max(on_ranks(2)["adopted"]) < 1e-9
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_right_is_refused(case: str) -> None:
+    assert REFUSALS[case] in on_ranks(2)["refusals"][case]
+
+
+def test_hooks_and_penalties_on_parameters_of_a_mesh_plan() -> None:
+    assert on_ranks(2)["hooks"] and on_ranks(2)["penalty"]

@@ -1,0 +1,218 @@
+"""One rank of the tests of PyTorch's own tools on a parallel module's parameters; rank 0 says how they compare."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import planner
+from tests.ranks import answer, task
+from tests.runtime_worker import error_of
+from tests.small_models import seeded
+
+STEPS, MAX_NORM = 3, 0.05
+#: Rows of weights over the tensor axis, so that data ranks cut what that has cut.
+PINS = {"constraints": {"inner.weight": {"tp": "S(0)"}}, "forbid_replicated_matmul": True}
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("tp=2", PINS),
+    "dp": ("dp=2", {"constraints": {"input:*": {"dp": "S(0)"}}}),
+    "zero 1": ("dp=2", {"fix": {"zero": 1}}),
+    "zero 3": ("dp=2", {"fix": {"zero": 3}}),
+    "pp": ("pp=2", {}),
+    "tp, zero 1": ("dp=2,tp=2", {"fix": {"zero": 1}, "constraints": {"inner.weight": {"tp": "S(0)"}}}),
+    "zero 2, empty pieces": ("dp=4", {"fix": {"zero": 2}}),
+    "pp, zero 1": ("pp=2,dp=2", {"fix": {"zero": 1}}),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "Adafactor, foreach": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, foreach=True),
+    "Muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=1e-2),
+}
+
+
+class Odd(nn.Module):
+    """Sizes that four ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.inner = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.inner(torch.tanh(self.first(x))))
+        return {"loss": (self.last(hidden) - y).square().mean()}
+
+
+def odd_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(4, size, dtype=torch.float64, generator=generator) for name, size in (("x", 6), ("y", 5))}
+
+
+def compiled(plan: str, **more: Any) -> Any:
+    target, options = PLANS[plan]
+    return planner.compile(seeded(Odd), target, example_inputs=odd_batch(), **options, **more)
+
+
+def difference(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    errors = [(mine[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in wanted.items()]
+    return float(torch.stack(errors).max())
+
+
+def step(module: Any, optimizer: torch.optim.Optimizer, *, clip: Callable[[Iterable[Any], float], Any]) -> float:
+    """One training step on either module; the gradients' norm."""
+    batch = odd_batch()
+    if hasattr(module, "train_step"):
+        module.train_step(**batch)
+    else:
+        module(**batch)["loss"].backward()
+    norm = clip(module.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)
+
+
+def against_one_device(plan: str) -> dict[str, float]:
+    """Largest relative differences of weights after some steps, and of the gradients' norms."""
+    torch_clip = nn.utils.clip_grad_norm_
+    parallel, initial, found = compiled(plan), seeded(Odd).state_dict(), {}
+    clip = (lambda _, norm: parallel.clip_grad_norm_(norm)) if plan.startswith("pp") else torch_clip
+    for name, make in OPTIMIZERS.items():
+        single = seeded(Odd)
+        parallel.load_full_state_dict(initial)
+        optimizers = make(list(parallel.parameters())), make(list(single.parameters()))
+        for number in range(STEPS):
+            norms = step(parallel, optimizers[0], clip=clip), step(single, optimizers[1], clip=torch_clip)
+            found[f"norm {number} {name}"] = abs(norms[0] / norms[1] - 1)
+        found[name] = difference(parallel.full_state_dict(), dict(single.state_dict()))
+    return found
+
+
+def gathers_whole_tensors(plan: str) -> dict[str, float]:
+    """``full_tensor`` of parameters and gradients is what one device has."""
+    parallel, single = compiled(plan), seeded(Odd)
+    parallel.train_step(**odd_batch())
+    single(**odd_batch())["loss"].backward()
+    wanted = dict(single.named_parameters())
+    mine = dict(parallel.named_parameters())
+    return {
+        "parameters": difference(
+            {name: one.full_tensor().detach() for name, one in mine.items()},
+            {name: wanted[name].detach() for name in mine},
+        ),
+        "gradients": difference(
+            {name: one.grad.full_tensor() for name, one in mine.items()}, {name: wanted[name].grad for name in mine}
+        ),
+    }
+
+
+def resumes_by_dcp(plan: str, other: str) -> float:
+    """PyTorch's checkpoint of one plan goes on under another as one device does."""
+    folder = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"dcp {plan} {other}"
+    single = seeded(Odd)
+    single_optimizer = OPTIMIZERS["AdamW"](single.parameters())
+    parallel = compiled(plan)
+    optimizer = OPTIMIZERS["AdamW"](parallel.parameters())
+    for module, one in ((parallel, optimizer), (single, single_optimizer)):
+        step(module, one, clip=lambda *_: 0.0)
+    model_state, optimizer_state = get_state_dict(parallel, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    parallel = compiled(other)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+    optimizer = OPTIMIZERS["AdamW"](parallel.parameters())
+    model_state, optimizer_state = get_state_dict(parallel, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(parallel, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for module, one in ((parallel, optimizer), (single, single_optimizer)):
+        step(module, one, clip=lambda *_: 0.0)
+    return difference(parallel.full_state_dict(), dict(single.state_dict()))
+
+
+def takes_over_an_optimizer(plan: str) -> float:
+    """An optimizer made before compile, and stepped once, trains the parallel module."""
+    models = seeded(Odd), seeded(Odd)
+    optimizers = [OPTIMIZERS["AdamW"](model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers):
+        step(model, optimizer, clip=lambda *_: 0.0)
+    target, options = PLANS[plan]
+    parallel = planner.compile(models[0], target, example_inputs=odd_batch(), optimizer=optimizers[0], **options)
+    for module, optimizer in zip((parallel, models[1]), optimizers):
+        step(module, optimizer, clip=lambda *_: 0.0)
+    return difference(parallel.full_state_dict(), dict(models[1].state_dict()))
+
+
+def refusals() -> dict[str, str]:
+    model, batch = seeded(Odd), odd_batch()
+    early = torch.optim.AdamW(model.parameters())
+    target, options = PLANS["zero 1"]
+    parallel = planner.compile(model, target, example_inputs=batch, **options)
+    parallel.train_step(**batch)
+    parameter = parallel.first.weight
+    found = {
+        "early optimizer": error_of(early.step),
+        "LBFGS": error_of(lambda: torch.optim.LBFGS(parallel.parameters()).step(lambda: 0.0)),
+        "pickle": error_of(lambda: pickle.dumps(parallel)),
+        "deepcopy": error_of(lambda: copy.deepcopy(parallel)),
+        "DDP": error_of(lambda: nn.parallel.DistributedDataParallel(parallel)),
+        "fully_shard": error_of(lambda: fully_shard(parallel)),
+        "FSDP": error_of(lambda: FullyShardedDataParallel(parallel, device_id=torch.device("cpu"))),
+        "hook": error_of(lambda: parameter.register_hook(lambda gradient: gradient * 2)),
+        "plain gradient": error_of(lambda: setattr(parameter, "grad", torch.zeros(8, 6))),
+    }
+    parallel.first._parameters["weight"] = nn.Parameter(torch.zeros(8, 6))
+    found["replaced"] = error_of(lambda: parallel.train_step(**batch))
+    pipeline = compiled("pp")
+    pipeline.train_step(**batch)
+    found["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
+    found["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))
+    return found
+
+
+def hooks_see_whole_gradients() -> bool:
+    parallel, single = compiled("tp"), seeded(Odd)
+    for module in (parallel, single):
+        module.inner.weight.register_hook(lambda gradient: gradient * 2)
+        module(**odd_batch())["loss"].backward()
+    return difference(parallel.full_gradients(), {"inner.weight": single.inner.weight.grad}) < 1e-9
+
+
+def gradients_of_a_penalty_are_added() -> bool:
+    """What autograd computes on the DTensors joins what the program computes."""
+    parallel, single = compiled("tp"), seeded(Odd)
+    for module in (parallel, single):
+        module(**odd_batch())["loss"].backward()
+        sum(parameter.square().sum() for parameter in module.parameters()).backward()
+    wanted = {name: parameter.grad for name, parameter in single.named_parameters()}
+    return difference(parallel.full_gradients(), wanted) < 1e-9
+
+
+if __name__ == "__main__":
+    asked = task()
+    # Muon rounds to 16 bits: what is left of sums in another order is no measure.
+    torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[assignment]
+    result: dict[str, Any] = {
+        "one device": {plan: against_one_device(plan) for plan in asked["plans"]},
+        "whole": {plan: gathers_whole_tensors(plan) for plan in asked["plans"]},
+        "dcp": [resumes_by_dcp(*pair) for pair in asked["dcp"]],
+        "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
+    }
+    if asked["refusals"]:
+        result["refusals"] = refusals()
+        result["hooks"] = hooks_see_whole_gradients()
+        result["penalty"] = gradients_of_a_penalty_are_added()
+    answer(result)
