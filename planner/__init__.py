@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint import CheckpointManager
     from runtime.data.loader import DataLoader
     from runtime.launch.process import init
+    from runtime.ops.random import seed
     from runtime.parallel_module import ParallelModule
 
 #: Public name → the module that has it.
@@ -35,6 +36,7 @@ _HOMES = {
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
     "plan": "planner.planning",
+    "seed": "runtime.ops.random",
     "verify": "planner.verification",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "compile",
     "init",
     "plan",
+    "seed",
     "verify",
 ]
 

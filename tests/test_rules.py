@@ -19,7 +19,10 @@ from passes.rules import known_operators, rule_for
 from passes.rules.rule import ShardingRule
 
 #: Operators that draw random numbers: proved in ``test_ops_random``.
-RANDOM = {"aten.dropout.default", "aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.default"}
+RANDOM = {
+    "aten.dropout.default", "aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.default",
+    "aten.randint_like.low_dtype", "aten.rand.default", "aten.randn.default", "aten.randint.low",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

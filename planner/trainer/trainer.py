@@ -21,6 +21,7 @@ from planner.trainer.evaluation import evaluate, predict
 from planner.trainer.optimizers import MakeOptimizer, default_optimizer
 from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
+from runtime import ops
 from runtime.data.loader import DataLoader
 from runtime.parallel_module import ParallelModule
 from runtime.units.norm import check_max_norm
@@ -271,6 +272,7 @@ class Trainer:
         if self._parallel is not None:
             return
         torch.manual_seed(self.seed)
+        ops.seed(self.seed)
         example = batches.example_batch(dataset, self.global_batch, self.collate_fn)
         pins = batches.data_pins(example, self.global_batch, self.mesh, self._options)
         options = {"constraints": pins or None, **self._options}

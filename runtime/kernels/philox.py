@@ -39,8 +39,8 @@ _HALF = 0xFFFF
 _LANE = 1 << 24
 #: Lane of the one word that a draw needs for itself.
 OWN_LANE = 255
-#: Blocks that a processor computes at once: its caches hold them.
-_PIECE = 1 << 14
+#: Blocks that are computed at once, on a processor (its caches hold them) and on a GPU (64 MiB a tensor).
+_PIECE, _PIECE_ON_GPU = 1 << 14, 1 << 23
 
 
 def philox(counter: Sequence[Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
@@ -99,7 +99,7 @@ def _words(
     blocks: torch.Tensor, num_blocks: int, lane: int, seed: int, draw: int, step: int
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
     """The words of some of the blocks of a tensor, a piece at a time."""
-    piece = _PIECE if blocks.device.type == "cpu" else max(len(blocks), 1)
+    piece = _PIECE if blocks.device.type == "cpu" else _PIECE_ON_GPU
     key = (seed & _WORD, (seed >> 32) & _WORD)
     is_short = num_blocks <= _WORD
     for start in range(0, len(blocks), piece):

