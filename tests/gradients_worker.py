@@ -70,50 +70,86 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def errors(case: dict[str, Any]) -> dict[str, float]:
-    """Largest relative errors against plain torch on one device."""
-    model, batches = seeded(OddShapes), [token_batch(seed=seed) for seed in range(3)]
-    target = case["mesh"] if "mesh" in case else slow_devices(4)
-    options = {"fix": case["fix"]} if "fix" in case else {"forbid_replicated_matmul": True}
-    with keep_float64():
-        parallel = planner.compile(seeded(OddShapes), target, example_inputs=batches[0], **options)
-        found: dict[str, float] = {}
+class Pair:
+    """A model alone, by plain torch, and the same sharded; largest relative errors by what was compared."""
 
-        def note(name: str, error: float) -> None:
-            found[name] = max(found.get(name, 0.0), error)
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.batches = [token_batch(seed=seed) for seed in range(3)]
+        self.model = seeded(OddShapes)
+        target = case["mesh"] if "mesh" in case else slow_devices(4)
+        options = {"fix": case["fix"]} if "fix" in case else {"forbid_replicated_matmul": True}
+        self.parallel = planner.compile(seeded(OddShapes), target, example_inputs=self.batches[0], **options)
+        self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (self.model, self.parallel)]
+        self.folder = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / case["name"].replace(" ", "-")
+        self.errors: dict[str, float] = {}
 
-        for number, (batch, weight) in enumerate(zip(batches, WEIGHTS), start=1):
-            expected = model(**batch)["loss"]
+    def note(self, name: str, error: float) -> None:
+        self.errors[name] = max(self.errors.get(name, 0.0), error)
+
+    def compare_gradients(self, name: str) -> None:
+        self.note(name, largest(self.parallel.full_gradients(), gradients_of(self.model)))
+
+    def compare_state(self, name: str) -> None:
+        self.note(name, largest(self.parallel.full_state_dict(), self.model.state_dict()))
+
+    def add_up(self) -> None:
+        """Batches of different weights."""
+        for number, (batch, weight) in enumerate(zip(self.batches, WEIGHTS), start=1):
+            expected = self.model(**batch)["loss"]
             (weight * expected).backward()
-            note("loss", relative(parallel.train_step(**batch, weight=weight), expected))
-            note(f"gradients of {number}", largest(parallel.full_gradients(), gradients_of(model)))
-        parameters = list(model.parameters())
+            self.note("loss", relative(self.parallel.train_step(**batch, weight=weight), expected))
+            self.compare_gradients(f"gradients of {number}")
+
+    def clip(self) -> None:
         for norm_type in (1.0, 2.0, float("inf")):
-            norm = torch.nn.utils.get_total_norm(list(gradients_of(model).values()), norm_type)
-            note("norm", relative(parallel.clip_grad_norm_(float("inf"), norm_type), norm))
-        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-        parallel.clip_grad_norm_(0.1)
-        note("clipped", largest(parallel.full_gradients(), gradients_of(model)))
-        for module in (model, parallel):
-            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+            norm = torch.nn.utils.get_total_norm(list(gradients_of(self.model).values()), norm_type)
+            self.note("norm", relative(self.parallel.clip_grad_norm_(float("inf"), norm_type), norm))
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.parallel.clip_grad_norm_(0.1)
+        self.compare_gradients("clipped")
+
+    def update(self, name: str) -> None:
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        note("state", largest(parallel.full_state_dict(), model.state_dict()))
+        self.compare_state(name)
 
-        sum(model(**batch)["loss"] for batch in batches).div(3).backward()
-        with parallel.accumulate(3):
-            for batch in batches:
-                parallel.train_step(**batch)
-        note("accumulated", largest(parallel.full_gradients(), gradients_of(model)))
+    def accumulate(self) -> None:
+        sum(self.model(**batch)["loss"] for batch in self.batches).div(3).backward()
+        with self.parallel.accumulate(3):
+            for batch in self.batches:
+                self.parallel.train_step(**batch)
+        self.compare_gradients("accumulated")
 
-        folder = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / case["name"].replace(" ", "-")
-        parallel.save_pretrained(folder)
+    def save_and_load(self) -> None:
+        """As safetensors, and as a checkpoint with the optimizer, into parameters that were zeroed."""
+        manager = planner.CheckpointManager(self.folder / "checkpoints")
+        manager.save(self.parallel, self.optimizers[1], step=1)
+        self.parallel.save_pretrained(self.folder / "weights")
+        self._forget()
+        self.parallel.load_pretrained(self.folder / "weights")
+        self.compare_state("saved")
+        self._forget()
+        self.optimizers[1] = torch.optim.AdamW(self.parallel.parameters(), lr=1e-2)
+        manager.load(self.parallel, self.optimizers[1])
+        self.compare_state("resumed")
+
+    def _forget(self) -> None:
         with torch.no_grad():
-            for parameter in parallel.parameters():
+            for parameter in self.parallel.parameters():
                 parameter.zero_()
-        parallel.load_pretrained(folder)
-        note("saved", largest(parallel.full_state_dict(), model.state_dict()))
-    return found
+
+
+def errors(case: dict[str, Any]) -> dict[str, float]:
+    with keep_float64():
+        pair = Pair(case)
+        pair.add_up()
+        pair.clip()
+        pair.update("state")
+        pair.accumulate()
+        pair.save_and_load()
+        pair.update("state after resuming")
+    return pair.errors
 
 
 def main() -> None:
