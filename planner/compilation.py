@@ -16,13 +16,14 @@ from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from planner.planning import as_cluster, example_inputs_of, plan_graph
+from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
 from planner.targets import (
     Target,
     as_device_mesh,
     asks_for_step,
+    check_options,
     fixed_axes,
     join_process_group,
     read_target,
@@ -108,6 +109,8 @@ def compile(
     }
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
     check_compiled_alike(ranks, model, target=target, plan=given, loss_fn=loss_fn, options={**compared, **options})
+    step = precision is not None or (given is None and _plans_step(target, options))
+    check_options(options, step=None if given is not None or isinstance(target, Plan) else step)
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if isinstance(optimizer, str):
         demands["optimizer"] = optimizer
@@ -119,10 +122,12 @@ def compile(
         example_inputs = cast_floats(example_inputs, compute)
     if isinstance(target, Plan):
         given = target if given is None else given
-    elif given is None and (asks_for_step(target, options) or compute is not None):
+    elif given is None and step:
         given = plan_on_devices(
             captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse, **demands
         )
+    if given is not None and options.get("compiled") and not (given.step is not None and given.step.compiled):
+        raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
     if given is not None and given.step is not None:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
         ops.seed(agreed_seed(places.device_mesh))
@@ -139,6 +144,8 @@ def compile(
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         # A graph that comes with a plan to pin is fused already, if that says so.
         first = pinned is None
+        if first:
+            refuse_checkpoints(graph)
         return agreed_plan(
             lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demands),
             device_mesh=device_mesh,
@@ -207,6 +214,10 @@ def plan_on_devices(
         return make_plan(model, priced, example_inputs=example_inputs, fix=wanted, **given)
 
     return agreed_plan(find, device_mesh=everyone)
+
+
+def _plans_step(target: DeviceMesh | MeshShape | Cluster | Plan, options: Mapping[str, Any]) -> bool:
+    return not isinstance(target, Plan) and asks_for_step(target, options)
 
 
 def _refuse_with_cluster(**given: Any) -> None:

@@ -74,7 +74,8 @@ def plan(
             ``pp``, ``dp``, ``cp``, ``tp``, ``micro_batch`` (samples on a device at a time), ``num_microbatches``,
             ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit that has none of the recompute policies
             allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that computes the loss, so that
-            ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there.
+            ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there. A model with
+            ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless this names ``recompute``.
         headroom: share of each device's memory to leave free.
         num_devices: plan for so many of the cluster's devices.
         objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).
@@ -126,6 +127,7 @@ def plan(
         progress=progress,
     )
     if shape is not None:
+        refuse_checkpoints(graph)
         return plan_graph(
             graph,
             hardware,
@@ -136,6 +138,8 @@ def plan(
             time_limit=time_limit,
             fuse=fuse,
         )
+    if graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
+        demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
     graph, fusion = _fused(graph) if fuse else (graph, None)
     found = plan_step(
         graph,
@@ -181,6 +185,16 @@ def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = 
     cost_model = CostModel(cluster, mesh.as_dict())
     found = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
     return dataclasses.replace(found, fusion=fusion)
+
+
+def refuse_checkpoints(graph: Graph) -> None:
+    """Raise ValueError for a model with activation checkpoints, on a mesh whose plan recomputes nothing."""
+    if graph.checkpointed:
+        raise ValueError(
+            "the model runs parts of itself under torch.utils.checkpoint (gradient_checkpointing_enable()), but a plan "
+            "on a given mesh alone recomputes nothing: plan a whole step (a cluster, or fix={'recompute': 'full'} "
+            "beside the mesh), or switch the model's checkpoints off"
+        )
 
 
 def as_mesh_shape(mesh: MeshShape | Mapping[str, int] | str) -> MeshShape:

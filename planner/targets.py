@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_models import Cluster
+from cost_models.fields import suggest
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
@@ -74,7 +76,11 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
 
 
 #: Options of ``compile`` that are decisions about a whole step.
-_STEP_OPTIONS = ("fix", "forbid", "headroom", "objective", "optimizer", "gradient_dtype")
+_STEP_OPTIONS = ("fix", "forbid", "headroom", "objective", "optimizer", "gradient_dtype", "compiled")
+#: Parameters of ``planner.plan`` and ``planner.search.search`` that ``compile`` fills in itself.
+_OF_COMPILE = {"model", "cluster", "mesh", "batch_size", "global_batch", "seq_len", "example_inputs", "loss_fn",
+               "dtype", "training", "memory_limit", "constraints", "fuse", "graph", "cost_model", "cluster_info",
+               "pinned", "rules", "flops"}  # fmt: skip
 
 
 def asks_for_step(target: DeviceMesh | MeshShape | Cluster, options: Mapping[str, Any]) -> bool:
@@ -82,7 +88,29 @@ def asks_for_step(target: DeviceMesh | MeshShape | Cluster, options: Mapping[str
     if isinstance(target, Cluster):
         return True
     names = target.mesh_dim_names if isinstance(target, DeviceMesh) else target.names
-    return PIPELINE in (names or ()) or any(options.get(name) is not None for name in _STEP_OPTIONS)
+    return PIPELINE in (names or ()) or any(
+        options.get(name) is not None and options[name] is not False for name in _STEP_OPTIONS
+    )
+
+
+def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
+    """Raise ValueError for an option that ``compile`` does not have.
+
+    Args:
+        step: whether a whole step is planned, or how tensors are split over a given mesh; None for either.
+    """
+    from planner.planning import plan
+    from planner.search import search
+
+    of_step, of_mesh = (set(inspect.signature(function).parameters) - _OF_COMPILE for function in (plan, search))
+    allowed = of_step | of_mesh if step is None else of_step if step else of_mesh
+    for name in options:
+        if name in allowed:
+            continue
+        if name in of_step | of_mesh:
+            other = "on a given mesh alone" if step else "of a whole step (on a cluster, or with fix=)"
+            raise ValueError(f"{name} is an option of plans {other}, which this is not: drop it")
+        raise ValueError(f"compile has no option {name!r}{suggest(name, allowed)}: it has {', '.join(sorted(allowed))}")
 
 
 def fixed_axes(target: DeviceMesh | MeshShape) -> dict[str, int]:

@@ -114,8 +114,10 @@ def _calls_no_operators(block: type[Block]) -> bool:
 def _traceable(function: Callable[..., Any], device_mesh: DeviceMesh) -> Callable[..., Any]:
     """An emitted function with names that mean what dynamo can trace."""
     names = {"spmd": Collectives(device_mesh), "ops": _UntracedOps(), "S": int, "R": R, "I": I, "P": P, "V": "V"}
-    module = types.ModuleType(f"{function.__globals__['__name__']}_traced_{next(_numbers)}")
-    sys.modules[module.__name__] = module  # dynamo imports what it finds a function's names in
+    emitted = function.__globals__["_module"]
+    module = types.ModuleType(f"{emitted.__name__}_traced_{next(_numbers)}")
+    # Dynamo imports what it finds a function's names in: here those of the block, there those of the source's kernels.
+    sys.modules.update({emitted.__name__: emitted, module.__name__: module})
     vars(module).update({**function.__globals__, **names, "__name__": module.__name__})
     traceable = types.FunctionType(function.__code__, vars(module), function.__name__, function.__defaults__)
     traceable.__kwdefaults__ = function.__kwdefaults__

@@ -37,6 +37,7 @@ class _Owner:
     names: tuple[str, ...]
     values: tuple[Any, ...]
     size: int
+    num_hooks: int
 
 
 class ModelWatch:
@@ -53,7 +54,6 @@ class ModelWatch:
         self._first: dict[Place, Any] = {}
         self._announced: set[Place] = set()
         self._owners = list(_owners(model))
-        self._hooks = _num_hooks(model)
 
     @property
     def key(self) -> Hashable:
@@ -72,16 +72,12 @@ class ModelWatch:
                 self._owners = [other for other in self._owners if other is not owner]
                 continue
             attributes = thing.__dict__
-            values = tuple(map(attributes.get, owner.names))
-            if len(attributes) != owner.size or not all(map(_same, values, owner.values)):
+            # Tuples compare what is not the same object by value.
+            if len(attributes) != owner.size or tuple(map(attributes.get, owner.names)) != owner.values:
                 self._take(owner, attributes)
-        if _num_hooks(model) != self._hooks:
-            self._hooks = _num_hooks(model)
-            warnings.warn(
-                "hooks were registered on or removed from the model after it was compiled: the programs do as it did "
-                "then; change hooks before planner.compile",
-                stacklevel=2,
-            )
+            if not owner.attribute and _num_hooks(attributes) != owner.num_hooks:
+                owner.num_hooks = _num_hooks(attributes)
+                self._announce_hooks(owner.path)
 
     def set(self, place: Place, value: Any) -> None:
         """Set a plain attribute of the copy."""
@@ -108,6 +104,13 @@ class ModelWatch:
                 self._announce(place, "was set")
         owner.names, owner.size = names, len(attributes)
         owner.values = tuple(_snapshot(attributes[name]) for name in names)
+
+    def _announce_hooks(self, path: str) -> None:
+        warnings.warn(
+            f"hooks were registered on or removed from module {path!r} after the model was compiled: the programs "
+            "do as it did then; change hooks before planner.compile",
+            stacklevel=3,
+        )
 
     def _announce(self, place: Place, what: str) -> None:
         if place in self._announced:
@@ -168,8 +171,9 @@ def _owners(model: nn.Module) -> Iterator[_Owner]:
 
 def _owner(path: str, attribute: str, thing: Any, names: tuple[str, ...]) -> _Owner:
     values = tuple(_snapshot(vars(thing)[name]) for name in names)
-    return _Owner(path, attribute, weakref.ref(thing), names, values, len(vars(thing)))
+    num_hooks = 0 if attribute else _num_hooks(vars(thing))
+    return _Owner(path, attribute, weakref.ref(thing), names, values, len(vars(thing)), num_hooks)
 
 
-def _num_hooks(model: nn.Module) -> int:
-    return sum(len(vars(module).get(table) or ()) for module in model.modules() for table in _HOOKS)
+def _num_hooks(attributes: Mapping[str, Any]) -> int:
+    return sum(len(attributes[table]) for table in _HOOKS)

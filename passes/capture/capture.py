@@ -134,6 +134,7 @@ def _traced(
     graph = graph.replace(
         loss=loss,
         training=graph_training,
+        checkpointed=call.result.checkpoints,
         unflatten=lambda outputs: rebuild(structure, {path: outputs[name] for path, name in names.items()}),
     )
     return graph, call.result.changed

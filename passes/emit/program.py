@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import linecache
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 from cost_models.files import write_text
 from passes.emit.chains import ChainReport
 from passes.ir.types import MeshShape, Placement
+
+_numbers = itertools.count()
 
 #: Class of the emitted source that runs a step.
 ENTRY_POINT = "Program"
@@ -95,7 +99,9 @@ class Program:
         """Execute the source and return its namespace; tracebacks show its lines."""
         lines = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, lines, self.filename)
-        namespace: dict[str, Any] = {"__name__": f"meshwright_emitted_{self.model_name}"}
+        module = types.ModuleType(f"meshwright_emitted_{self.model_name}_{next(_numbers)}")
+        namespace = vars(module)
+        namespace["_module"] = module  # for runtime.compiling: dynamo imports what it finds a function's names in
         exec(compile(self.source, self.filename, "exec"), namespace)
         return namespace
 

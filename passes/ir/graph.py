@@ -144,6 +144,7 @@ class Graph:
             returns one bare tensor). Non-tensor outputs are left out.
         loss: the output path that is the training loss (a scalar), or None.
         training: captured in training mode.
+        checkpointed: part of the model runs under ``torch.utils.checkpoint``: its author wants it recomputed.
         unflatten: makes what the model returns from ``{output path: tensor}``; None for ``{path: tensor}`` itself.
     """
 
@@ -155,6 +156,7 @@ class Graph:
     outputs: Mapping[str, str]
     loss: str | None = None
     training: bool = True
+    checkpointed: bool = False
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
