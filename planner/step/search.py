@@ -372,14 +372,15 @@ class Search:
         assert entry.sharded is not None and entry.problem is not None
         if not entry.effort:
             self.counts["solved"] += 1
-        cutoff = self._cutoff()
+        gap = self.demands.gap / 2
+        cutoff = self._cutoff() / (1.0 - gap)  # what is given up within the gap of this is proved down to the search's
         effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
         solved = solve_stages(
             entry.problem,
             effort=effort,
             deadline=self.deadline,
             cutoff=cutoff if cutoff < float("inf") else None,
-            gap=self.demands.gap / 2,
+            gap=gap,
             proofs=entry.proofs,
         )
         if solved is None:
@@ -387,7 +388,7 @@ class Search:
             return
         if solved.assignment is not None:
             self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
-        bound = cutoff if solved.status == CUTOFF else max(entry.bound, solved.bound)
+        bound = max(entry.bound, solved.bound)
         if solved.status in (CUTOFF, OPTIMAL) or bound >= self._cutoff():
             self._leave(bound)
             self.counts["pruned by bound"] += solved.assignment is None

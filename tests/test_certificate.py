@@ -1,0 +1,83 @@
+"""What a plan says of its bound and gap is true where the search stops early, against trying everything."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from planner.planning import plan_graph
+from planner.step.demands import read_demands
+from planner.step.planning import plan_step
+from planner.step.search import Outcome, Search
+from planner.step.stages.ilp import solve_stages
+from tests.exhaustive import fastest_of_all
+from tests.exhaustive_models import level_one
+from tests.test_step_stages import Draw, brute_force
+
+#: Pipelines of two blocks on eight devices, which takes a second to try.
+FEW = {"pp": 2, "recompute": ("none", "full"), "zero": (0, 3)}
+
+
+def stopped_at(gap: float) -> tuple[Search, Outcome]:
+    model = level_one("2-block mlp", "eight")
+    search = Search(model, model.cluster, read_demands(FEW, gap=gap, time_limit=600.0))
+    return search, search.run()
+
+
+@cache
+def optimum() -> float:
+    return fastest_of_all(stopped_at(0.0)[0]).seconds
+
+
+@pytest.mark.parametrize("gap", [0.05, 0.2, 0.5])
+def test_the_bound_of_a_search_with_a_gap_is_no_more_than_the_optimum(gap: float) -> None:
+    _, outcome = stopped_at(gap)
+    best = outcome.solutions[0].seconds
+    assert outcome.bound <= optimum() * (1 + 1e-9) and optimum() <= best * (1 + 1e-9)
+    assert outcome.gap == pytest.approx((best - outcome.bound) / best, abs=1e-12)
+    assert outcome.gap <= gap
+
+
+def test_some_search_with_a_gap_stops_above_its_bound() -> None:
+    assert max(stopped_at(gap)[1].gap for gap in (0.05, 0.2, 0.5)) > 0.01
+
+
+def test_pruned_candidates_count_in_the_bound() -> None:
+    search, _ = stopped_at(0.0)
+    outcome = Search(search.level_one, search.cluster, search.demands)
+    outcome._leave(0.5 * optimum())  # as if a candidate of such a bound had been pruned
+    assert outcome.run().bound == pytest.approx(0.5 * optimum())
+
+
+def test_a_plan_states_the_gap_of_its_objective_and_bound() -> None:
+    model = level_one("2-block mlp", "eight")
+    certificate = plan_step(model.space.graph, model.cluster, read_demands(FEW, gap=0.5, time_limit=600.0)).certificate
+    assert certificate.bound <= optimum() * (1 + 1e-9) and optimum() <= certificate.objective * (1 + 1e-9)
+    assert certificate.gap == pytest.approx(1.0 - certificate.bound / certificate.objective, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_stages_given_up_early_are_bounded_by_what_enumeration_finds(schedule: str) -> None:
+    gaps = []
+    for seed in range(12):
+        problem = Draw(seed, kinds=True).problem(schedule)
+        solved, best = solve_stages(problem, gap=0.5, effort=0.0), brute_force(problem)
+        if solved is None or solved.assignment is None:
+            continue
+        assert solved.bound <= best * (1 + 1e-9) and best <= solved.objective * (1 + 1e-9)
+        assert solved.gap == pytest.approx((solved.objective - solved.bound) / solved.objective, abs=1e-12)
+        gaps.append(solved.gap)
+    assert max(gaps) > 0.01
+
+
+def test_a_mesh_plan_that_time_stops_states_its_gap() -> None:
+    from passes.ir.types import MeshShape
+
+    model = level_one("6-block mlp", "eight")
+    mesh = MeshShape.parse("dp=2,tp=4")
+    best = plan_graph(model.space.graph, model.cluster, mesh=mesh).certificate
+    stopped = plan_graph(model.space.graph, model.cluster, mesh=mesh, time_limit=0.0).certificate
+    assert stopped.bound <= best.objective * (1 + 1e-9) <= stopped.objective * (1 + 2e-9)
+    assert stopped.gap == pytest.approx(1.0 - stopped.bound / stopped.objective, abs=1e-12)
+    assert (stopped.status, best.status) == ("stopped by time limit", "optimal")
