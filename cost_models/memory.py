@@ -22,6 +22,12 @@ OPTIMIZER_MOMENTS = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw":
 MASTER_COPY_DTYPES = frozenset(dtype for dtype, size in ITEM_SIZE.items() if "float" in dtype and size < 4)
 
 
+#: Share of a device's memory that plans leave to what they do not count: 3% is what the caching allocator loses to
+#: fragmentation (``Allocator``), the rest is for buffers of communicators (NCCL holds some hundred MiB for each),
+#: workspaces, and pools of CUDA graphs.
+HEADROOM = 0.06
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of a parameter's parts on one device."""

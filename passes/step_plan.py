@@ -94,7 +94,8 @@ class StepPlan:
         global_batch, local_batch, num_microbatches: samples of a step, of one micro-batch on one device, and how many.
         schedule, chunks_per_rank: of the pipeline; ``chunks`` in model order.
         optimizer, gradient_dtype, compiled: how parameters are trained (``""``: gradients in float32 or wider).
-        memory: by pipeline rank; ``memory_limit``: bytes that were allowed.
+        memory: by pipeline rank; ``memory_limit``: bytes that were allowed, without ``headroom``, the share of a
+            device that was left to the allocator, communicators and CUDA graphs.
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
     """
 
@@ -113,6 +114,7 @@ class StepPlan:
     memory_limit: float
     search: dict[str, int] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
+    headroom: float = 0.0
 
     @property
     def num_devices(self) -> int:

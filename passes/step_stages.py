@@ -129,7 +129,9 @@ def memory_table(step: StepPlan) -> str:
         lines.setdefault(_memory_cells(memory, step.memory_limit), []).append(rank)
     rows = [[format_numbers(ranks), *cells] for cells, ranks in lines.items()]
     header = ("rank", "parameters", "gradients", "optimizer", "activations", "transient", "total", "full")
-    return format_table(f"Memory of one device of each rank (limit {format_bytes(step.memory_limit)})", header, rows)
+    kept_free = f", beside {step.headroom:.1%} for the allocator, communicators, CUDA graphs" if step.headroom else ""
+    limit = f"limit {format_bytes(step.memory_limit)}{kept_free}"
+    return format_table(f"Memory of one device of each rank ({limit})", header, rows)
 
 
 def _memory_cells(memory: RankMemory, limit: float) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster, CostModel
+from cost_models.memory import HEADROOM
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
 from planner.collection import no_collection
@@ -38,7 +39,7 @@ def plan(
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
-    headroom: float = 0.0,
+    headroom: float | None = None,
     num_devices: int | None = None,
     objective: str = "time",
     target_seconds: float | None = None,
@@ -76,7 +77,8 @@ def plan(
             allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that computes the loss, so that
             ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there. A model with
             ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless this names ``recompute``.
-        headroom: share of each device's memory to leave free.
+        headroom: share of each device's memory to leave to what a plan does not count (the allocator's fragmentation,
+            communicators, CUDA graphs); None: 6%, see ``cost_models.memory.HEADROOM``.
         num_devices: plan for so many of the cluster's devices.
         objective: ``"time"``, ``"devices"`` (fewest that reach ``target_seconds``) or ``"memory"`` (least on a device).
         num_alternatives: how many plans to prove the best; the others are in ``plan.step.alternatives``, where the best
@@ -90,18 +92,30 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
-    from planner.step.demands import read_demands
+    from planner.step.demands import check_count, read_demands
     from planner.step.planning import check_objective, plan_step
     from planner.step.training import Training
 
     if mesh is not None:
-        only_steps: dict[str, Any] = {"fix": fix, "forbid": forbid, "headroom": headroom, "num_devices": num_devices}
+        only_steps: dict[str, Any] = {
+            "fix": fix,
+            "forbid": forbid,
+            "headroom": headroom is not None,
+            "num_devices": num_devices,
+        }
         only_steps |= {"target_seconds": target_seconds, "gradient_dtype": gradient_dtype, "compiled": compiled}
         only_steps |= {"objective": objective != "time", "num_alternatives": num_alternatives != 1}
         _refuse("mesh is not given", {**only_steps, "optimizer": optimizer != "adamw"})
     else:
         _refuse("mesh is given", {"forbid_collectives": forbid_collectives})
     check_objective(objective, target_seconds)
+    for name, value in {
+        "batch_size": batch_size, "global_batch": global_batch, "seq_len": seq_len, "num_devices": num_devices
+    }.items():  # fmt: skip
+        if value is not None:
+            check_count(name, value)
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise ValueError(f"constraints must be {{pattern: {{axis: demand}}}}, got {constraints!r}")
     shape = None if mesh is None else as_mesh_shape(mesh)
     hardware = as_cluster(cluster, num_devices=(num_devices or 1) if shape is None else shape.num_devices)
     if num_devices is not None:
@@ -109,7 +123,7 @@ def plan(
     demands = read_demands(
         fix,
         forbid,
-        headroom=headroom,
+        headroom=HEADROOM if headroom is None else headroom,
         memory_limit=memory_limit,
         training=Training(optimizer, gradient_dtype),
         compiled=compiled,
@@ -201,7 +215,11 @@ def as_mesh_shape(mesh: MeshShape | Mapping[str, int] | str) -> MeshShape:
     """Any of the ways to write a mesh."""
     if isinstance(mesh, MeshShape):
         return mesh
-    return MeshShape.parse(mesh) if isinstance(mesh, str) else MeshShape.from_dict(mesh)
+    if isinstance(mesh, Mapping):
+        return MeshShape.from_dict(mesh)
+    if isinstance(mesh, str):
+        return MeshShape.parse(mesh)
+    raise ValueError(f'mesh must be axis sizes such as \'dp=2,tp=4\' or {{"dp": 2, "tp": 4}}, got {mesh!r}')
 
 
 def as_cluster(cluster: Cluster | str | None, *, num_devices: int) -> Cluster:
@@ -210,6 +228,8 @@ def as_cluster(cluster: Cluster | str | None, *, num_devices: int) -> Cluster:
         return Cluster.parse(f"cpu-local:{num_devices}")
     if isinstance(cluster, str):
         return Cluster.from_toml(cluster) if cluster.endswith(".toml") else Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise ValueError(f"cluster must be a Cluster, 'dgx-h100:2' or a .toml file, got {cluster!r}")
     return cluster
 
 

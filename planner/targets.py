@@ -17,6 +17,7 @@ from cost_models.fields import suggest
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
+from planner.step.demands import check_time_limit
 from runtime.launch.groups import axes_with_timeout_of_job
 from runtime.launch.place import find_place
 from runtime.launch.process import init
@@ -99,6 +100,7 @@ def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
     Args:
         step: whether a whole step is planned, or how tensors are split over a given mesh; None for either.
     """
+    check_time_limit(options.get("time_limit", 0.0))
     from planner.planning import plan
     from planner.search import search
 

@@ -71,7 +71,13 @@ def _add_step_arguments(group: Any) -> None:
         help="values that a choice may take: pp, dp, cp, tp, micro_batch, num_microbatches, schedule, chunks_per_rank, "
         "recompute, zero",
     )
-    group.add_argument("--headroom", type=float, default=0.0, metavar="SHARE", help="of memory to leave free: 0.1")
+    group.add_argument(
+        "--headroom",
+        type=float,
+        metavar="SHARE",
+        help="of each device's memory to leave to the allocator's fragmentation, communicators and CUDA graphs "
+        "(default: 0.06; 0 fills it)",
+    )
     group.add_argument("--devices", type=count, metavar="N", help="plan for N of the cluster's devices")
     group.add_argument(
         "--objective",
@@ -134,6 +140,7 @@ def _step_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _on_mesh(options: argparse.Namespace) -> dict[str, Any]:
+    from cost_models.memory import HEADROOM
     from planner.planning import as_cluster, as_mesh_shape
 
     for text in options.forbid:
@@ -141,7 +148,7 @@ def _on_mesh(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--forbid {text} is for planning a whole step: with --mesh it takes a collective's name")
     shape = as_mesh_shape(options.mesh)
     cluster = as_cluster(options.cluster, num_devices=shape.num_devices)
-    memory: float | None = cluster.device.memory_bytes
+    memory: float | None = cluster.device.usable_bytes * (1.0 - HEADROOM)
     if options.memory is not None:
         memory = None if options.memory == "none" else read_gib(options.memory)
     return {"cluster": cluster, "mesh": shape, "memory_limit": memory, "forbid_collectives": tuple(options.forbid)}

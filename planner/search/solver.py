@@ -10,6 +10,7 @@ and solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ def solve(
             if solver == "highs":
                 raise
     return _solve_cbc(program, scale=scale, time_limit=time_limit, effort=effort, gap=gap, cutoff=cutoff)
+
+
+def default_solver() -> str:
+    """The name of the solver that ``solve`` takes where none is named."""
+    return "HiGHS" if importlib.util.find_spec("highspy") is not None else "CBC"
 
 
 def _solve_highs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,15 +69,10 @@ def read_demands(
     Raises:
         ValueError: for an unknown name, or a value that it cannot have.
     """
-    if not 0 <= options.get("headroom", 0.0) < 1:
-        raise ValueError(f"headroom must be a share of memory from 0 to below 1, got {options['headroom']!r}")
-    if options.get("num_alternatives", 1) < 1:
-        raise ValueError(f"num_alternatives must be at least 1, got {options['num_alternatives']!r}")
-    limit = options.get("memory_limit")
-    if limit is not None and not limit > 0:
-        raise ValueError(f"memory_limit must be a positive number of bytes (None: all there is), got {limit!r}")
-    if not options.get("time_limit", 0.0) >= 0:
-        raise ValueError(f"time_limit must be at least 0 seconds, got {options['time_limit']!r}")
+    check_share("headroom", options.get("headroom", 0.0))
+    check_count("num_alternatives", options.get("num_alternatives", 1))
+    check_memory_limit(options.get("memory_limit"))
+    check_time_limit(options.get("time_limit", 0.0))
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
         values = demands.fixed.get(name, CHOICES.get(name))
@@ -86,7 +82,38 @@ def read_demands(
     return demands
 
 
+def check_share(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a share of memory that leaves some."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a share of memory from 0 to below 1, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
+
+
+def check_memory_limit(value: Any) -> None:
+    """Raise ValueError unless ``value`` is bytes, or None for no limit."""
+    if value is not None and (not is_number(value) or not 0 < value < math.inf):
+        raise ValueError(f"memory_limit must be a positive number of bytes (None: all there is), got {value!r}")
+
+
+def check_time_limit(value: Any) -> None:
+    """Raise ValueError unless ``value`` is seconds."""
+    if not is_number(value) or not value >= 0:
+        raise ValueError(f"time_limit must be at least 0 seconds, got {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _read(given: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f'{where} must be {{name: value or values}}, such as {{"tp": 8}}, got {given!r}')
     found = {}
     for name, value in given.items():
         if name not in CHOICES:

@@ -18,6 +18,7 @@ from passes.plan import Certificate, Plan
 from passes.rules import forward_flops
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from planner.search.extract import make_plan
+from planner.search.solver import default_solver
 from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Outcome, Search, Solution
@@ -58,7 +59,7 @@ def extract(
         bound=min(outcome.bound, solution.seconds),
         gap=max(0.0, (solution.seconds - outcome.bound) / solution.seconds) if solution.seconds else 0.0,
         status=outcome.status,
-        solver="best first over candidates, HiGHS for shardings and stages",
+        solver=f"best first over candidates, {default_solver()} for shardings and stages",
         num_variables=solution.stages.num_variables,
         num_constraints=solution.stages.num_constraints,
     )
@@ -74,7 +75,17 @@ def extract(
     layout = candidate.layout
     mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
     step = _step_plan(search, outcome, best, others)
-    return dataclasses.replace(plan, mesh=mesh, step=step)
+    return dataclasses.replace(plan, mesh=mesh, step=step, notes=(*plan.notes, *_uncalibrated(cluster)))
+
+
+def _uncalibrated(cluster: Cluster) -> tuple[str, ...]:
+    """What there is to say of devices whose operators are priced at their peak."""
+    names = dict.fromkeys(group.device.name for group in cluster.groups if not group.device.efficiency)
+    return tuple(
+        f"{name} has no efficiency curves: its operators are priced at their peak, so the step is shorter and its "
+        "utilisation higher than any real one"
+        for name in names
+    )
 
 
 def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged]) -> StepPlan:
@@ -94,6 +105,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         costs=_costs(search, best),
         memory=memory_by_rank(search, best.solution, best.step),
         memory_limit=search.memory,
+        headroom=demands.headroom,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +15,14 @@ from passes.step_plan import CHUNKED_LOSS
 from planner.collection import no_collection
 from planner.search.linear import TIME_LIMIT
 from planner.step.baselines import data_experts
-from planner.step.demands import Demands
+from planner.step.demands import Demands, is_number
 from planner.step.extract import Judged, extract, judge
 from planner.step.figures import KeptSpace
 from planner.step.fusion import fuse
 from planner.step.infeasible import infeasible
 from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
+from planner.step.lighter import lightest
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
 from planner.step.search import Outcome, Search
@@ -77,6 +79,8 @@ def check_objective(objective: str, target_seconds: float | None) -> None:
         raise ValueError(f"unknown objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
     if (objective == "devices") != (target_seconds is not None):
         raise ValueError('target_seconds goes with objective="devices": give both or neither')
+    if target_seconds is not None and not (is_number(target_seconds) and 0 < target_seconds < math.inf):
+        raise ValueError(f"target_seconds must be a positive number of seconds, got {target_seconds!r}")
 
 
 class _Planner:
@@ -117,6 +121,7 @@ class _Planner:
         if gap is not None:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
             best, others = self.judged(cluster, demands, search, outcome)
+        best = self.lightest(cluster, demands, search, outcome, best, others)
         return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
 
     def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
@@ -131,6 +136,17 @@ class _Planner:
                 fastest[each.candidate] = each
         solutions = sorted(fastest.values(), key=lambda each: each.seconds)
         return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
+
+    def lightest(
+        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome, best: Judged, others: list[Judged]
+    ) -> Judged:
+        """``best``, or what is as fast in less memory: within half the gap, still proved, no slower than an expert."""
+        experts = [each.report.seconds for each in data_experts(search.level_one, cluster, demands)]
+        tie = 1.0 + demands.gap / 2
+        proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
+        slowest = min(best.solution.seconds * tie, proved)
+        simulated = max(best.report.seconds, min([best.report.seconds * tie, *experts]))
+        return lightest(search, best, others, slowest=slowest, simulated=simulated)
 
     def judged(
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
@@ -168,7 +184,8 @@ class _Planner:
         low, high = 0.0, max(rank.total for rank in found.step.memory)
         while high - low > MEMORY_STEP * high:
             middle = (low + high) / 2
-            less = self.fastest_if_any(cluster, dataclasses.replace(self.demands, memory_limit=middle, headroom=0.0))
+            limit = middle / (1.0 - self.demands.headroom)
+            less = self.fastest_if_any(cluster, dataclasses.replace(self.demands, memory_limit=limit))
             if less is None:
                 low = middle
                 continue

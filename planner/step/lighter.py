@@ -1,0 +1,122 @@
+"""Of plans that are equally fast, the one in less memory; of these the plainer schedule, then fewer collectives.
+
+The search stops at the first plan that is proved to be within the gap. Others within it may hold far less: shardings
+for which a byte is worth something, or stages that recompute or shard a little more where that is hidden anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from cost_models.schedules import SCHEDULES
+from cost_models.step_time import step_memory
+from planner.step.candidates import Candidate, candidates
+from planner.step.extract import Judged, judge
+from planner.step.level_one import Sharded
+from planner.step.search import BYTE_WEIGHTS, DIVE_EFFORT, Search, Solution
+from planner.step.stages.ilp import quick_bound, solve_stages
+from planner.step.stages.problem import as_step
+
+#: Worth of a byte, as a share of (seconds / bytes of the fastest), in the shardings that are tried beside the search's.
+WEIGHTS = (*BYTE_WEIGHTS, 1.0, 4.0)
+#: How much less memory is worth a word, as a share.
+MUCH = 0.05
+#: Gap of the stages, which are only asked whether they are fast enough.
+PRECISION = 1e-3
+#: How often the memory that a plan gets along with is halved towards.
+HALVINGS = 4
+
+
+def lightest(search: Search, best: Judged, others: Iterable[Judged], *, slowest: float, simulated: float) -> Judged:
+    """``best``, or what takes much less memory (or as much, but is plainer) and no more than ``slowest`` seconds by the
+    closed form and ``simulated`` in the simulator."""
+    tied = [best]
+    tied += [each for each in others if each.solution.seconds <= slowest and each.report.seconds <= simulated]
+    for solution in _lighter(search, best.solution, slowest):
+        judged = judge(solution)
+        if judged.report.seconds <= simulated:
+            tied.append(judged)
+    most = min(map(fullest, tied)) * (1.0 + MUCH)
+    return min((each for each in tied if fullest(each) <= most), key=_plainness)
+
+
+def fullest(judged: Judged) -> float:
+    """Bytes of the fullest device."""
+    return max(step_memory(judged.step))
+
+
+def _plainness(judged: Judged) -> tuple[int, int, float, float]:
+    candidate = judged.solution.candidate
+    schedule = list(SCHEDULES).index(candidate.schedule) if candidate.layout.pipeline > 1 else -1
+    return schedule, candidate.num_chunks, num_collectives(judged.solution), judged.report.seconds
+
+
+def num_collectives(solution: Solution) -> float:
+    """How many collectives the operators of all micro-batches wait for."""
+    trees = solution.sharded.variant.assignment.trees
+    between = sum(
+        item.copies * bool(item.arc.step.collectives[0]) + item.backward_copies * bool(item.arc.step.collectives[1])
+        for tree in trees.values()
+        for item in tree
+    )
+    return between * solution.candidate.num_microbatches
+
+
+def _lighter(search: Search, solution: Solution, slowest: float) -> Iterator[Solution]:
+    """The same layout and schedule in ever less memory: under other shardings, with other micro-batches."""
+    best = solution
+    for candidate, sharded in _shardings(search, solution.candidate, slowest):
+        other = replace(solution, candidate=candidate, sharded=sharded, problem=search.problem(candidate, sharded))
+        fitting = _within(other, memory_of(best) * (1.0 - MUCH), slowest)
+        if fitting is not None:
+            best = fitting
+            yield best
+    low, high = 0.0, memory_of(best)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        fitting = _within(best, middle, slowest)
+        if fitting is None:
+            low = middle
+            continue
+        best, high = fitting, memory_of(fitting)
+        yield best
+
+
+def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tuple[Candidate, Sharded]]:
+    """Candidates like ``like`` but for their micro-batches, under the shardings that may be fast enough."""
+    same = {**search.demands.fixed, **{axis: frozenset((size,)) for axis, size in like.layout.sizes.items()}}
+    if like.layout.pipeline > 1:
+        same |= {"schedule": frozenset((like.schedule,)), "chunks_per_rank": frozenset((like.chunks_per_rank,))}
+    siblings = candidates(
+        search.cluster,
+        global_batch=search.level_one.global_batch,
+        num_units=sum(unit.count for unit in search.level_one.kept.units),
+        demands=replace(search.demands, fixed=same),
+        micro_batches=search.level_one.micro_batches,
+    )
+    for candidate in siblings:
+        if candidate.layout != like.layout or candidate.bound(search.bounds.scaled(candidate.cut)) > slowest:
+            continue
+        for weight in WEIGHTS if candidate.cut.context * candidate.cut.tensor > 1 else WEIGHTS[:1]:
+            sharded = search.sharded(candidate, weight)
+            if sharded is None or candidate.bound(sharded.seconds) > slowest:
+                break  # what holds less is slower still
+            yield candidate, sharded
+
+
+def memory_of(solution: Solution) -> float:
+    """Bytes of the fullest device."""
+    return max(step_memory(as_step(solution.problem, solution.assignment)))
+
+
+def _within(solution: Solution, memory: float, slowest: float) -> Solution | None:
+    """The candidate under the same sharding in so many bytes on each device; None if that is too slow, or hard."""
+    problem = replace(solution.problem, memory=tuple(min(memory, limit) for limit in solution.problem.memory))
+    cutoff = slowest * (1.0 + 1e-9)
+    if quick_bound(problem, cutoff=cutoff) >= cutoff:
+        return None
+    solved = solve_stages(problem, effort=DIVE_EFFORT, cutoff=cutoff, gap=PRECISION)
+    if solved is None or solved.assignment is None:
+        return None
+    return replace(solution, stages=solved)

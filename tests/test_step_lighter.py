@@ -1,0 +1,51 @@
+"""Plans leave memory to the allocator, and of plans that are equally fast the one in less memory is taken."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig
+
+import planner
+from cost_models import Cluster
+from cost_models.memory import HEADROOM, Allocator
+from planner.planning import capture_for_planning
+from planner.step.demands import read_demands
+from planner.step.extract import judge
+from planner.step.figures import KeptSpace
+from planner.step.level_one import LevelOne
+from planner.step.lighter import fullest
+from planner.step.planning import plan_step
+from planner.step.search import Search
+from planner.step.sharding import ShardingSpace
+
+CONFIG = LlamaConfig(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, vocab_size=8192
+)
+
+
+def test_weights_are_not_whole_on_every_rank_where_splitting_them_is_as_fast() -> None:
+    graph, cluster = capture_for_planning(CONFIG, batch_size=64, seq_len=512), Cluster.parse("dgx-h200:1x4")
+    space = ShardingSpace.of(graph)
+    search = Search(LevelOne(cluster, space, KeptSpace.of(space)), cluster, read_demands({"tp": 4}))
+    first = judge(search.run().solutions[0])
+    step = plan_step(graph, cluster, read_demands({"tp": 4})).step
+    assert step is not None
+    assert max(rank.total for rank in step.memory) <= 0.8 * fullest(first)
+    assert step.costs.simulated <= first.report.seconds * (1 + search.demands.gap)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_what_a_memory_bound_plan_reserves_fits(share: float) -> None:
+    options = {"batch_size": 64, "seq_len": 512, "fix": {"dp": 4}}
+    roomy = planner.plan(CONFIG, "dgx-h100:1x4", **options)
+    assert roomy.step is not None
+    limit = share * max(rank.total for rank in roomy.step.memory)
+    tight = planner.plan(CONFIG, "dgx-h100:1x4", **options, memory_limit=limit)
+    assert tight.step is not None and tight.step.headroom == HEADROOM
+    assert Allocator().reserved_bytes(max(rank.total for rank in tight.step.memory)) <= limit
+    assert "beside 6.0% for the allocator, communicators, CUDA graphs" in tight.summary()
+
+
+def test_devices_without_curves_are_named() -> None:
+    plan = planner.plan(CONFIG, "cpu-local:2", batch_size=2, seq_len=8)
+    assert any("no efficiency curves" in note and "utilisation" in note for note in plan.notes)
