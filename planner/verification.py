@@ -72,7 +72,8 @@ def verify(
         are changed (``planner.rounding``).
 
     Raises:
-        ValueError: for more than 64 ranks, less than one step, and whatever planning refuses.
+        ValueError: for more than 64 ranks, less than one step, a model that draws random numbers other than by modules
+            of dropout (which are switched off), and whatever planning refuses.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
         if value is not None:
@@ -148,8 +149,16 @@ class _Subject:
 
     @classmethod
     def trained(cls, model: nn.Module, training: Training, dtype: torch.dtype) -> _Subject:
+        before = torch.get_rng_state()
         with keep_float64():
-            return cls(model, training, dtype, run_alone(copy.deepcopy(model), training))
+            subject = cls(model, training, dtype, run_alone(copy.deepcopy(model), training))
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ValueError(
+                f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
+                "does, so verify cannot compare them. Pass the numbers as inputs, or compare with planner.compile on "
+                'the mesh "dp=1", which draws what every plan draws'
+            )
+        return subject
 
     @property
     def tolerance(self) -> float:
@@ -223,7 +232,7 @@ def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
         raise ValueError("verify compares numbers: the model has parameters on the meta device, give it real weights")
     module = module.to("cpu", dtype=dtype)
     for part in module.modules():
-        # Dropout draws other numbers on each layout: no comparison is possible with it.
+        # On one device torch would draw other masks.
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
     _without_dropout(module)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from random_oracle import words
 from torch import nn
 
+import planner
 from passes.capture import CaptureError, capture, interpret, keep_float64
 from passes.ir.types import I
 from planner.compilation import parallelise, parallelise_step
@@ -212,6 +213,11 @@ def test_a_denoiser_draws_what_the_specification_says(fix: dict[str, Any]) -> No
 def test_what_no_plan_can_draw_is_refused(draws: Numbers, says: str) -> None:
     with pytest.raises(CaptureError, match=f"in module ''.*{says}"):
         capture(Noisy(draws), args=(torch.randn(4, 8),))
+
+
+def test_verify_says_that_it_cannot_compare_what_torch_draws() -> None:
+    with pytest.raises(ValueError, match="Noisy draws random numbers in forward"):
+        planner.verify(Noisy(torch.rand_like), {"dp": 2}, batch={"x": torch.randn(4, 8)})
 
 
 def test_outside_of_training_nothing_is_refused() -> None:
