@@ -124,11 +124,11 @@ class CallAgreement:
                 of them (which raises its own error).
         """
         if self.ranks.is_alone:
-            own = read()
+            own = _with_values(read(), reads)
             return AgreedCall(own, own, is_compared=True)
         own, error = _NOTHING, None
         try:
-            own = read()
+            own = _with_values(read(), reads)
             key = (action, own.signature)
         except Exception as found:
             error, key = found, None
@@ -225,6 +225,17 @@ class CallAgreement:
 
 
 _GLOBAL = "every rank must pass the same global batch (with local_inputs=True, its data-parallel group's samples)"
+
+
+def _with_values(call: Call, reads: Collection[str] | None) -> Call:
+    """``call``, or ValueError if an input that is read has no values."""
+    for path, tensor in call.tensors.items():
+        if tensor.is_meta and (reads is None or str(path[0]) in reads):
+            raise ValueError(
+                f"input {'.'.join(map(str, path))!r} is on the meta device, so it has no values: pass real tensors "
+                "(those without values serve as example_inputs of planner.compile)"
+            )
+    return call
 
 
 def _arguments(call: Call) -> dict[int | str, _Argument]:

@@ -72,6 +72,7 @@ def unlike_calls(parallel: Any) -> dict[str, Callable[[], Any]]:
         "mode, rank 1 runs train_step in evaluation mode": lambda: parallel.train(not last).train_step(**BATCH),
         "rank 1 runs train_step in training mode on local": lambda: parallel.train_step(**BATCH, local_inputs=last),
         "rank 1 by 2;": lambda: parallel.train_step(**BATCH, weight=rank + 1),
+        "has no values": lambda: parallel.train_step(BATCH["tokens"], BATCH["labels"].to("meta" if last else "cpu")),
         "does not fit": lambda: parallel(1, 2, 3) if last else parallel(**BATCH),
         "'labels'": lambda: parallel.train_step(**(tokens if last else BATCH)),
         "rank 1 calls clip_grad_norm_": lambda: parallel.clip_grad_norm_(1.0) if last else parallel(**BATCH),
