@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from runtime.compat import without_dispatch_modes
 from runtime.launch.groups import flattened_group, with_timeout_of_job
 from runtime.launch.rendezvous import ranks as listed
 
@@ -34,7 +35,8 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """``value`` of every rank, in their order, on every rank."""
     values: list[Any] = [value] * num_ranks(group)
     if len(values) > 1:
-        dist.all_gather_object(values, value, group=group)
+        with without_dispatch_modes():
+            dist.all_gather_object(values, value, group=group)
     return values
 
 

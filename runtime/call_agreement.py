@@ -25,6 +25,7 @@ from torch import nn
 from passes.capture.structure import Container, Leaf, Structure, flatten, leaf_paths, rebuild
 from runtime.agreement import Ranks
 from runtime.calls import Call, Path
+from runtime.compat import without_dispatch_modes
 from runtime.model_watch import ModelWatch
 
 #: After so many calls values are compared each time that many more were made.
@@ -168,7 +169,8 @@ class CallAgreement:
         """Whether all ranks make the call that they have agreed on under this number; None: this one wants to ask."""
         (bits,) = struct.unpack("q", struct.pack("d", weight))
         told = torch.tensor([int(number is None), number or 0, -(number or 0), bits, -bits])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.ranks.group)
+        with without_dispatch_modes():
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.ranks.group)
         unknown, *pairs = told.tolist()
         return not unknown and pairs[0] == -pairs[1] and pairs[2] == -pairs[3]
 

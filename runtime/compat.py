@@ -10,6 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from spmd_types import _state
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """What runs inside is no part of what the dispatch modes of this thread look at (a counter of collectives)."""
+    return _disable_current_modes()
 
 
 def saved_tensors_hooks_of_thread() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
