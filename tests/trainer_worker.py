@@ -258,7 +258,7 @@ def the_best_weights_come_back() -> float:
 
 def a_loss_that_is_not_finite_is_told() -> float:
     try:
-        trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e200), max_grad_norm=None).fit(
+        trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=float("inf")), max_grad_norm=None).fit(
             samples(), num_steps=6
         )
     except FloatingPointError as error:
