@@ -22,6 +22,7 @@ REFUSALS = {
     "FSDP": "without FSDP",
     "hook": "change the gradients after train_step",
     "plain gradient": "distribute it first",
+    "frozen": "set requires_grad before planner.compile",
     "replaced": "was replaced by another tensor",
     "clip": "clip by parallel.clip_grad_norm_",
     "one parameter": "clip by parallel.clip_grad_norm_",

@@ -174,6 +174,9 @@ def refusals() -> dict[str, str]:
         "hook": error_of(lambda: parameter.register_hook(lambda gradient: gradient * 2)),
         "plain gradient": error_of(lambda: setattr(parameter, "grad", torch.zeros(8, 6))),
     }
+    parallel.inner.bias.requires_grad_(False)
+    found["frozen"] = error_of(lambda: parallel.train_step(**batch))
+    parallel.inner.bias.requires_grad_(True)
     parallel.first._parameters["weight"] = nn.Parameter(torch.zeros(8, 6))
     found["replaced"] = error_of(lambda: parallel.train_step(**batch))
     pipeline = compiled("pp")

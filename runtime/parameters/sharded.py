@@ -30,11 +30,13 @@ class ShardedParameter(ParameterTensor):
 
     Attributes:
         owner: the plain parameter that this rank's programs run on; its memory is this one's.
+        planned_to_train: whether it required a gradient when the model was planned.
     """
 
     #: What makes ``isinstance(…, nn.Parameter)`` true.
     _is_param = True
     owner: nn.Parameter
+    planned_to_train: bool
     _hooks_run: bool
     _shown_gradient: DTensor | None
 
@@ -54,6 +56,7 @@ class ShardedParameter(ParameterTensor):
             cls, owned.tensor.detach(), spec, requires_grad=owned.tensor.requires_grad
         )
         parameter.owner, parameter.path, parameter.of_stage = owned.tensor, owned.name, of_stage
+        parameter.planned_to_train = owned.trainable
         parameter._hooks_run, parameter._shown_gradient = hooks_run, None
         return parameter
 

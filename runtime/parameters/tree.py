@@ -70,12 +70,17 @@ class ParameterTree:
             parameter.take_gradient()
 
     def check(self) -> None:
-        """Refuse parameters that someone has replaced.
+        """Refuse parameters that someone has replaced, or has frozen or thawed under a plan that cannot follow.
 
         Raises:
             ValueError: naming one.
         """
         for table, name, parameter in self._slots:
+            if not self._hooks_run and parameter.requires_grad != parameter.planned_to_train:
+                raise ValueError(
+                    f"{parameter.path!r} was {'trained' if parameter.planned_to_train else 'frozen'} when the step was "
+                    "planned, and is not any more: set requires_grad before planner.compile"
+                )
             if table.get(name) is not parameter:
                 raise ValueError(
                     f"{parameter.path!r} of this parallel module was replaced by another tensor, which it would not "
