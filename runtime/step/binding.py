@@ -14,7 +14,7 @@ from passes.stages import StageGraph
 from passes.stages.build import StageUnit
 from runtime import ops
 from runtime.compat import mesh_of_thread, use_mesh
-from runtime.compiling import as_compiled
+from runtime.compiling import as_compiled, can_be_one_graph
 from runtime.program import Block
 from runtime.recompute import always_again, recomputed
 from runtime.step.state import StateInfo, StepState
@@ -155,8 +155,9 @@ class ChunkUnits:
         self._next += 1
         microbatch, mesh, device = ops.current_microbatch(), mesh_of_thread(), torch.get_default_device()
 
-        # What recomputes inside of a compiled block is in its graph; weights gathered for each use stay outside of it.
-        inside = self.compiled_on is not None and bound.keeps_weights()
+        # What recomputes inside of a compiled block is in its graph. Weights gathered for each use stay outside of it,
+        # and a block of several graphs runs again as a whole, with its weights.
+        inside = self.compiled_on is not None and bound.keeps_weights() and can_be_one_graph(block)
         forward = self._compiled(block, recompute if inside else "none", whole=inside or recompute in ("none", "full"))
         outside = "none" if inside else recompute
 
