@@ -41,7 +41,7 @@ def plans_at_the_first_call() -> bool:
             optimizer.step()
             optimizer.zero_grad()
     whole = parallel.full_state_dict()
-    sharded = parallel.layers[0].up.weight.numel() < model.layers[0].up.weight.numel()
+    sharded = parallel.layers[0].up.weight.to_local().numel() < model.layers[0].up.weight.numel()
     return sharded and all(close(whole[name], tensor) for name, tensor in model.state_dict().items())
 
 
