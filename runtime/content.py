@@ -22,6 +22,7 @@ from passes.capture.structure import Container, Leaf, Structure
 #: Classes whose objects never change and are equal if their contents are.
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
           type, range, type(Ellipsis), types.BuiltinFunctionType, types.ModuleType, types.CodeType)  # fmt: skip
+_SCALARS = (bool, int, float, complex, str, type(None))
 
 
 def structure_key(structure: Structure, name: str) -> Hashable:
@@ -52,6 +53,34 @@ def content_key(value: Any, name: str) -> Hashable:
         ValueError: as ``structure_key``.
     """
     return _Keys(name).of(value)
+
+
+def state_key(function: Any) -> Hashable:
+    """The key of the numbers, strings and flags that a function sees around it: in its closure, its object, a partial.
+
+    What else is there (tensors, modules) is not looked at.
+    """
+    entries: list[Any] = []
+    if isinstance(function, functools.partial):
+        entries += [state_key(function.func), *function.args, *function.keywords.values()]
+    elif isinstance(function, types.MethodType):
+        entries += [state_key(function.__func__), *_attribute_values(function.__self__)]
+    elif isinstance(function, types.FunctionType):
+        entries += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        entries += function.__defaults__ or ()
+    elif isinstance(function, nn.Module):
+        entries += [value for module in function.modules() for value in _attribute_values(module)]
+    elif function is not None:
+        entries += _attribute_values(function)
+    return tuple((type(entry), repr(entry)) for entry in entries if _is_plain(entry))
+
+
+def _attribute_values(value: Any) -> list[Any]:
+    return [entry for entry in getattr(value, "__dict__", {}).values() if _is_plain(entry)]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (*_SCALARS, type)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 class _Keys:

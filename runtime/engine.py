@@ -30,6 +30,8 @@ from runtime.agreement import Ranks, rank_in
 from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.calls import Call, Path, read_call
 from runtime.captured import captured_alike
+from runtime.changing_floats import ChangingFloats
+from runtime.content import state_key
 from runtime.launch.groups import flattened_group
 from runtime.layout import DATA, Layout, VirtualLayout
 from runtime.model_watch import ModelWatch
@@ -84,6 +86,7 @@ class Engine:
         self.loss_fn = loss_fn
         self.latest: Program | None = None
         self.watch = ModelWatch(model, self.model)
+        self.floats = ChangingFloats(self.model, layout.device)
         self._runnables: ProgramCache[_Runnable] = ProgramCache()
         self._frozen: list[nn.Parameter] = []
         self.ranks = Ranks(None) if isinstance(layout, VirtualLayout) else Ranks.of(layout.device_mesh)
@@ -105,6 +108,7 @@ class Engine:
         self.watch.update()
         action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
         call = self.calls.agree(action, lambda: self._read_ready(args, kwargs), local=local_inputs, weight=weight).whole
+        call = self.floats.applied(call, lambda call: self.prepare(call, local_inputs=local_inputs).program)
         runnable = self.prepare(call, local_inputs=local_inputs)
         self._check_ready()
         if verb == TRAIN_STEP:
@@ -130,7 +134,7 @@ class Engine:
     def prepare(self, call: Call, *, local_inputs: bool = False) -> _Runnable:
         """The program for a call; planned, sharded, emitted, checked and loaded if it is the first of its kind."""
         shapes = (call.shapes, self.model.training, local_inputs)
-        key = (call.signature, self.model.training, local_inputs, self.watch.key)
+        key = (call.signature, self.model.training, local_inputs, self.watch.key, state_key(self.loss_fn))
         runnable = self._runnables.get(key, lambda: self._make_for(call, local_inputs), shapes=shapes)
         self.latest = runnable.program
         return runnable

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.capture.refusals import hook_of
 from passes.emit import Program
 from passes.plan import Plan
 from runtime.accumulation import Accumulation
@@ -101,15 +100,6 @@ class ParallelModule(Unwrappable, nn.Module):
         """Raise ValueError for hooks that ``train_step`` would not call."""
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
             raise ValueError("train_step calls no hooks of the parallel module: remove them, or call the module itself")
-        if self._engine.plan is None or self._engine.plan.step is None:
-            return
-        for name, parameter in self.named_parameters():
-            hook = hook_of(parameter)
-            if hook is not None:
-                raise ValueError(
-                    f"{name!r} has a hook on its gradient ({hook}), which a plan of a whole step does not call: remove "
-                    "it, and change the gradients after train_step"
-                )
 
     def accumulate(self, num_steps: int) -> AbstractContextManager[None]:
         """A context around the ``num_steps`` ``train_step`` calls before one optimizer step: each weighs 1/num_steps.

@@ -16,9 +16,10 @@ Program = TypeVar("Program")
 
 
 class ProgramCache(Generic[Program]):
-    """Programs by the key of a call."""
+    """Programs by the key of a call; with ``announces`` a user is told when some are dropped."""
 
-    def __init__(self, *, max_programs: int | None = None) -> None:
+    def __init__(self, *, max_programs: int | None = None, announces: bool = True) -> None:
+        self.announces = announces
         self.max_programs = max_programs or MAX_PROGRAMS
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._same_shapes: dict[Hashable, int] = {}
@@ -70,6 +71,6 @@ class ProgramCache(Generic[Program]):
         )
 
     def _announce(self, kind: str, message: str) -> None:
-        if kind not in self._announced:
+        if self.announces and kind not in self._announced:
             self._announced.add(kind)
             warnings.warn(message, stacklevel=4)

@@ -34,8 +34,11 @@ class Net(nn.Module):
         self.scale = 1.0
         self.config = Factor(1.0)
 
-    def forward(self, x: torch.Tensor, by: Any = None) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, by: Any = None, beta: float = 1.0, gate: float = 1.0) -> dict[str, torch.Tensor]:
         y = self.linear(x) * self.scale * self.linear.gain * self.config.value
+        y = y * beta + beta**2
+        if gate > 0.5:
+            y = y * gate
         if isinstance(by, np.ndarray):
             y = y * torch.from_numpy(by)[:8]
         elif by is not None:
@@ -47,6 +50,7 @@ class Pair:
     """The model and its parallel version, called alike."""
 
     def __init__(self, target: str) -> None:
+        self.target = target
         self.model = Net()
         self.parallel = planner.compile(self.model, target, example_inputs={"x": X})
 
@@ -135,10 +139,23 @@ def hooks_that_would_not_be_called_are_refused(pair: Pair) -> bool:
     refused.append(_refuses(lambda: pair.parallel.train_step(x=X)))
     handle.remove()
     if pair.parallel.plan.step is not None:
-        handle = weight.register_hook(torch.neg)
-        refused.append(_refuses(lambda: pair.parallel.train_step(x=X)))
-        handle.remove()
+        refused.append(_refuses(lambda: weight.register_hook(torch.neg)))
     return all(refused) and pair.same()
+
+
+def floats_that_change_are_inputs(pair: Pair) -> bool:
+    """Two programs, of the first value and of all others."""
+    before = _num_programs(pair)
+    return all(pair.same(beta=0.9**step) for step in range(5)) and _num_programs(pair) <= before + 2
+
+
+def floats_that_decide_are_constants(pair: Pair) -> bool:
+    return all(pair.same(gate=gate) for gate in (0.9, 0.4, 0.6))
+
+
+def _num_programs(pair: Pair) -> int:
+    engine = pair.parallel._engine
+    return len(engine._runnables if hasattr(engine, "_runnables") else engine._maker._prepared)
 
 
 def _refuses(call: Callable[[], Any]) -> bool:
@@ -168,7 +185,25 @@ def the_programs_kept_are_bounded(pair: Pair) -> bool:
     )
 
 
+def numbers_that_a_loss_sees_are_followed(pair: Pair) -> bool:
+    """In the closure of a loss function, and on an object that is one."""
+
+    class Weighted:
+        weight = 1.0
+
+        def __call__(self, outputs: Any, batch: Any) -> torch.Tensor:
+            return outputs["loss"] * self.weight
+
+    losses = []
+    loss_fn = Weighted()
+    parallel = planner.compile(Net(), pair.target, example_inputs={"x": X}, loss_fn=loss_fn)
+    for loss_fn.weight in (1.0, 3.0):
+        losses.append(parallel.train_step(x=X))
+    return torch.allclose(losses[1], 3 * losses[0], rtol=1e-9)
+
+
 SCENARIOS = (
+    numbers_that_a_loss_sees_are_followed,
     arrays_count_by_content,
     objects_count_by_content,
     functions_count_by_what_they_see,
@@ -177,6 +212,8 @@ SCENARIOS = (
     attributes_of_the_parallel_module_are_followed,
     other_changes_are_announced,
     hooks_that_would_not_be_called_are_refused,
+    floats_that_change_are_inputs,
+    floats_that_decide_are_constants,
     the_programs_kept_are_bounded,
 )
 TARGETS = ("dp=2", "pp=1,dp=2")

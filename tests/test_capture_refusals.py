@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -136,8 +137,10 @@ def test_what_tracing_would_lose_is_refused(between: Callable[[torch.Tensor], to
 @pytest.mark.filterwarnings("ignore")
 def test_models_of_other_makes_are_refused() -> None:
     assert "compiled by torch.jit" in refusal(torch.jit.trace(nn.Linear(5, 5).double(), X))
-    assert "module 'module'" not in refusal(nn.DataParallel(Net()))
-    assert "pass what it wraps" in refusal(nn.DataParallel(Net()))
+    for kind in (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
+        wrapper = object.__new__(type("Wrapped", (kind, nn.Module) if kind is FSDPModule else (kind,), {}))
+        nn.Module.__init__(wrapper)
+        assert f"is parallel already ({kind.__name__}): pass" in refusal(wrapper)
     quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(5, 5)), {nn.Linear})
     assert "module '0' (Linear) is quantized" in refusal(quantized)
     assert "call the model once" in refusal(nn.LazyLinear(3))

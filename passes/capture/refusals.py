@@ -51,12 +51,12 @@ def _reasons(model: nn.Module) -> _Reasons:
             yield f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r} {reason}"
 
 
-#: Classes that run a model in parallel themselves, by module and name.
+#: Classes of torch that run a model in parallel themselves.
 _WRAPPERS = {
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "pass what it wraps (model.module)",
-    ("torch.nn.parallel.data_parallel", "DataParallel"): "pass what it wraps (model.module)",
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "pass the model before FSDP",
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"): "pass the model before fully_shard",
+    "DistributedDataParallel": "pass what it wraps (model.module)",
+    "DataParallel": "pass what it wraps (model.module)",
+    "FullyShardedDataParallel": "pass the model before FSDP",
+    "FSDPModule": "pass the model before fully_shard",
 }
 
 
@@ -64,8 +64,8 @@ def _wrapper(module: nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit, which hides its operators: pass the nn.Module that it was made from"
     for kind in type(module).__mro__:
-        advice = _WRAPPERS.get((kind.__module__, kind.__qualname__))
-        if advice is not None:
+        advice = _WRAPPERS.get(kind.__name__)
+        if advice is not None and kind.__module__.startswith("torch."):
             return f"is parallel already ({kind.__name__}): {advice}"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from runtime.adapters import apply_adapters
 from runtime.agreement import Ranks
 from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.calls import Call, Path, read_call
+from runtime.changing_floats import ChangingFloats
 from runtime.engine import Planner, everyone_of, positional_of, skeleton
 from runtime.model_watch import ModelWatch
 from runtime.outputs import wrap_outputs
@@ -55,6 +57,7 @@ class StepEngine:
         apply_adapters()
         self.model = skeleton(model) if compute is None else computing_in(model, compute)
         self.watch = ModelWatch(model, self.model)
+        self.floats = ChangingFloats(self.model, places.layout.device)
         self.compute = compute
         self.plan = plan
         self.places = places
@@ -147,10 +150,17 @@ class StepEngine:
         self.watch.update()
         action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
         agreed = self.calls.agree(action, read, reads=self.needed_inputs, local=local_inputs, weight=weight)
-        prepared = self._maker.prepare(agreed.whole, training=verb == TRAIN_STEP, local_inputs=local_inputs)
+
+        def prepare(call: Call) -> Prepared:
+            return self._maker.prepare(call, training=verb == TRAIN_STEP, local_inputs=local_inputs)
+
+        whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)
+        scalars = {path: tensor for path, tensor in whole.tensors.items() if path not in agreed.whole.tensors}
+        own = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
+        prepared = prepare(whole)
         if agreed.is_compared:
-            self.ranks.together(lambda: _check_passed(agreed.own, prepared))
-        return agreed.own, prepared
+            self.ranks.together(lambda: _check_passed(own, prepared))
+        return own, prepared
 
     def weights_changed(self) -> None:
         """What this rank owns was changed other than by training: gather and compute anew what depends on it."""

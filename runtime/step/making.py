@@ -23,6 +23,7 @@ from passes.stages.build import BATCH_AXIS
 from runtime.agreement import Ranks
 from runtime.calls import Call, Path, read_call
 from runtime.captured import captured_alike
+from runtime.content import state_key
 from runtime.engine import Planner, as_seen_by
 from runtime.model_watch import ModelWatch
 from runtime.program_cache import ProgramCache
@@ -107,7 +108,7 @@ class Maker:
         self.input_of = input_of
         assert plan.step is not None
         self.step = plan.step
-        self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8)
+        self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8, announces=False)
         self._prepared: ProgramCache[Prepared] = ProgramCache()
         self._made: ProgramCache[Prepared] = ProgramCache()
         self._units = UnitTable()
@@ -143,7 +144,7 @@ class Maker:
         Raises:
             ValueError: if the plan cannot divide the inputs.
         """
-        mode = (self.model.training, training, self.watch.key)
+        mode = (self.model.training, training, self.watch.key, state_key(self.loss_fn))
 
         def make() -> Prepared:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
@@ -189,7 +190,8 @@ class Maker:
         def captured() -> Graph:
             return as_planned(captured_alike(self.ranks, capture_call), self.plan)
 
-        return self._graphs.get((call.signature, self.model.training, self.watch.key), captured)
+        key = (call.signature, self.model.training, self.watch.key, state_key(self.loss_fn))
+        return self._graphs.get(key, captured)
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
         def cut(plan: Plan) -> StepPrograms:
