@@ -43,7 +43,7 @@ class Weights(nn.Module):
         if isinstance(key, slice):
             indices = range(key.start or 0, key.stop, key.step or 1)
             return [self[index] for index in indices[: self.max_copies]]
-        if isinstance(key, int) and str(key) not in self._modules:
+        if isinstance(key, int) and not hasattr(self, str(key)):
             return type(self)()  # a list entry without weights (an activation between two linears)
         return getattr(self, str(key))
 

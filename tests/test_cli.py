@@ -68,8 +68,9 @@ def test_what_is_asked_of_the_search_is_in_the_plan(tmp_path: Path, capsys: pyte
 
 
 def test_values_of_choices_are_numbers_or_words() -> None:
-    given = ["tp=4,8", "schedule=1f1b", "tp=2"]
-    assert read_choices(given, option="--fix") == {"tp": [4, 8, 2], "schedule": ["1f1b"]}
+    texts = ["tp=4,8", "schedule=1f1b", "tp=2"]
+    assert read_choices(texts, option="--fix") == {"tp": [4, 8, 2], "schedule": ["1f1b"]}
+    assert read_choices(["pp=1,dp=1,2"], option="--fix") == {"pp": [1], "dp": [1, 2]}
 
 
 def test_progress_is_drawn_on_terminals_alone() -> None:

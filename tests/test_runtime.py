@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import planner
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -137,6 +138,32 @@ def test_sharded_outputs_are_gathered_on_access_and_differentiable() -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-15)
+
+
+class ListedScales(nn.Module):
+    """Layers whose scales stand in a list of parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, scale in zip(self.layers, self.scales):
+            x = x + layer(x).tanh() * scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"fix": {"dp": 1}}], ids=["mesh", "step"])
+def test_parameters_in_lists_are_found_by_their_number(options: dict[str, Any]) -> None:
+    model, x = seeded(ListedScales), torch.rand(4, 8, dtype=torch.float64)
+    parallel = planner.compile(model, "dp=1", example_inputs={"x": x}, **options)
+    loss, gradients = parallel.train_step(x=x), parallel.full_gradients()
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_indivisible_inputs_are_refused() -> None:

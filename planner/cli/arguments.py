@@ -64,19 +64,21 @@ def add_model_arguments(
 
 
 def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | str]]:
-    """``["tp=4,8", "schedule=1f1b"]`` as ``{"tp": [4, 8], "schedule": ["1f1b"]}``; the same name twice adds values.
+    """``["tp=4,8", "pp=1,dp=2"]`` as ``{"tp": [4, 8], "pp": [1], "dp": [2]}``; the same name twice adds values.
 
     Raises:
-        ValueError: if a text is not ``NAME=VALUE[,VALUE…]``.
+        ValueError: if a text is not ``NAME=VALUE[,VALUE…]``, or several of them with commas between.
     """
-    found: dict[str, list[int | str]] = {}
+    choices: dict[str, list[int | str]] = {}
     for text in texts:
-        name, equals, values = text.partition("=")
-        listed = [value.strip() for value in values.split(",")]
-        if not equals or not name.strip() or not all(listed):
-            raise ValueError(f"{option} takes NAME=VALUE[,VALUE…] (tp=8, schedule=1f1b,zbv), got {text!r}")
-        found.setdefault(name.strip(), []).extend(int(v) if re.fullmatch(r"[0-9]{1,18}", v) else v for v in listed)
-    return found
+        name = ""
+        for part in text.split(","):
+            before, equals, value = part.partition("=")
+            name, value = (before.strip(), value.strip()) if equals else (name, part.strip())
+            if not name or not value:
+                raise ValueError(f"{option} takes NAME=VALUE[,VALUE…] (tp=8, schedule=1f1b,zbv), got {text!r}")
+            choices.setdefault(name, []).append(int(value) if re.fullmatch(r"[0-9]{1,18}", value) else value)
+    return choices
 
 
 def read_gib(text: str) -> float:
