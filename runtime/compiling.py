@@ -5,9 +5,9 @@ policies as ``runtime.recompute``, and the partitioner of ``torch.compile`` deci
 says of ``compiled``: under ``none``, cheap operators may run again too; gathered tensors and those exchanged are sent
 again under ``selective`` and ``regather``, reductions only under ``full``.
 
-A block that calls ``runtime.ops`` (random draws, sharded cross-entropy: they count calls and look up groups) is
-compiled around those calls, under ``none`` and ``full``; else it runs uncompiled. Nothing is compiled while a
-``TorchDispatchMode`` is active (``verify``'s ``LocalTensorMode``, a ``CommunicationCounter``).
+A block that calls ``runtime.ops`` (random draws, sharded cross-entropy: they look up groups) is compiled around those
+calls, under ``none`` and ``full``; else it runs uncompiled. Nothing is compiled while a ``TorchDispatchMode`` is active
+(``verify``'s ``LocalTensorMode``, a ``CommunicationCounter``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from runtime.compiled_collectives import Collectives
 from runtime.program import Block
 from runtime.recompute import POLICIES, recomputed
 
+#: Operators of ``runtime.ops`` that keep no count and know no group: plain torch, part of a graph.
+_TRACED = frozenset({"grouped_query_attention"})
 _numbers = itertools.count()
 _Key = tuple[DeviceMesh, str, str]
 _compiled: weakref.WeakKeyDictionary[type[Block], dict[_Key, Callable[..., Any]]] = weakref.WeakKeyDictionary()
@@ -103,12 +105,13 @@ _REMAKING: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def can_be_one_graph(block: Block) -> bool:
-    """Whether nothing in the block breaks the graph: it calls none of ``runtime.ops``."""
+    """Whether nothing in the block breaks the graph: it calls none of ``runtime.ops`` but those that are traced."""
     return _calls_no_operators(type(block))
 
 
 def _calls_no_operators(block: type[Block]) -> bool:
-    return "ops" not in block.forward.__code__.co_names
+    names = set(block.forward.__code__.co_names)
+    return "ops" not in names or not names & set(ops.__all__) - _TRACED
 
 
 def _traceable(function: Callable[..., Any], device_mesh: DeviceMesh) -> Callable[..., Any]:
@@ -125,8 +128,9 @@ def _traceable(function: Callable[..., Any], device_mesh: DeviceMesh) -> Callabl
 
 
 class _UntracedOps:
-    """``runtime.ops`` between graphs."""
+    """``runtime.ops`` between graphs, but for what is traced."""
 
     def __init__(self) -> None:
         for name in ops.__all__:
-            setattr(self, name, torch.compiler.disable(getattr(ops, name)))
+            function = getattr(ops, name)
+            setattr(self, name, function if name in _TRACED else torch.compiler.disable(function))

@@ -157,6 +157,10 @@ def attention(writer: Writer) -> str:
     }
     if not (drops or grouped or axes["length_axes"]):
         return writer.function(f"F.scaled_dot_product_attention({given})")
+    if grouped and not (drops or axes["length_axes"] or axes["head_axes"]):
+        writer.arguments["enable_gqa"] = writer.arguments["dropout_p"] = None
+        return writer.function("ops.grouped_query_attention(query, key, value, attn_mask=attn_mask, "
+                               "is_causal=is_causal, scale=scale)")  # fmt: skip
     source = writer.function(f"ops.scaled_dot_product_attention({given})")
     keywords = [_draw(writer, len(writer.output.shape) - 1)] if drops else []
     keywords += [f"{name}={_axes(names)}" for name, names in axes.items() if names]

@@ -4,7 +4,7 @@ All are written with torch operators that run on real process groups, on a fake 
 ``LocalTensorMode`` and under ``spmd_types``' checker; none branches on the rank.
 """
 
-from runtime.ops.attention import scaled_dot_product_attention
+from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
 from runtime.ops.linear_cross_entropy import linear_cross_entropy
 from runtime.ops.microbatch import (
     Microbatch,
@@ -39,6 +39,7 @@ __all__ = [
     "dropout",
     "embedding",
     "get_random_state",
+    "grouped_query_attention",
     "in_microbatch",
     "linear_cross_entropy",
     "of_first_microbatch",

@@ -66,6 +66,27 @@ def scaled_dot_product_attention(
     return dropout(scores.softmax(-1), dropout_p, draw=draw, of=of, shards=shards) @ value
 
 
+def grouped_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention whose consecutive query heads share a head of keys and values, whether or not fused kernels know it.
+
+    Shapes as in ``scaled_dot_product_attention``; what is cut is cut alike in all three. ``torch.compile`` traces it.
+    """
+    grouped = _kernels_group(query, attn_mask)
+    if not grouped:
+        key, value = (repeated.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for repeated in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+
+
 def _kernels_group(query: torch.Tensor, attn_mask: torch.Tensor | None) -> bool:
     """Whether a fused kernel takes fewer heads of keys than of queries: any on a processor, flash alone on a GPU."""
     return not query.is_cuda or (attn_mask is None and query.dtype in (torch.float16, torch.bfloat16))
