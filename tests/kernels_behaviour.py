@@ -50,7 +50,8 @@ def check_layouts(
     for implementation in implementations:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(VARIABLE, implementation)
-            torch.testing.assert_close(_results(function, others), _results(function, arguments), rtol=1e-6, atol=1e-6)
+            # torch's vectorised and scalar code round float32 differently
+            torch.testing.assert_close(_results(function, others), _results(function, arguments), rtol=1e-5, atol=1e-5)
 
 
 def _leaf(argument: Any) -> Any:

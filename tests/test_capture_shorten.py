@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from passes.capture import capture
+from passes.capture.draws import number_draws
 from passes.capture.repeats import find_repeats
 from passes.ir.graph import Graph
 from planner.library import build_model, example_batch, load_config
@@ -43,7 +44,7 @@ def both(model: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> tuple[G
     before = contents(model)
     shortened = capture_module._capture_shortened(model, given)
     assert contents(model) == before
-    return capture(model, **given), shortened
+    return capture(model, **given), None if shortened is None else number_draws(shortened)
 
 
 def contents(model: nn.Module) -> list[tuple[str, Any]]:

@@ -284,7 +284,7 @@ def test_corrupted_plan_files(mlp: Graph, tmp_path: Path) -> None:
         "unknown fields \\['extra'\\]": json.dumps({**data, "extra": 1}),
         "plan.model: expected str, got int": json.dumps({**data, "model": 3}),
         "2 types|types for the 1 axes": json.dumps({**data, "mesh": {"names": ["x"], "sizes": [4]}}),
-        "unknown type 'Q'": text.replace('"I"', '"Q"'),
+        "expected one of R, I, P and S.dim., got 'Q'": text.replace('"I"', '"Q"'),
     }
     for message, content in broken.items():
         path = tmp_path / "plan.json"

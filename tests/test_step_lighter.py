@@ -23,14 +23,14 @@ CONFIG = LlamaConfig(
 )
 
 
-def test_weights_are_not_whole_on_every_rank_where_splitting_them_is_as_fast() -> None:
+def test_of_plans_that_are_equally_fast_the_lighter_is_taken() -> None:
     graph, cluster = capture_for_planning(CONFIG, batch_size=64, seq_len=512), Cluster.parse("dgx-h200:1x4")
     space = ShardingSpace.of(graph)
-    search = Search(LevelOne(cluster, space, KeptSpace.of(space)), cluster, read_demands({"tp": 4}))
+    search = Search(LevelOne(cluster, space, KeptSpace.of(space)), cluster, read_demands({"tp": 2}))
     first = judge(search.run().solutions[0])
-    step = plan_step(graph, cluster, read_demands({"tp": 4})).step
+    step = plan_step(graph, cluster, read_demands({"tp": 2})).step
     assert step is not None
-    assert max(rank.total for rank in step.memory) <= 0.8 * fullest(first)
+    assert max(rank.total for rank in step.memory) <= 0.95 * fullest(first)
     assert step.costs.simulated <= first.report.seconds * (1 + search.demands.gap)
 
 
