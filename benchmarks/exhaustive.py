@@ -23,7 +23,8 @@ from typing import Any
 from cost_models.schedules import SCHEDULES
 from cost_models.step_time import step_memory
 from planner.step.demands import read_demands
-from planner.step.search import Search, Solution
+from planner.step.outcome import Solution
+from planner.step.search import Search
 from planner.step.stages.problem import as_step
 from planner.step.training import POLICIES, ZERO_STAGES
 from tests.exhaustive import Best, fastest_of_all

@@ -8,8 +8,9 @@ import pytest
 
 from planner.planning import plan_graph
 from planner.step.demands import read_demands
+from planner.step.outcome import Outcome
 from planner.step.planning import plan_step
-from planner.step.search import Outcome, Search
+from planner.step.search import Search
 from planner.step.stages.ilp import solve_stages
 from tests.exhaustive import fastest_of_all
 from tests.exhaustive_models import level_one

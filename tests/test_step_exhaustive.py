@@ -19,9 +19,10 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.step.candidates import candidates
 from planner.step.demands import read_demands
+from planner.step.outcome import Outcome
 from planner.step.planning import plan_step
 from planner.step.price import price_step
-from planner.step.search import Outcome, Search
+from planner.step.search import Search
 from planner.step.stages.problem import StageProblem, UnitChoice, UnitRun, as_step
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
 from tests.exhaustive_models import CONFIGS, level_one

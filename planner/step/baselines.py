@@ -26,7 +26,8 @@ from planner.step.figures import KeptSpace, UnitFigures
 from planner.step.fusion import fuse
 from planner.step.layout import ORDERS, Links
 from planner.step.level_one import LevelOne, Sharded
-from planner.step.search import Outcome, Search, Solution
+from planner.step.outcome import Outcome, Solution
+from planner.step.search import Search
 from planner.step.sharding import ShardingSpace
 from planner.step.stages.ilp import StageSolution
 from planner.step.stages.problem import Assignment, StageProblem, as_step, fits

@@ -20,8 +20,9 @@ from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, Step
 from planner.search.extract import make_plan
 from planner.search.solver import default_solver
 from planner.step.choices import state_bytes, with_tied_copies
+from planner.step.outcome import Outcome, Solution
 from planner.step.pricing import CONTEXT, DATA, TENSOR
-from planner.step.search import Outcome, Search, Solution
+from planner.step.search import Search
 from planner.step.stages.problem import as_step
 
 #: Forward and backward of a model are three forward passes: one product forward, two backward (Narayanan et al. 2021).

@@ -7,8 +7,9 @@ from planner.search.linear import TIME_LIMIT
 from planner.step.closest import Closest, Looks, closest, size_text
 from planner.step.conflicts import conflict
 from planner.step.extract import memory_by_rank
+from planner.step.outcome import Outcome, Solution
 from planner.step.relaxations import relaxations
-from planner.step.search import Outcome, Search, Solution
+from planner.step.search import Search
 from planner.step.stages.problem import as_step
 
 #: Candidates that are looked at, in all, for what is missing and what would help.

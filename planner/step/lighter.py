@@ -14,7 +14,8 @@ from cost_models.step_time import step_memory
 from planner.step.candidates import Candidate, candidates
 from planner.step.extract import Judged, judge
 from planner.step.level_one import Sharded
-from planner.step.search import BYTE_WEIGHTS, DIVE_EFFORT, Search, Solution
+from planner.step.outcome import Solution
+from planner.step.search import BYTE_WEIGHTS, DIVE_EFFORT, Search
 from planner.step.stages.ilp import quick_bound, solve_stages
 from planner.step.stages.problem import as_step
 

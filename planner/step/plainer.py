@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cost_models.step_time import step_memory, step_seconds
-from planner.step.search import Solution
+from planner.step.outcome import Solution
 from planner.step.stages.ilp import even_rounds
 from planner.step.stages.problem import Assignment, UnitRun, as_step, fits
 

@@ -23,9 +23,10 @@ from planner.step.infeasible import infeasible
 from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
 from planner.step.lighter import lightest
+from planner.step.outcome import Outcome
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
-from planner.step.search import Outcome, Search
+from planner.step.search import Search
 from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.

@@ -25,10 +25,11 @@ from planner.step.choices import Setting, unit_runs
 from planner.step.demands import Demands
 from planner.step.layout import ORDERS, Layout, Links
 from planner.step.level_one import LevelOne, Sharded
+from planner.step.outcome import Outcome, Solution
 from planner.step.progress import INTERVAL, SEARCHING, Progress, Report
 from planner.step.stages.bounds import memory_shortfall
-from planner.step.stages.ilp import CUTOFF, Proofs, StageSolution, bound_within_memory, quick_bound, solve_stages
-from planner.step.stages.problem import Assignment, StageProblem, UnitRun
+from planner.step.stages.ilp import CUTOFF, Proofs, bound_within_memory, quick_bound, solve_stages
+from planner.step.stages.problem import StageProblem, UnitRun
 from planner.step.training import POLICIES, ZERO_STAGES
 
 #: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
@@ -46,43 +47,6 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 #: The solver's effort for a stage program when it is solved for the first time: little for those before the search
 #: begins. Where it does not suffice the candidate waits under the bound that was proved, and then gets twice as much.
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
-
-
-@dataclass(frozen=True)
-class Solution:
-    """One way to run the step: the candidate, its sharding, and what the stages do."""
-
-    candidate: Candidate
-    sharded: Sharded
-    problem: StageProblem
-    stages: StageSolution
-
-    @property
-    def seconds(self) -> float:
-        return self.stages.objective
-
-    @property
-    def assignment(self) -> Assignment:
-        assert self.stages.assignment is not None  # nothing else becomes a solution
-        return self.stages.assignment
-
-
-@dataclass
-class Outcome:
-    """What a search found: solutions best first, the proved bound, and what became of every candidate."""
-
-    solutions: list[Solution]
-    bound: float
-    status: str
-    counts: Counter[str] = field(default_factory=Counter)
-    shortfalls: dict[Candidate, float] = field(default_factory=dict)
-
-    @property
-    def gap(self) -> float:
-        if not self.solutions:
-            return float("inf")
-        best = self.solutions[0].seconds
-        return max(0.0, (best - self.bound) / best) if best else 0.0
 
 
 @dataclass(order=True)

@@ -1,0 +1,48 @@
+"""What a search of whole steps ends with: solutions, the proved bound, and what became of every candidate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from planner.step.candidates import Candidate
+from planner.step.level_one import Sharded
+from planner.step.stages.ilp import StageSolution
+from planner.step.stages.problem import Assignment, StageProblem
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One way to run the step: the candidate, its sharding, and what the stages do."""
+
+    candidate: Candidate
+    sharded: Sharded
+    problem: StageProblem
+    stages: StageSolution
+
+    @property
+    def seconds(self) -> float:
+        return self.stages.objective
+
+    @property
+    def assignment(self) -> Assignment:
+        assert self.stages.assignment is not None  # nothing else becomes a solution
+        return self.stages.assignment
+
+
+@dataclass
+class Outcome:
+    """What a search found: solutions best first, the proved bound, and what became of every candidate."""
+
+    solutions: list[Solution]
+    bound: float
+    status: str
+    counts: Counter[str] = field(default_factory=Counter)
+    shortfalls: dict[Candidate, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        if not self.solutions:
+            return float("inf")
+        best = self.solutions[0].seconds
+        return max(0.0, (best - self.bound) / best) if best else 0.0
