@@ -92,6 +92,14 @@ def test_gradients_of_a_use_are_taken_by_the_token() -> None:
     assert owner.grad.tolist() == [4.0, 4.0, 4.0]
 
 
+def test_the_token_is_where_parameters_are_once_they_are_loaded() -> None:
+    owner = nn.Parameter(torch.empty(4, device="meta"))
+    unit = Unit([UnitWeight("weight", owner, (4,), compute=torch.bfloat16)], zero=0)
+    assert unit.token.device.type == "meta"
+    torch.utils.swap_tensors(owner, nn.Parameter(torch.ones(4)))
+    assert unit.token.device.type == "cpu" and unit.leaves[0] is unit.token
+
+
 def test_working_weights_follow_their_owners() -> None:
     owner = nn.Parameter(torch.zeros(4))
     unit = Unit([UnitWeight("weight", owner, (4,), compute=torch.bfloat16)], zero=0)

@@ -76,9 +76,6 @@ class Unit:
             reduced after every use, only pieces are kept. 3: weights gathered for every use, too.
         group: the data ranks.
 
-    Attributes:
-        token: the autograd leaf that stands for all parameters of a use; its gradient is zero.
-
     Raises:
         ValueError: for an unknown stage, and for an owner that is not the piece it should be.
     """
@@ -91,8 +88,7 @@ class Unit:
         self.weights = tuple(weights)
         self._check_shapes()
         self._bundles = self._make_bundles()
-        first = self.weights[0].owner if self.weights else torch.empty(0)
-        self.token = nn.Parameter(torch.zeros((), device=first.device))
+        self._token = nn.Parameter(torch.zeros(()))
         self._plain = self.group.size == 1 and all(
             bundle.weights.as_owned and weight.gradient_dtype == weight.owner.dtype
             for bundle in self._bundles
@@ -107,6 +103,17 @@ class Unit:
         self._backward: list[Gathered] | None = None
         self._needed_backward = True
         self._gathered_backward = False
+
+    @property
+    def token(self) -> nn.Parameter:
+        """The autograd leaf that stands for all parameters of a use; its gradient is zero.
+
+        It is where the parameters are, which leave the meta device when they are loaded: autograd runs the nodes of
+        each device in a thread of its own, so a token elsewhere would leave the order of collectives to chance.
+        """
+        if self.weights and self._token.device != self.weights[0].owner.device:
+            self._token = nn.Parameter(torch.zeros((), device=self.weights[0].owner.device))
+        return self._token
 
     @property
     def leaves(self) -> list[nn.Parameter]:

@@ -10,9 +10,12 @@ from torch import nn
 
 
 class Taker(Protocol):
-    """What takes gradients; ``token`` is the leaf of all its uses."""
+    """What takes gradients."""
 
-    token: nn.Parameter
+    @property
+    def token(self) -> nn.Parameter:
+        """The leaf of all its uses."""
+        ...
 
     def take(self, nr: int, gradient: torch.Tensor | None) -> None:
         """The gradient of weight ``nr`` in one use."""
