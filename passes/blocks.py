@@ -105,10 +105,10 @@ def folded_runs(graph: Graph, blocks: Sequence[FoldedBlock]) -> tuple[BlockRun, 
     for block in blocks:
         run = runs.get(block.first_node)
         period, left = divmod(len(block.roots[0]), len(run.roots[0])) if run is not None else (0, 0)
-        made = grouped(run, period, len(block.roots)) if run is not None and period and not left else None
-        if made is None or made.roots != tuple(map(tuple, block.roots)):
+        group = grouped(run, period, len(block.roots)) if run is not None and period and not left else None
+        if group is None or group.roots != tuple(map(tuple, block.roots)):
             return None
-        folded.append(made)
+        folded.append(group)
     return tuple(folded)
 
 

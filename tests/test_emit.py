@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from passes.emit.names import Names, class_name, identifier
-from passes.emit.render import attribute, list_slice, roots_title
+from passes.emit.render import _arithmetic, attribute, list_slice, roots_title
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -129,3 +129,8 @@ def test_paths_as_source() -> None:
     assert list_slice(["0", "1"]) == "w[:2]"
     assert list_slice(["a.1", "b.2"]) == "[w.a[1], w.b[2]]"
     assert roots_title((("h.0",), ("h.1",))) == "h.{0..1}"
+
+
+@pytest.mark.parametrize("numbers", [(1, 4, 7), (0,), (1, 2, 5), (5, 3, 1), (3, 3)])
+def test_numbers_of_draws_need_not_be_equally_spaced(numbers: tuple[int, ...]) -> None:
+    assert tuple(eval(_arithmetic(numbers))) == numbers

@@ -206,8 +206,8 @@ def _multinomial(c: _Calls) -> fx.Node:
         summed = c.call(aten.cumsum.default, chances, -1)
         u = c.call(aten.rand.default, c.size, dtype=value(summed).dtype)
         limit = c.call(aten.mul.Tensor, u, c.call(aten.slice.Tensor, summed, -1, -1))
-        found = c.call(aten.searchsorted.Tensor, summed, limit, right=True)
-        return c.call(aten.clamp.default, found, 0, shape(chances)[-1] - 1)
+        classes = c.call(aten.searchsorted.Tensor, summed, limit, right=True)
+        return c.call(aten.clamp.default, classes, 0, shape(chances)[-1] - 1)
     u = c.call(aten.rand_like.default, chances)
     u = c.call(aten.add.Tensor, u, torch.finfo(value(u).dtype).eps / 8)
     score = c.call(aten.div.Tensor, chances, c.call(aten.neg.default, c.call(aten.log.default, u)))
@@ -220,9 +220,9 @@ def _feature_size(c: _Calls) -> list[int]:
 
 
 def _feature_dropout(c: _Calls) -> fx.Node:
-    kept = c.below(_feature_size(c), 1.0 - c["p"], c.dtype)
+    mask = c.below(_feature_size(c), 1.0 - c["p"], c.dtype)
     factor = 1.0 / (1.0 - c["p"]) if c["p"] < 1 else 0.0
-    return c.call(aten.mul.Tensor, c.node.args[0], c.call(aten.mul.Tensor, kept, factor))
+    return c.call(aten.mul.Tensor, c.node.args[0], c.call(aten.mul.Tensor, mask, factor))
 
 
 def _alpha_dropout_of(size: Callable[[_Calls], list[int]]) -> Callable[[_Calls], fx.Node]:
@@ -230,10 +230,10 @@ def _alpha_dropout_of(size: Callable[[_Calls], list[int]]) -> Callable[[_Calls],
         x, p = c.node.args[0], c["p"]
         if p == 1:
             return c.call(aten.mul.Tensor, x, 0.0)
-        kept = c.below(size(c), 1.0 - p, c.dtype)
+        mask = c.below(size(c), 1.0 - p, c.dtype)
         scale = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p))
-        shift = c.scaled(kept, _ALPHA * scale, _ALPHA * scale * (p - 1.0))
-        product = c.call(aten.mul.Tensor, x, c.call(aten.mul.Tensor, kept, scale))
+        shift = c.scaled(mask, _ALPHA * scale, _ALPHA * scale * (p - 1.0))
+        product = c.call(aten.mul.Tensor, x, c.call(aten.mul.Tensor, mask, scale))
         return c.call(aten.add.Tensor, product, shift)
 
     return write

@@ -250,8 +250,8 @@ class Renderer:
         targets = ", ".join(self.variables[result] for result in repeat.results)
 
         def call(weights: str) -> str:
-            made = f"{self.block_names[id(block.section)]}({weights})"
-            runs = made if repeat.policy is None else _unit(made, repeat.policy)
+            instance = f"{self.block_names[id(block.section)]}({weights})"
+            runs = instance if repeat.policy is None else _unit(instance, repeat.policy)
             return f"{targets} = {runs}({', '.join(variables)})"
 
         self._loops(block, call, between, "" if repeat.policy is None else f"ZeRO {repeat.policy.zero}")
@@ -283,15 +283,15 @@ class Renderer:
         looped = count - 1 if between else count
         variables = ["layer"] if len(block.roots[0]) == 1 else [f"layer{i}" for i in range(len(block.roots[0]))]
         slices = [list_slice([copy[i] for copy in block.roots[:looped]]) for i in range(len(block.roots[0]))]
-        given = ", ".join(variables)
+        weights = ", ".join(variables)
         if block.first_draws:
             variables.append("draw")
             slices.append(_arithmetic(block.first_draws[:looped]))
-            given += ", first_draw=draw"
+            weights += ", first_draw=draw"
         listed = slices[0] if len(slices) == 1 else f"zip({', '.join(slices)})"
         copies = f"{looped} copies" if looped > 1 else ""
         self._write(f"for {', '.join(variables)} in {listed}:", ", ".join(filter(None, (copies, comment))))
-        self._write(f"    {call(given)}")
+        self._write(f"    {call(weights)}")
         self.lines.extend(between)
         if between:
             self._write(call(_one_copy(block, -1)))
@@ -304,9 +304,11 @@ def _one_copy(block: Block, copy: int) -> str:
 
 
 def _arithmetic(numbers: Sequence[int]) -> str:
-    """Equally spaced numbers as source: ``range(1, 37, 3)``."""
+    """Numbers as source: ``range(1, 37, 3)`` if they are equally spaced, else one by one."""
     steps = {later - earlier for earlier, later in pairwise(numbers)} or {1}
-    (step,) = steps
+    step = steps.pop()
+    if steps or step < 1:
+        return f"({', '.join(map(str, numbers))})"
     return f"range({numbers[0]}, {numbers[-1] + 1}{f', {step}' if step > 1 else ''})"
 
 
