@@ -1,17 +1,23 @@
-# `make demo` and `make test` each start from a bare machine with Python >= 3.11.
+# `make demo`, `make test` and `make test-oldest` each start from a bare machine with Python >= 3.11.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST_VENV ?= .venv-oldest
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
+RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test lint install golden clean
+.PHONY: demo test test-oldest lint install golden clean
 
 demo: install
 	$(BIN)/python -m planner demo
 
 test: install lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(call RUN_TESTS,$(VENV))
+
+test-oldest: $(OLDEST_INSTALLED)  # the suite with the oldest torch that is supported
+	$(call RUN_TESTS,$(OLDEST_VENV))
 
 lint: install
 	$(BIN)/ruff check .
@@ -23,12 +29,20 @@ golden: install  # write the expected emitted programs anew; read the diff befor
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# $(1): folder of the virtual environment, $(2): constraints
+define INSTALL
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev]'
-	touch $(INSTALLED)
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --constraint $(2) torch
+	$(1)/bin/python -m pip install --quiet --constraint $(2) --editable '.[hf,dev]'
+	touch $(1)/.installed
+endef
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call INSTALL,$(VENV),constraints.txt)
+
+$(OLDEST_INSTALLED): pyproject.toml constraints.txt constraints-oldest.txt
+	$(call INSTALL,$(OLDEST_VENV),constraints-oldest.txt)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(OLDEST_VENV)

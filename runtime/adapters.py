@@ -1,12 +1,16 @@
-"""Thin adapters over faults of the versions of ``spmd_types`` that we support."""
+"""Thin adapters over faults of the versions of ``spmd_types`` and torch that we support."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
+import spmd_types
 import torch
+import torch.distributed as dist
 from spmd_types import _collectives
+
+from runtime.compat import exchanges_lists
 
 _applied = False
 
@@ -18,6 +22,7 @@ def apply_adapters() -> None:
         return
     _applied = True
     _accept_any_stride_in_all_reduce()
+    spmd_types.set_dist(_Distributed())
     # It calls functions under the names they have in torch 2.11; later versions warn at each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"spmd_types(\.|$)")
 
@@ -30,3 +35,30 @@ def _accept_any_stride_in_all_reduce() -> None:
         return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
 
     _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+class _Distributed:
+    """``torch.distributed`` for ``spmd_types``, with an all-to-all on every backend."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    @staticmethod
+    def all_to_all(
+        outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        group = group or dist.group.WORLD
+        assert group is not None, "the process group is there"
+        if exchanges_lists(group, inputs[0].device):
+            dist.all_to_all(outputs, inputs, group=group)
+        else:
+            exchange_as_one_tensor(outputs, inputs, group)
+
+
+def exchange_as_one_tensor(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """``dist.all_to_all`` of lists through one of their elements in a row: as many bytes, in one collective."""
+    sent, received = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+    elements = inputs[0].new_empty(sum(received))
+    dist.all_to_all_single(elements, torch.cat([tensor.reshape(-1) for tensor in inputs]), received, sent, group=group)
+    for output, part in zip(outputs, elements.split(received), strict=True):
+        output.copy_(part.view(output.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -81,6 +82,55 @@ def unseen_by_checkpoints() -> Iterator[None]:
     finally:
         for mode in reversed(hidden):
             modes._push_mode(mode)
+
+
+def are_operators_observed() -> bool:
+    """Whether a dispatch mode of this thread, other than those of selective checkpoints, is to see every operator."""
+    from torch.utils import _python_dispatch as modes
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    own = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    return any(not isinstance(mode, own) for mode in modes._get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def as_one_operator() -> Iterator[None]:
+    """What runs inside is one operator to modes around it: function modes and checkpoints see none of its parts.
+
+    Dynamo of torch 2.13 fails in a function mode that reads attributes, and compiles nothing in a dispatch mode.
+    """
+    from torch import overrides
+
+    hidden = []
+    while torch._C._len_torch_function_stack():
+        hidden.append(overrides._pop_mode())
+    try:
+        with unseen_by_checkpoints():
+            yield
+    finally:
+        for mode in reversed(hidden):
+            overrides._push_mode(mode)
+
+
+def exchanges_lists(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend for ``device`` has an all-to-all of lists: gloo has none in torch 2.11."""
+    if device.type not in {known.type for known in group._device_types}:
+        return True  # meta tensors, of which nothing is sent
+    return group._get_backend(device).name() != "gloo" or _gloo_exchanges_lists()
+
+
+@functools.cache
+def _gloo_exchanges_lists() -> bool:
+    """Asked of a group of this process alone, where no call waits for others."""
+    alone: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # type: ignore[call-arg]
+    received, sent = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
+    try:
+        alone.alltoall([received], [sent]).wait()
+    except RuntimeError as error:
+        if "alltoall" not in str(error):
+            raise
+        return False
+    return True
 
 
 def issue_transfers(operations: list[dist.P2POp]) -> list[dist.Work]:

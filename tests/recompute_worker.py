@@ -8,11 +8,13 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from spmd_types import P, R, S, V
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime import ops
+from runtime.adapters import apply_adapters, exchange_as_one_tensor
 from runtime.counter import CommunicationCounter
 from runtime.recompute import POLICIES, always_again, can_be_made_again, recomputed
 from tests.ranks import answer, task
@@ -157,7 +159,22 @@ def compare(function: Function) -> dict[str, Any]:
     return found
 
 
+def exchanged(dtype: torch.dtype) -> list[Any]:
+    """What each rank gets of rank r's ``10·r + target``, twice to rank 0, thrice to rank 1, and how it is counted."""
+    rank = dist.get_rank()
+    inputs = [torch.full((1, 2 + target), 10 * rank + target).to(dtype).t() for target in range(2)]
+    outputs = [torch.empty(2 + rank, 1, dtype=dtype) for _ in range(2)]
+    with CommunicationCounter(MESH) as counter:
+        exchange_as_one_tensor(outputs, inputs, MESH.get_group("tp"))
+    ((_, (count, num_bytes)),) = counter.counts.items()
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, [output.flatten().tolist() for output in outputs])
+    return [*everywhere, count, num_bytes]
+
+
 if __name__ == "__main__":
     names = task()
     MESH = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    answer({function.__name__: compare(function) for function in BLOCKS if function.__name__ in names})
+    apply_adapters()
+    results = {function.__name__: compare(function) for function in BLOCKS if function.__name__ in names}
+    answer({**results, "exchanged": {str(d): exchanged(d) for d in (torch.float64, torch.bfloat16, torch.int64)}})

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from passes.emit import Program
 from passes.emit.program import ENTRY_POINT
@@ -190,24 +189,6 @@ def test_sums_alone_cost_nothing_backward() -> None:
     chain = the_chain(programs_of(graph)[0])
     assert chain.backward is None and set(chain.passed) == {"x", "y", "z"}
     check(graph)
-
-
-def test_a_chain_for_the_compiler_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[object] = []
-
-    def compile_(function: Callable[..., torch.Tensor], *, dynamic: bool) -> Callable[..., torch.Tensor]:
-        compiled.append((function, dynamic))
-        return function
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    chain = kernels.Chain(plain=lambda x: x.softmax(-1) * 2, backend="inductor")
-    x = torch.randn(3, 4)
-    assert torch.equal(chain(x), chain.plain(x)) and compiled == []  # on a processor, plain
-    monkeypatch.setattr(chain, "_is_on_device", lambda tensors: True)
-    with FlopCounterMode(display=False):  # a mode that sees every operator
-        chain(x)
-    assert compiled == []
-    assert torch.equal(chain(x), chain(x)) and compiled == [(chain.plain, False)]
 
 
 def test_a_choice_has_no_gradient_of_what_it_is_made_by() -> None:

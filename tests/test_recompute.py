@@ -54,6 +54,14 @@ def test_what_is_sent_again_is_what_the_plan_counts(results: dict[str, Any], blo
     assert results[block][policy]["again"] == SENT_AGAIN[block][policy]
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float64", 8), ("bfloat16", 2), ("int64", 8)])
+def test_lists_are_exchanged_as_one_tensor_where_the_backend_takes_no_lists(
+    results: dict[str, Any], dtype: str, size: int
+):
+    """What rank 0 gets, what rank 1 gets, and one all-to-all of rank 0's five elements on each of two ranks."""
+    assert results["exchanged"][f"torch.{dtype}"] == [[[0, 0], [10, 10]], [[1, 1, 1], [11, 11, 11]], 1, 2 * 5 * size]
+
+
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="unknown recompute policy 'half': expected one of none, selective, regather"):
         recomputed(lambda x: x, "half")

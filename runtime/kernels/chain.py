@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from passes.chains.layout import COLUMN, FULL, OTHER, ROW, SCALAR
+from runtime.compat import are_operators_observed, as_one_operator
 from runtime.kernels.chain_launch import Launch
 from runtime.kernels.chain_layout import Layout, Shape, layout_of
 from runtime.kernels.dispatch import runs_triton
@@ -102,11 +103,12 @@ class Chain:
         return all(tensor.device == device for tensor in tensors)
 
     def _run_compiled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        if torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        if are_operators_observed():
             return self.plain(*tensors)
         if self._compiled is None:
             self._compiled = torch.compile(self.plain, dynamic=False)
-        return self._compiled(*tensors)
+        with as_one_operator():
+            return self._compiled(*tensors)
 
     def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the kernels were written for such tensors and their gradients."""
