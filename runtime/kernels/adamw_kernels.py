@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runtime.kernels.device import on_device
 from runtime.kernels.language import tl, triton
 
 #: Elements that one program steps.
@@ -135,10 +136,11 @@ def launch_table(table: torch.Tensor, owners: torch.Tensor, **constants: Any) ->
     """Send the table [tensors, columns] to the device of the list of blocks, and step every block."""
     if owners.is_cuda:
         table = table.pin_memory().to(owners.device, non_blocking=True)
-    _kernel[(len(owners),)](
-        table, table.view(torch.float64), owners,
-        COLUMNS=table.shape[1], FIRST_FACTOR=_FIRST_FACTOR, **constants, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    with on_device(owners.device):
+        _kernel[(len(owners),)](
+            table, table.view(torch.float64), owners,
+            COLUMNS=table.shape[1], FIRST_FACTOR=_FIRST_FACTOR, **constants, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
 
 
 def _factors(step: float, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> list[float]:

@@ -14,9 +14,10 @@ import torch
 
 from runtime.kernels import autotune
 from runtime.kernels.chain_layout import Layout
+from runtime.kernels.device import on_device, processors_of
 from runtime.kernels.language import interprets_triton
 from runtime.kernels.rows import Tile, walkers_over
-from runtime.kernels.tiling import TileChoice, processors_of, ranked_tiles
+from runtime.kernels.tiling import DEFAULT_PROCESSORS, TileChoice, ranked_tiles
 
 
 class Launch:
@@ -55,7 +56,11 @@ class Launch:
         self._fixed: tuple[Any, Mapping[str, Any]] | None = None
 
     def __call__(self, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
-        """Run the kernel on all of the space."""
+        """Run the kernel on all of the space, on the operands' device."""
+        with on_device(operands[0].device):
+            self._launch(operands, results)
+
+    def _launch(self, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
         if self.layout.copies:
             operands = [operand.contiguous() for operand in operands]
         prepared = self._fixed
@@ -120,6 +125,6 @@ def _ranked(
         layout.width,
         item_bytes=sum(whole) + num_results * max(operand.itemsize for operand in operands),
         tensors=len(whole) + num_results,
-        processors=processors_of(operands[0].device),
+        processors=processors_of(operands[0].device, elsewhere=DEFAULT_PROCESSORS),
         whole_rows=whole_rows,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from runtime.kernels.device import common_device, on_device
 from runtime.kernels.dispatch import runs_triton
 
 NAMESPACE = "meshwright"
@@ -27,16 +28,26 @@ def register(
     """
     name = schema.partition("(")[0]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        first = next(argument for argument in args if isinstance(argument, torch.Tensor))
-        return (triton if runs_triton(first) else aten)(*args, **kwargs)
-
+    run = _dispatched(name, aten=aten, triton=triton)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_LIBRARY)
     operator: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return operator
+
+
+def _dispatched(name: str, *, aten: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
+    """``aten`` or ``triton``, by the first tensor; kernels run on the device of the tensors."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        if not runs_triton(tensors[0]):
+            return aten(*args, **kwargs)
+        with on_device(common_device(name, tensors)):
+            return triton(*args, **kwargs)
+
+    return run
 
 
 def differentiable(operator: torch._ops.OpOverload, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from runtime.kernels.device import processors_of
 from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
 
@@ -65,14 +65,7 @@ def tiles_over(num_rows: int, tile: Tile) -> int:
 def walkers_over(num_rows: int, tile: Tile, device: torch.device) -> int:
     """Programs that together fill the device, each walking through many tiles and summing over them."""
     per_processor = max(1, _WALKING_WARPS // tile.num_warps)
-    return min(tiles_over(num_rows, tile), _multiprocessors(device) * per_processor)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(tiles_over(num_rows, tile), processors_of(device, elsewhere=_INTERPRETED_PROCESSORS) * per_processor)
 
 
 def size_of_rows(tensor: torch.Tensor) -> tuple[int, int]:

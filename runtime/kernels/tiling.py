@@ -12,8 +12,6 @@ import functools
 import math
 from typing import NamedTuple
 
-import torch
-
 #: Powers of two for the elements that a program holds of one tensor.
 _SMALLEST, _LARGEST = 256, 4096
 #: A warp of threads moves so many bytes at once.
@@ -31,7 +29,7 @@ _REGISTERS = 160
 #: Candidates that are measured.
 NUM_MEASURED = 5
 #: Multiprocessors of a device that is none.
-_DEFAULT_PROCESSORS = 8
+DEFAULT_PROCESSORS = 8
 
 
 class TileChoice(NamedTuple):
@@ -84,13 +82,6 @@ def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, tenso
     waiting = max(1.0, _IN_FLIGHT / max(1.0, held)) ** 0.5
     starting = 1 + _START / (elements * item_bytes)
     return outside * partly_used * spilled * idle * waiting * starting
-
-
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU, or a few."""
-    if device.type != "cuda":
-        return _DEFAULT_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _columns(width: int, *, whole_rows: bool) -> list[int]:
