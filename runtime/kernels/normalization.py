@@ -21,9 +21,14 @@ from runtime.kernels import normalization_kernels as kernels
 from runtime.kernels.language import tl
 from runtime.kernels.rows import Tile, size_of_rows, sum_partials, tile_of, tiles_over, walkers_over
 
-#: The widest row that one program holds, in bytes of the type it computes in: forward, and backward.
+#: The widest row that one program holds, in bytes of the type it computes in. Backward holds four such rows: values,
+#: gradient, and the sums for weight and bias; a multiprocessor's registers have room for that many without spilling.
 WIDEST_FORWARD = 131072
-WIDEST_BACKWARD = 65536
+WIDEST_BACKWARD = 32768
+#: The same where there is no bias, and loads of 16 bits need few registers.
+_WIDEST_BACKWARD_RMS = 65536
+#: Rows whose width is no multiple of this are read element by element, with an address and a mask for each.
+_ALIGNMENT = 16
 #: The largest tile of one tensor, in bytes, that backward reads ahead: three of them share a multiprocessor's memory.
 _WIDEST_AHEAD = 32768
 #: Tile of the weight's and bias's gradients where rows are too wide to be held.
@@ -105,7 +110,8 @@ def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, b
     out = input.new_empty(input.shape, dtype=promoted(*tensors))
     if out.numel():
         num_rows, width = size_of_rows(input)
-        tile = tile_of(width, widest=WIDEST_FORWARD // compute.itemsize)
+        widest = WIDEST_FORWARD // (4 if width % _ALIGNMENT else 1)
+        tile = tile_of(width, widest=widest // compute.itemsize)
         kernel = kernels.forward_kernel if tile.whole else kernels.wide_forward_kernel
         kernel[(tiles_over(num_rows, tile),)](
             *tensors, total, out, num_rows, width, STORED=_type_of(sum_dtype), **_options(norm, tile, compute)
@@ -121,7 +127,7 @@ def normalize_backward(
     compute = promoted(*given, least=torch.float32)
     grad_input = input.new_empty(input.shape) if wanted.input else None
     if input.numel():
-        tile = tile_of(input.shape[-1], widest=WIDEST_BACKWARD // compute.itemsize)
+        tile = tile_of(input.shape[-1], widest=_widest_backward(norm, given, compute))
         launch = _launch_backward if tile.whole else _launch_wide_backward
         partials = launch(norm, wanted, tile, given, grad_input, compute)
     else:
@@ -140,19 +146,28 @@ def _launch_backward(
     input = _present(given[2])
     num_rows, width = size_of_rows(input)
     programs, stages = tiles_over(num_rows, tile), 1
+    keeps_factor = tile.columns * compute.itemsize <= WIDEST_BACKWARD
     if wanted.weight or wanted.bias:
         programs = walkers_over(num_rows, tile, input.device)
-        stages = (
-            2
-            if tile.rows * tile.columns * max(tensor.itemsize for tensor in given if tensor is not None)
-            <= _WIDEST_AHEAD
-            else 1
-        )
+        tile_bytes = tile.rows * tile.columns * max(tensor.itemsize for tensor in given if tensor is not None)
+        stages = 2 if keeps_factor and tile_bytes <= _WIDEST_AHEAD else 1
     partials = _partials(input, programs, wanted, compute)
     kernels.backward_kernel[(programs,)](
-        *given, grad_input, *partials, num_rows, width, STAGES=stages, **_options(norm, tile, compute)
-    )
+        *given, grad_input, *partials, num_rows, width, STAGES=stages,
+        KEEPS_FACTOR=keeps_factor, **_options(norm, tile, compute),
+    )  # fmt: skip
     return partials
+
+
+def _widest_backward(norm: Norm, given: Sequence[Maybe], compute: torch.dtype) -> int:
+    """Elements of the widest row that a program of backward holds without spilling registers."""
+    input = _present(given[2])
+    widest = WIDEST_BACKWARD
+    if not norm.centered and all(tensor is None or tensor.itemsize == 2 for tensor in given):
+        widest = _WIDEST_BACKWARD_RMS
+    if input.shape[-1] % _ALIGNMENT:
+        widest = WIDEST_BACKWARD // 2
+    return widest // compute.itemsize
 
 
 def _launch_wide_backward(

@@ -81,16 +81,18 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    KEEPS_FACTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program walks through the rows, ``ROWS`` at a time, and sums its share of the weight's and bias's gradients.
 
-    With ``STAGES`` of 2 the next rows are read while these are worked on.
+    Without ``KEEPS_FACTOR`` the weight is read again for each tile, to need fewer registers. With ``STAGES`` of 2 the
+    next rows are read while these are worked on.
     """
     columns = tl.arange(0, COLUMNS)
     weight_total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
     bias_total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
-    if weight_ptr is not None:
+    if weight_ptr is not None and KEEPS_FACTOR:
         factor = (tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(WIDE) + OFFSET)[None, :]
     for start in tl.range(tl.program_id(0).to(tl.int64) * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
@@ -108,7 +110,9 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         if partial_bias_ptr is not None:
             bias_total += grad
         if grad_input_ptr is not None:
-            if weight_ptr is not None:
+            if not KEEPS_FACTOR:
+                grad = _affine(grad, weight_ptr, None, columns, width, OFFSET, WIDE)
+            elif weight_ptr is not None:
                 grad *= factor
             change = grad - normal * (tl.sum(grad * normal, 1) / width)[:, None]
             if CENTERED:
