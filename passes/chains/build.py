@@ -15,8 +15,8 @@ from passes.shard import Block, Local, Repeat, Section, ShardedGraph
 from passes.shard.operations import Operation, made_by, used_by
 
 CHAIN = "meshwright.chain"
-#: The widest row that one program of a kernel reduces.
-WIDEST_ROW = 16384
+#: The widest row that one program of a kernel reduces: its registers hold half a dozen such rows in float32.
+WIDEST_ROW = 8192
 
 
 def chain_up(sharded: ShardedGraph) -> ShardedGraph:

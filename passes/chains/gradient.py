@@ -42,6 +42,13 @@ class Backward:
     again: tuple[Member, ...]
     members: tuple[Member, ...]
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether the kernel must see whole rows: to find the largest number of one, or to reduce it again."""
+        reducing = [member.formula for member in self.members if member.reduces and member.formula is not None]
+        templates = [template for formula in reducing for template in formula.gradients.values()]
+        return any(member.reduces for member in self.again) or any("exists" in template for template in templates)
+
 
 def is_differentiable(local: Local) -> bool:
     """Whether a gradient of ``local`` exists and somebody may want it."""

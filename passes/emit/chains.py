@@ -234,6 +234,8 @@ def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backw
         if backward.extra:
             fields["extra"] = _dtypes(backward.extra, names)
         fields["gradients"] = repr({names[local]: kind for local, kind in backward.inputs.items()})
+        if backward.holds_rows:
+            fields["holds_rows"] = "True"
     if backward is not None and backward.passed:
         fields["passed"] = repr({names[local]: names[output] for local, output in backward.passed.items()})
     if backward is not None and backward.shared:

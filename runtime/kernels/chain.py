@@ -43,6 +43,7 @@ class Chain:
         extra: what forward writes for backward alone.
         gradients: for each input that ``backward`` makes a gradient of, how that is summed
             (``passes.chains.layout``).
+        holds_rows: ``backward`` needs whole rows in a program; ``forward`` does if there are ``rows``.
         passed: inputs whose gradient is that of an output, as it is.
         shared: inputs whose gradient is that of another input.
         fixed: inputs that have gradients elsewhere, none here: no result depends on them smoothly.
@@ -63,6 +64,7 @@ class Chain:
         saved: Sequence[str] = (),
         extra: Mapping[str, str] | None = None,
         gradients: Mapping[str, str] | None = None,
+        holds_rows: bool = False,
         passed: Mapping[str, str] | None = None,
         shared: Mapping[str, str] | None = None,
         fixed: Sequence[str] = (),
@@ -70,7 +72,7 @@ class Chain:
     ) -> None:
         self.plain, self.forward, self.backward, self.backend = plain, forward, backward, backend
         self.inputs, self.outputs, self.extra = (_dtypes(given) for given in (inputs, outputs, extra))
-        self.rows, self.columns = dict(rows or {}), columns
+        self.rows, self.columns, self.holds_rows = dict(rows or {}), columns, holds_rows
         self.grads, self.saved = tuple(grads), tuple(saved)
         self.gradients = dict(gradients or {})
         self.passed, self.shared = dict(passed or {}), dict(shared or {})
@@ -179,9 +181,11 @@ class Chain:
         if launch is None:
             layout = self.layout(operands, space)
             assert layout is not None
-            walks = kernel is self.backward and any(kind in _SUMMED for kind in self.gradients.values())
+            is_forward = kernel is self.forward
+            whole_rows = bool(self.rows) if is_forward else self.holds_rows
+            walks = not is_forward and any(kind in _SUMMED for kind in self.gradients.values())
             launch = self._launches[key] = Launch(
-                kernel, layout, operands, num_results=num_results, whole_rows=bool(self.rows), walks=walks
+                kernel, layout, operands, num_results=num_results, whole_rows=whole_rows, walks=walks
             )
         return launch
 
