@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from cost_models.schedules import SCHEDULES, rank_of_chunk
-from runtime.pipeline import PipelineExecutor
+from runtime.compat import issue_transfers
+from runtime.pipeline import PipelineExecutor, stage
 from tests import ranks
 from tests.communication.recorder import recorded
 from tests.pipeline_stages import Chunk
@@ -40,11 +41,17 @@ def always_batched(operations: list[Any], desc: str | None = None) -> list[Any]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
+def never_batched(operations: list[Any]) -> list[Any]:
+    """One call for each transfer."""
+    return [operation.op(operation.tensor, operation.peer, operation.group) for operation in operations]
+
+
 def main() -> None:
     found = {}
     as_installed = torch_schedules._batch_p2p
     for schedule, num_microbatches, batching in ranks.task():
         torch_schedules._batch_p2p = as_installed if batching == "torch" else always_batched
+        stage.issue_transfers = never_batched if batching == "only receives" else issue_transfers
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, record(schedule, num_microbatches))
         found[f"{schedule}-{num_microbatches}-{batching}"] = everywhere

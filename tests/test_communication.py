@@ -26,9 +26,13 @@ PIPELINES = [
 ]
 
 
+#: Torch batches what it receives, and stages send by themselves, outside of batches.
+UNLIKE = [("interleaved_1f1b", 4, "only receives"), ("zbv", 4, "only receives")]
+
+
 @functools.cache
 def pipelines() -> dict[str, list[list[Any]]]:
-    return run_on_ranks("communication_worker", 4, PIPELINES, timeout=PATIENCE)
+    return run_on_ranks("communication_worker", 4, [*PIPELINES, *UNLIKE], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("case", PIPELINES, ids=lambda case: "-".join(map(str, case)))
@@ -38,17 +42,39 @@ def test_pipelines_keep_the_rules(case: tuple[str, int, str]) -> None:
     assert broken_rules(calls) == []
 
 
-def call(kind: str, *, peer: int = -1, batch: int = -1, size: int = 4, after: tuple[int, ...] = ()) -> Call:
-    return Call(kind, (0, 1), peer, batch, (((size,), F64),), after)
+@pytest.mark.parametrize("case", UNLIKE, ids=lambda case: "-".join(map(str, case)))
+def test_stages_that_send_in_another_way_than_torch_receives_are_told(case: tuple[str, int, str]) -> None:
+    """NCCL would wait for ever: what is in a batch has another communicator."""
+    calls = [[Call.from_dict(call) for call in own] for own in pipelines()["-".join(map(str, case))]]
+    assert any("outside of batches" in error for error in broken_rules(calls))
+
+
+def call(
+    kind: str, *, group: str = "world", peer: int = -1, batch: int = -1, size: int = 4, after: tuple[int, ...] = ()
+) -> Call:
+    return Call(kind, group, (0, 1), peer, batch, (((size,), F64),), after)
 
 
 def test_collectives_in_another_order_are_told() -> None:
     ranks = [[call("allreduce"), call("broadcast")], [call("broadcast"), call("allreduce")]]
-    assert "collective 0 of group (0, 1) differs" in broken_rules(ranks)[0]
+    assert "collective 0 of group 'world' (0, 1) differs" in broken_rules(ranks)[0]
 
 
 def test_a_collective_that_one_rank_leaves_out_is_told() -> None:
     assert "differs: {0: ('allreduce'" in broken_rules([[call("allreduce")], []])[0]
+
+
+def test_groups_of_the_same_ranks_have_an_order_each() -> None:
+    """Each has a communicator: the same calls in the same order are not enough."""
+    one, other = (call("allreduce", group=group) for group in ("dp", "world"))
+    crossed = [[one, call("allreduce", group="dp", after=(0,))], [other, call("allreduce", group="dp", after=(0,))]]
+    assert "of group 'dp' (0, 1) differs" in broken_rules(crossed)[0]
+    waiting = [
+        [one, call("allreduce", group="world", after=(0,))],
+        [other, call("allreduce", group="dp", after=(0,))],
+    ]
+    assert "a circle of waits" in broken_rules(waiting)[0]
+    assert broken_rules([[one, other], [other, one]]) == []
 
 
 def test_a_send_outside_of_a_batch_does_not_meet_a_receive_inside_of_one() -> None:

@@ -24,14 +24,16 @@ class Call:
 
     Attributes:
         kind: "send", "recv", or the collective's name in torch.
+        group: name of its group, the same on all members.
         members: global ranks of its group.
         peer: global rank of the other side of a send or receive; −1 of a collective.
         batch: number of the ``batch_isend_irecv`` that issued it on this rank; −1 outside of one.
         tensors: what it is called with on this rank.
-        after: earlier calls of this rank (their numbers) that were waited for before this one was issued.
+        after: earlier calls of this rank (their numbers) that were waited for since the call before this one.
     """
 
     kind: str
+    group: str
     members: tuple[int, ...]
     peer: int
     batch: int
@@ -55,7 +57,8 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.batch = -1
         self._num_batches = 0
-        self._waited: list[int] = []
+        #: Waited for since the latest call.
+        self._waited: set[int] = set()
         #: Call that a ``Work`` (by id; kept, so that ids stay unique) or a result (by address) belongs to.
         self._works: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self._results: dict[int, int] = {}
@@ -86,20 +89,22 @@ class Recorder(TorchDispatchMode):
         members = tuple(dist.get_process_group_ranks(group))
         point_to_point = name in ("send", "recv_")
         tensors = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in _tensors(args))
+        after, self._waited = tuple(sorted(self._waited)), set()
         self.calls.append(
             Call(
                 kind=name.rstrip("_"),
+                group=group.group_name,
                 members=members,
                 peer=members[args[2]] if point_to_point else -1,
                 batch=self.batch if point_to_point else -1,
                 tensors=tensors,
-                after=tuple(self._waited),
+                after=after,
             )
         )
         return len(self.calls) - 1
 
     def _wait_for(self, *numbers: int | None) -> None:
-        self._waited = sorted({*self._waited, *(number for number in numbers if number is not None)})
+        self._waited.update(number for number in numbers if number is not None)
 
     def in_batch(self, issue: Callable[..., Any]) -> Callable[..., Any]:
         """``batch_isend_irecv`` that notes which calls it issues together."""

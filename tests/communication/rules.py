@@ -23,8 +23,8 @@ from tests.communication.recorder import Call
 
 #: A rank and the number of one of its calls.
 Node = tuple[int, int]
-#: The group's members, and the two ranks of a communicator of their own (none: that of the group).
-Communicator = tuple[tuple[int, ...], tuple[int, ...]]
+#: The group's name, and the two ranks of a communicator of their own (none: that of the group).
+Communicator = tuple[str, tuple[int, ...]]
 
 
 def broken_rules(calls: Sequence[Sequence[Call]]) -> list[str]:
@@ -37,22 +37,22 @@ def broken_rules(calls: Sequence[Sequence[Call]]) -> list[str]:
 def communicator(rank: int, call: Call) -> Communicator:
     """What NCCL runs ``call`` on."""
     alone = call.peer >= 0 and call.batch < 0
-    return call.members, (min(rank, call.peer), max(rank, call.peer)) if alone else ()
+    return call.group, (min(rank, call.peer), max(rank, call.peer)) if alone else ()
 
 
 def _collectives(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Node]]) -> list[str]:
     """Rule 1."""
-    issued: dict[tuple[int, ...], dict[int, list[Node]]] = defaultdict(dict)
+    issued: dict[tuple[str, tuple[int, ...]], dict[int, list[Node]]] = defaultdict(dict)
     for rank, own in enumerate(calls):
         for number, call in enumerate(own):
             if call.peer < 0:
-                issued[call.members].setdefault(rank, []).append((rank, number))
+                issued[call.group, call.members].setdefault(rank, []).append((rank, number))
     errors = []
-    for members, by_rank in issued.items():
+    for (group, members), by_rank in issued.items():
         for place, nodes in enumerate(itertools.zip_longest(*(by_rank.get(rank, []) for rank in members))):
             kinds = [None if node is None else (_at(calls, node).kind, _at(calls, node).tensors) for node in nodes]
             if len(set(kinds)) > 1:
-                errors.append(f"collective {place} of group {members} differs: {dict(zip(members, kinds))}")
+                errors.append(f"collective {place} of group {group!r} {members} differs: {dict(zip(members, kinds))}")
                 break
             partners += [(nodes[0], node) for node in nodes[1:]]
     return errors
@@ -98,18 +98,27 @@ def _circles(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Node]])
     waits = networkx.DiGraph()
     for rank, own in enumerate(calls):
         latest: dict[Communicator, int] = {}
+        waited: Node | None = None  # a node for all that this rank has waited for so far
         for number, call in enumerate(own):
+            if call.after:
+                before, waited = waited, (rank, -1 - number)
+                waits.add_edges_from((together[rank, earlier], waited) for earlier in call.after)
+                if before is not None:
+                    waits.add_edge(before, waited)
+            if waited is not None:
+                waits.add_edge(waited, together[rank, number])
             stream = communicator(rank, call)
-            for earlier in {*call.after, latest.get(stream, number)} - {number}:
-                if not own[earlier].batch == call.batch >= 0:  # the calls of a batch start together
-                    waits.add_edge(together[rank, earlier], together[rank, number])
+            earlier = latest.get(stream, number)
+            if earlier != number and not own[earlier].batch == call.batch >= 0:  # a batch's calls start together
+                waits.add_edge(together[rank, earlier], together[rank, number])
             latest[stream] = number
     try:
         circle = networkx.find_cycle(waits)
     except networkx.NetworkXNoCycle:
         return []
     return [
-        "a circle of waits: " + " → ".join(f"rank {r} call {n} ({_at(calls, (r, n)).kind})" for (r, n), _ in circle)
+        "a circle of waits: "
+        + " → ".join(f"rank {r} call {n} ({_at(calls, (r, n)).kind})" for (r, n), _ in circle if n >= 0)
     ]
 
 
