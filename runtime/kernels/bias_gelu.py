@@ -12,7 +12,15 @@ import torch
 from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient, gelu_name
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide_dtype
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    promoted,
+    register,
+    wide_dtype,
+)
 
 #: Backward: columns that a program handles, and rows that it takes at a time.
 _COLUMNS, _ROWS = 128, 16
@@ -41,23 +49,27 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none"
 
 
 def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    out = input.new_empty(input.shape, dtype=wide_dtype(input, bias))
-    return torch.add(input.to(out.dtype), bias.to(out.dtype), out=out)
+    dtype = wide_dtype(input, bias)
+    if input.is_contiguous():
+        return torch.add(in_dtype(input, dtype), in_dtype(bias, dtype))
+    out = input.new_empty(input.shape, dtype=dtype)
+    return torch.add(in_dtype(input, dtype), in_dtype(bias, dtype), out=out)
 
 
 def _aten(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     total = _sum(input, bias)
     activate(total, gelu_name(approximate), out=total)
-    return total.to(torch.promote_types(input.dtype, bias.dtype))
+    return in_dtype(total, promoted(input, bias))
 
 
 def _aten_backward(
     grad: torch.Tensor, input: torch.Tensor, bias: torch.Tensor, approximate: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = _sum(input, bias)
-    activation_gradient(grad.to(total.dtype), total, gelu_name(approximate), out=total)
-    grad_bias = total.flatten(0, -2).sum(0) if total.dim() > 1 else total
-    return total.to(input.dtype), grad_bias.to(bias.dtype, copy=grad_bias is total)
+    activation_gradient(in_dtype(grad, total.dtype), total, gelu_name(approximate), out=total)
+    if total.dim() == 1:
+        return in_dtype(total, input.dtype), total.to(bias.dtype, copy=True)
+    return in_dtype(total, input.dtype), in_dtype(total.flatten(0, -2).sum(0), bias.dtype)
 
 
 def _plain_backward(

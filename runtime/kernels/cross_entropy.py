@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, in_dtype, register, wide
 from runtime.kernels.logit_rows import (
     add_up_row,
     aten_gradient,
     aten_sums,
+    is_one_block,
     launch_options,
     layout_of,
     readable_rows,
     row_offset,
     shapes_of_sums,
+    small_losses,
     triton_gradient,
     triton_sums,
 )
@@ -163,12 +165,26 @@ def _aten(
     reuse_logits: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_one_block(logits, logits.numel()) and not label_smoothing and not z_loss:
+        losses, largest, log_sum = aten_small_losses(logits, target, ignore_index)
+        return in_dtype(losses, dtype or logits.dtype), torch.stack((largest, log_sum))
     if target.device.type == "cpu":
         check_classes(target, logits.shape[-1], ignore_index)
     loss = LossOptions(logits.shape[-1], ignore_index, label_smoothing, z_loss)
     largest, sums = aten_sums(logits, target, None, label_smoothing > 0)
     losses, statistic = losses_of(largest, sums, target, loss)
     return losses.to(dtype or logits.dtype), statistic
+
+
+def aten_small_losses(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``small_losses``, with an IndexError if a target is no class."""
+    try:
+        return small_losses(logits, target, ignore_index)
+    except RuntimeError:
+        check_classes(target, logits.shape[-1], ignore_index)
+        raise
 
 
 def check_classes(target: torch.Tensor, vocabulary: int, ignore_index: int) -> None:

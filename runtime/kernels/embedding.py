@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, differentiable_again, register, wide, wide_dtype
+from runtime.kernels.library import differentiable, differentiable_again, in_dtype, register, wide, wide_dtype
 
 #: Sorted positions to a chunk, at whose ends runs are cut; and rows that a program adds at a time.
 _CHUNK, _ROWS = 64, 4
@@ -48,13 +47,13 @@ def embedding(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | No
 
 
 def _take(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    return F.embedding(indices, weight)
+    return torch.embedding(weight, indices)
 
 
 def _aten_backward(grad: torch.Tensor, indices: torch.Tensor, num_rows: int, padding_idx: int | None) -> torch.Tensor:
     none = -1 if padding_idx is None else padding_idx
     rows = torch.ops.aten.embedding_dense_backward(wide(grad).contiguous(), indices, num_rows, none, False)
-    return rows.to(grad.dtype)
+    return in_dtype(rows, grad.dtype)
 
 
 def _plain_backward(grad: torch.Tensor, indices: torch.Tensor, num_rows: int, padding_idx: int | None) -> torch.Tensor:

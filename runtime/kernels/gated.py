@@ -7,7 +7,7 @@ import torch
 from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import gradients_of, wide, wide_dtype
+from runtime.kernels.library import gradients_of, in_dtype, promoted, wide, wide_dtype
 
 
 def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -21,9 +21,12 @@ def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
 def aten(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """``activation(gate) · up``, contiguous, in the type to which the two promote."""
     dtype = wide_dtype(gate, up)
-    out = gate.new_empty(gate.shape, dtype=dtype)
-    activate(gate if gate.dtype == dtype else out.copy_(gate), activation, out=out)
-    return out.mul_(up).to(torch.promote_types(gate.dtype, up.dtype))
+    if gate.dtype is dtype and gate.is_contiguous():
+        out = PLAIN[activation](gate)
+    else:
+        out = gate.new_empty(gate.shape, dtype=dtype)
+        activate(gate if gate.dtype is dtype else out.copy_(gate), activation, out=out)
+    return in_dtype(out.mul_(up), promoted(gate, up))
 
 
 def aten_backward(
@@ -31,12 +34,12 @@ def aten_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, contiguous; the activation is computed again."""
     dtype = wide_dtype(gate, up)
-    grad, gate_wide = grad.to(dtype), gate.to(dtype)
-    grad_gate, grad_up = (gate.new_empty(gate.shape, dtype=dtype) for _ in range(2))
+    grad, gate_wide = in_dtype(grad, dtype), in_dtype(gate, dtype)
+    grad_gate, grad_up = (torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format) for _ in range(2))
     torch.mul(grad, wide(up), out=grad_gate)
     activation_gradient(grad_gate, gate_wide, activation, out=grad_gate)
     activate(gate_wide, activation, out=grad_up)
-    return grad_gate.to(gate.dtype), grad_up.mul_(grad).to(up.dtype)
+    return in_dtype(grad_gate, gate.dtype), in_dtype(grad_up.mul_(grad), up.dtype)
 
 
 def plain_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 __all__ = ["has_triton", "interprets_triton", "tl", "triton"]
 
 
+@functools.cache
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    promoted,
+    register,
+)
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
@@ -15,7 +22,6 @@ from runtime.kernels.normalization import (
     check_rows,
     normalize,
     normalize_backward,
-    promoted,
     sum_of,
     wanted_grads,
 )
@@ -53,15 +59,16 @@ def add_layer_norm(
 
 def _statistics(values: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[torch.Tensor, ...]:
     """torch's own layer normalization of values in the dtype computed in: the result, and each row's mean and scale."""
-    weight, bias = (None if tensor is None else tensor.to(values.dtype) for tensor in (weight, bias))
+    weight = None if weight is None else in_dtype(weight, values.dtype)
+    bias = None if bias is None else in_dtype(bias, values.dtype)
     results: tuple[torch.Tensor, ...] = torch.native_layer_norm(values, values.shape[-1:], weight, bias, eps)
     return results
 
 
 def _aten(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> torch.Tensor:
     compute = promoted(input, weight, bias, least=torch.float32)
-    out, *_ = _statistics(input.contiguous().to(compute), weight, bias, eps)
-    return out.to(promoted(input, weight, bias))
+    out, *_ = _statistics(in_dtype(input.contiguous(), compute), weight, bias, eps)
+    return in_dtype(out, promoted(input, weight, bias))
 
 
 def _aten_add(
@@ -83,8 +90,8 @@ def _aten_backward(
     wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     compute = promoted(grad, input, weight, least=torch.float32)
-    values, grad = input.contiguous().to(compute), grad.contiguous().to(compute)
-    weight_like, bias_like = (None if tensor is None else tensor.to(compute) for tensor in (weight, bias))
+    values, grad = in_dtype(input.contiguous(), compute), in_dtype(grad.contiguous(), compute)
+    weight_like, bias_like = (None if tensor is None else in_dtype(tensor, compute) for tensor in (weight, bias))
     _, mean, scale = _statistics(values, weight_like, bias_like, eps)
     grads = torch.ops.aten.native_layer_norm_backward(
         grad,
@@ -99,7 +106,7 @@ def _aten_backward(
     if wants_input and grad_sum is not None:
         grads[0].add_(grad_sum)
     results = [
-        input.new_empty(0) if one is None or like is None else one.to(like.dtype)
+        input.new_empty(0) if one is None or like is None else in_dtype(one, like.dtype)
         for one, like in zip(grads, (input, weight, bias), strict=True)
     ]
     return results[0], results[1], results[2]

@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from runtime.kernels.device import common_device, on_device
+from runtime.kernels.direct import apply_of, are_plain, nobody_listens
 from runtime.kernels.dispatch import runs_triton
 
 NAMESPACE = "meshwright"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
+class FusedOperator:
+    """``torch.ops.meshwright.<name>``, called at once where nobody listens to the dispatcher (``direct``).
+
+    Args:
+        overload: the operator as torch knows it.
+        run: computes it from tensors with data.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
+        self.overload = overload
+        self._run = run
+        self._num_arguments = len(overload._schema.arguments)
+        self._apply: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not (nobody_listens() and len(arguments) == self._num_arguments and are_plain(arguments)):
+            return self.overload(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return self.overload(*arguments) if self._apply is None else self._apply(*arguments)
+        return self._run(*arguments)
+
+    def differentiate(self, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+        """See ``differentiable``."""
+        torch.library.register_autograd(self.overload, backward, setup_context=save, lib=_LIBRARY)
+        run = self._run
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = run(*arguments)
+            save(ctx, arguments, output)
+            return output
+
+        name = self.overload._schema.name.replace("::", "_")
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._apply = apply_of(type(name, (torch.autograd.Function,), methods))
+
+
 def register(
     schema: str, *, aten: Callable[..., Any], triton: Callable[..., Any], shapes: Callable[..., Any]
-) -> torch._ops.OpOverload:
+) -> FusedOperator:
     """Define ``torch.ops.meshwright.<name>``; which implementation runs is decided at each call, by the first tensor.
 
     Args:
@@ -33,24 +69,23 @@ def register(
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return operator
+    return FusedOperator(getattr(getattr(torch.ops, NAMESPACE), name).default, run)
 
 
 def _dispatched(name: str, *, aten: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
-    """``aten`` or ``triton``, by the first tensor; kernels run on the device of the tensors."""
+    """``aten`` or ``triton``, by the first argument (a tensor); kernels run on the device of the tensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        if not runs_triton(tensors[0]):
+        if not runs_triton(args[0]):
             return aten(*args, **kwargs)
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
         with on_device(common_device(name, tensors)):
             return triton(*args, **kwargs)
 
     return run
 
 
-def differentiable(operator: torch._ops.OpOverload, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+def differentiable(operator: FusedOperator, *, save: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Give ``operator`` its gradient.
 
     Args:
@@ -58,10 +93,10 @@ def differentiable(operator: torch._ops.OpOverload, *, save: Callable[..., None]
         backward: ``backward(ctx, *grads)`` gives the gradient of every input (None for those without), by calling
             operators of this library, so that a compiler sees one call.
     """
-    torch.library.register_autograd(operator, backward, setup_context=save, lib=_LIBRARY)
+    operator.differentiate(save, backward)
 
 
-def differentiable_again(operator: torch._ops.OpOverload, plain: Callable[..., Any]) -> None:
+def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> None:
     """Give a ``<name>_backward`` operator a gradient of its own, so that derivatives of any order are right.
 
     It is that of ``plain``, which is run again: second derivatives are rare, and may cost what torch's operators do.
@@ -125,6 +160,21 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def promoted(*tensors: torch.Tensor | None, least: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that the tensors (None is left out) and ``least`` promote to."""
+    dtype = least
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype is not dtype:
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    assert dtype is not None, "a dtype of nothing"
+    return dtype
+
+
 def wide_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The type in which a fused operator computes: that to which its operands promote, but at least float32."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return promoted(*tensors, least=torch.float32)
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor.to(dtype)``, which takes as long as an addition where there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)

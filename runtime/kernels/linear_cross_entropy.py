@@ -7,6 +7,7 @@ products are torch's, the row work is that of ``runtime.kernels.logit_rows``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.cross_entropy import (
     LossOptions,
+    aten_small_losses,
     autocasts,
     check_classes,
     check_smoothing,
@@ -23,8 +25,16 @@ from runtime.kernels.cross_entropy import (
     losses_of,
     plain_losses,
 )
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
-from runtime.kernels.logit_rows import aten_gradient, aten_sums, shapes_of_sums, triton_gradient, triton_sums
+from runtime.kernels.library import differentiable, differentiable_again, gradients_of, in_dtype, register
+from runtime.kernels.logit_rows import (
+    aten_gradient,
+    aten_sums,
+    is_one_block,
+    shapes_of_sums,
+    small_gradient,
+    triton_gradient,
+    triton_sums,
+)
 
 #: Fewest tokens in a chunk. Each chunk reads and writes the float32 gradient of the weight once, 8 bytes for an
 #: element, and multiplies 2·tokens times for it: with fewer tokens a GPU would spend most of the time on the former.
@@ -229,6 +239,70 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
     return run
 
 
+def _small_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, loss: LossOptions, chunk_tokens: int | None
+) -> torch.Tensor | None:
+    """All logits, where they are one block of one chunk on a processor and the loss is a plain one."""
+    tokens = hidden.shape[:-1].numel()
+    chunk = chunk_tokens or tokens_at_a_time(tokens, hidden.shape[-1], weight.shape[0])
+    if loss.label_smoothing or loss.z_loss or tokens > chunk or not is_one_block(hidden, tokens * weight.shape[0]):
+        return None
+    with _without_autocast(hidden):
+        return F.linear(hidden, weight, bias)
+
+
+_chunked_losses = _losses_with(aten_sums)
+_chunked_gradients = _gradients_with(aten_sums, aten_gradient)
+
+
+def _aten_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    loss = LossOptions(weight.shape[0], ignore_index, label_smoothing, z_loss)
+    logits = _small_logits(hidden, weight, bias, loss, chunk_tokens)
+    if logits is None:
+        losses: torch.Tensor = _chunked_losses(hidden, weight, bias, target, *loss[1:], chunk_tokens, dtype)
+        return losses
+    return in_dtype(aten_small_losses(logits, target, ignore_index)[0], dtype or hidden.dtype)
+
+
+def _aten_gradients(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    statistic: torch.Tensor | None,
+    start: torch.Tensor | None,
+    vocabulary: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_tokens: int | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
+    logits = None if start is not None else _small_logits(hidden, weight, bias, loss, chunk_tokens)
+    if logits is None:
+        gradients: tuple[torch.Tensor, ...] = _chunked_gradients(
+            grad, hidden, weight, bias, target, statistic, start, *loss, chunk_tokens, wanted
+        )
+        return gradients
+    with _without_autocast(hidden):
+        change = in_dtype(small_gradient(grad, logits, target, ignore_index), weight.dtype).view(-1, weight.shape[0])
+        by_hidden = torch.mm(change, weight).view(hidden.shape) if wanted[0] else hidden.new_empty(0)
+        by_weight = torch.mm(change.t(), hidden.reshape(len(change), -1)) if wanted[1] else weight.new_empty(0)
+    return by_hidden, by_weight, change.sum(0) if wanted[2] else weight.new_empty(0)
+
+
 def _totals(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -247,9 +321,10 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _without_autocast(hidden: torch.Tensor) -> torch.autocast:
+def _without_autocast(hidden: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Backward is not under autocast either: both must compute the same logits."""
-    return torch.autocast(hidden.device.type, enabled=False)
+    device = hidden.device.type
+    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def _shapes_of_sums(
@@ -289,7 +364,7 @@ _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
 _forward = register(
     f"linear_cross_entropy({_OPERANDS}, int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
     "int? chunk_tokens=None, ScalarType? dtype=None) -> Tensor",
-    aten=_losses_with(aten_sums),
+    aten=_aten_losses,
     triton=_losses_with(triton_sums),
     shapes=_shape,
 )
@@ -304,7 +379,7 @@ _backward = register(
     f"linear_cross_entropy_backward(Tensor grad, {_OPERANDS}, Tensor? statistic, Tensor? start, int vocabulary, "
     "int ignore_index, float label_smoothing, float z_loss, int? chunk_tokens, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor)",
-    aten=_gradients_with(aten_sums, aten_gradient),
+    aten=_aten_gradients,
     triton=_gradients_with(triton_sums, triton_gradient),
     shapes=_shapes_of_gradients,
 )

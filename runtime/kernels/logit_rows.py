@@ -44,6 +44,42 @@ def place_of(target: torch.Tensor, start: torch.Tensor | None, width: int) -> tu
     return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
 
+def is_one_block(like: torch.Tensor, num_logits: int) -> bool:
+    """Whether a processor (that of ``like``) treats all logits at once: operators on all of them are then quickest."""
+    return like.device.type == "cpu" and 0 < num_logits <= _ATEN_BLOCK
+
+
+def small_losses(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses [...] of one block with all classes, in at least float32, and the largest logit and log-sum of each row.
+
+    Raises:
+        RuntimeError: if a target is no class.
+    """
+    logits = wide(logits)
+    place, ignored = _classes(target, ignore_index)
+    chosen = logits.gather(-1, place)
+    largest = logits.amax(-1, keepdim=True)
+    log_sum = (logits - largest).exp_().sum(-1, keepdim=True).log_()
+    losses = (largest - chosen).add_(log_sum).squeeze(-1).masked_fill_(ignored, 0.0)
+    return losses, largest.squeeze(-1), log_sum.squeeze(-1)
+
+
+def small_gradient(grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Gradient of one block of logits with all classes from that of the losses, in at least float32."""
+    place, ignored = _classes(target, ignore_index)
+    result = torch.softmax(wide(logits), -1)
+    result.scatter_add_(-1, place, result.new_full((1,), -1.0).expand(place.shape))
+    return result.mul_(wide(grad).masked_fill(ignored, 0.0).unsqueeze(-1))
+
+
+def _classes(target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class of each target [..., 1], 0 where it is ignored, and where that is."""
+    ignored = target == ignore_index
+    return target.masked_fill(ignored, 0).unsqueeze(-1).long(), ignored
+
+
 def aten_sums(
     logits: torch.Tensor, target: torch.Tensor, start: torch.Tensor | None, smoothing: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +111,9 @@ def aten_gradient(
     z_loss: float,
 ) -> None:
     """Writes the gradient of the logits to ``out``, which may be the logits themselves."""
+    if start is None and not label_smoothing and not z_loss and is_one_block(logits, logits.numel()):
+        out.copy_(small_gradient(grad, logits, target, ignore_index))
+        return
     place, inside = place_of(target, start, logits.shape[-1])
     largest, log_sum = statistic.reshape(2, -1)
     weight = wide(grad).masked_fill(target == ignore_index, 0.0).flatten()

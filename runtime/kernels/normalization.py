@@ -19,6 +19,7 @@ import torch
 
 from runtime.kernels import normalization_kernels as kernels
 from runtime.kernels.language import tl
+from runtime.kernels.library import in_dtype, promoted
 from runtime.kernels.rows import Tile, size_of_rows, sum_partials, tile_of, tiles_over, walkers_over
 
 #: The widest row that one program holds, in bytes of the type it computes in. Backward holds four such rows: values,
@@ -55,15 +56,6 @@ class Wanted:
     bias: bool = False
 
 
-def promoted(*tensors: Maybe, least: torch.dtype | None = None) -> torch.dtype:
-    """The dtype that all the tensors given promote to, and ``least`` too where given."""
-    dtypes = [tensor.dtype for tensor in tensors if tensor is not None] + ([] if least is None else [least])
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
-
-
 def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: Maybe) -> None:
     """Refuse a residual of another shape than ``input``, and parameters that are not as long as its last dim.
 
@@ -76,8 +68,9 @@ def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: May
         raise ValueError(
             f"residual has shape {tuple(residual.shape)}, expected that of the input, {tuple(input.shape)}: expand it"
         )
+    width = input.shape[-1]
     for name, parameter in parameters.items():
-        if parameter is not None and parameter.shape != input.shape[-1:]:
+        if parameter is not None and (parameter.dim() != 1 or parameter.shape[0] != width):
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, expected {tuple(input.shape[-1:])}, the input's last dim: "
                 "flatten what is normalized together into one dim"
@@ -97,7 +90,8 @@ def sum_of(first: Maybe, second: Maybe) -> Maybe:
 def addends_grads(grad: Maybe, dtypes: Sequence[torch.dtype], wants: Sequence[bool]) -> tuple[Maybe, ...]:
     """The gradients of the addends of a sum, of these dtypes, from that of the sum."""
     return tuple(
-        grad.to(dtype) if wanted and grad is not None else None for dtype, wanted in zip(dtypes, wants, strict=True)
+        in_dtype(grad, dtype) if wanted and grad is not None else None
+        for dtype, wanted in zip(dtypes, wants, strict=True)
     )
 
 

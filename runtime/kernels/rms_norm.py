@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    promoted,
+    register,
+)
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
@@ -15,7 +23,6 @@ from runtime.kernels.normalization import (
     check_rows,
     normalize,
     normalize_backward,
-    promoted,
     sum_of,
     wanted_grads,
 )
@@ -55,22 +62,32 @@ def add_rms_norm(
 
 def _normalized(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``values · scale`` and ``scale = rsqrt(mean(values², -1) + eps)``, of values in the dtype computed in."""
-    squares = values.square()
-    scale = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    squares = torch.square(values)
+    total = squares.sum(-1, keepdim=True)
+    scale = torch.add(
+        _as_tensor(eps, values.dtype, values.device), total, alpha=1.0 / max(1, values.shape[-1])
+    ).rsqrt_()
     return torch.mul(values, scale, out=squares), scale
+
+
+@functools.cache
+def _as_tensor(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A scalar that is made once: torch takes longer to make one of a number than to add two small tensors."""
+    return torch.tensor(number, dtype=dtype, device=device)
 
 
 def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> torch.Tensor:
     """``weight + offset`` in the dtype computed in."""
-    return weight.to(compute) + offset if offset else weight.to(compute)
+    factor = in_dtype(weight, compute)
+    return factor + offset if offset else factor
 
 
 def _aten(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
     compute = promoted(input, weight, least=torch.float32)
-    normal, _ = _normalized(input.contiguous().to(compute), eps)
+    normal, _ = _normalized(in_dtype(input.contiguous(), compute), eps)
     if weight is not None:
         normal.mul_(_factor_of(weight, offset, compute))
-    return normal.to(promoted(input, weight))
+    return in_dtype(normal, promoted(input, weight))
 
 
 def _aten_add(
@@ -95,8 +112,8 @@ def _aten_backward(
     grad_input = input.new_empty(input.shape) if wants_input else None
     shares = []
     for block, change, change_of_sum, result in row_blocks(input, grad, grad_sum, grad_input):
-        change = change.to(compute)
-        normal, scale = _normalized(block.to(compute), eps)
+        change = in_dtype(change, compute)
+        normal, scale = _normalized(in_dtype(block, compute), eps)
         product = change * normal
         if wants_weight:
             shares.append(product.sum(0))
@@ -105,15 +122,23 @@ def _aten_backward(
         if factor is not None:
             product.mul_(factor)
             change = change * factor
-        change = torch.addcmul(change, normal, product.mean(-1, keepdim=True), value=-1, out=product)
+        total = product.sum(-1, keepdim=True)
+        change = torch.addcmul(change, normal, total, value=-1.0 / max(1, input.shape[-1]), out=product)
         if change_of_sum is None:
             torch.mul(change, scale, out=result)
         else:
             torch.addcmul(change_of_sum, change, scale, out=result)
     grad_weight = None
     if weight is not None and wants_weight:
-        grad_weight = torch.stack(shares).sum(0).to(weight.dtype) if shares else torch.zeros_like(weight)
+        grad_weight = _sum_of(shares, weight)
     return tuple(input.new_empty(0) if one is None else one for one in (grad_input, grad_weight))
+
+
+def _sum_of(shares: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weight from those of some rows each."""
+    if not shares:
+        return torch.zeros_like(weight)
+    return in_dtype(shares[0] if len(shares) == 1 else torch.stack(shares).sum(0), weight.dtype)
 
 
 def _plain_backward(

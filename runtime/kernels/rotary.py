@@ -7,13 +7,20 @@ but cos and sin is kept for it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register, wide_dtype
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    promoted,
+    register,
+    wide_dtype,
+)
 from runtime.kernels.rotary_kernels import Rotation, rotate
 
 
@@ -57,12 +64,12 @@ def check(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def _pairs(tensor: torch.Tensor, rotated: int, *, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if interleaved:
         return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
-    return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
+    first, second = _first_entries(tensor, rotated).chunk(2, -1)
+    return first, second
 
 
-def out_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """The type to which all promote."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+def _first_entries(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    return tensor if tensor.shape[-1] == count else tensor[..., :count]
 
 
 def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -76,10 +83,10 @@ def aten_rotate(
 ) -> torch.Tensor:
     """``input`` rotated, in ``dtype``, laid out as it was."""
     computed = wide_dtype(input, cos, sin)
-    input, cos, sin = (tensor.to(computed) for tensor in (input, cos, sin))
+    input, cos, sin = (in_dtype(tensor, computed) for tensor in (input, cos, sin))
     rotated = cos.shape[-1]
     out = like(input, computed)
-    torch.mul(input[..., :rotated], cos, out=out[..., :rotated])
+    torch.mul(_first_entries(input, rotated), cos, out=_first_entries(out, rotated))
     first, second = _pairs(input, rotated, interleaved=rotation.interleaved)
     out_first, out_second = _pairs(out, rotated, interleaved=rotation.interleaved)
     first_sin, second_sin = _pairs(sin, rotated, interleaved=rotation.interleaved)
@@ -91,7 +98,7 @@ def aten_rotate(
         out_second.addcmul_(first, second_sin)
     if rotated < input.shape[-1]:
         out[..., rotated:] = input[..., rotated:]
-    return out.to(dtype)
+    return in_dtype(out, dtype)
 
 
 def triton_rotate(
@@ -109,16 +116,16 @@ def triton_rotate(
 
 
 def _aten(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    return aten_rotate(input, cos, sin, Rotation(interleaved), dtype=out_dtype(input, cos, sin))
+    return aten_rotate(input, cos, sin, Rotation(interleaved), dtype=promoted(input, cos, sin))
 
 
 def _triton(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    dtypes = [out_dtype(input, cos, sin)]
+    dtypes = [promoted(input, cos, sin)]
     return triton_rotate([input], cos, sin, Rotation(interleaved), dtypes=dtypes)[0]
 
 
 def _shape(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    return like(input, out_dtype(input, cos, sin))
+    return like(input, promoted(input, cos, sin))
 
 
 def _aten_backward(

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from runtime.kernels.library import differentiable, differentiable_again, register
+from runtime.kernels.library import differentiable, differentiable_again, promoted, register
 from runtime.kernels.rotary import (
     aten_rotate,
     check,
     like,
-    out_dtype,
     plain_backward,
     save,
     table_gradients,
@@ -40,7 +39,7 @@ def _aten(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> Pair:
     def rotated(tensor: torch.Tensor) -> torch.Tensor:
-        return aten_rotate(tensor, cos, sin, Rotation(interleaved), dtype=out_dtype(tensor, cos, sin))
+        return aten_rotate(tensor, cos, sin, Rotation(interleaved), dtype=promoted(tensor, cos, sin))
 
     return rotated(query), rotated(key)
 
@@ -48,7 +47,7 @@ def _aten(
 def _triton(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> Pair:
-    dtypes = [out_dtype(tensor, cos, sin) for tensor in (query, key)]
+    dtypes = [promoted(tensor, cos, sin) for tensor in (query, key)]
     query, key = triton_rotate([query, key], cos, sin, Rotation(interleaved), dtypes=dtypes)
     return query, key
 
@@ -56,7 +55,7 @@ def _triton(
 def _shapes(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> Pair:
-    query_dtype, key_dtype = (out_dtype(tensor, cos, sin) for tensor in (query, key))
+    query_dtype, key_dtype = (promoted(tensor, cos, sin) for tensor in (query, key))
     return like(query, query_dtype), like(key, key_dtype)
 
 

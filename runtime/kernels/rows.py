@@ -81,6 +81,9 @@ def row_blocks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tu
     num_rows, width = size_of_rows(first)
     flat = [None if tensor is None else tensor.reshape(num_rows, width) for tensor in (first, *others)]
     step = max(1, _ATEN_BLOCK // max(1, width)) if first.device.type == "cpu" else max(1, num_rows)
+    if 0 < num_rows <= step:
+        yield tuple(flat)
+        return
     for start in range(0, num_rows, step):
         yield tuple(None if tensor is None else tensor[start : start + step] for tensor in flat)
 

@@ -1,0 +1,62 @@
+"""Whether an operator of ours may run at once, without torch's dispatcher, whose way through Python costs 0.1 ms.
+
+The dispatcher is needed by whoever listens to it or changes what operators mean: compilers and tracers, dispatch and
+function modes (``LocalTensorMode``, fake tensors, counters, selective checkpoints, ``spmd_types``' checker), transforms
+of functorch, tensors of other classes, without data, in other layouts or with lazy bits. On plain tensors, with nobody
+listening, all that it would do is call the implementation under an autograd node.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Devices that the operators are registered for.
+_BACKENDS = ("CPU", "CUDA")
+
+
+@functools.cache
+def _plain_keys() -> frozenset[int]:
+    """The dispatch keys of plain tensors with data, one set for each backend."""
+    key = torch._C.DispatchKey
+    kinds = []
+    for backend in _BACKENDS:
+        keys = torch._C.DispatchKeySet(key.ADInplaceOrView)
+        for name in (backend, f"Autograd{backend}", f"Autocast{backend}"):
+            keys = keys | torch._C.DispatchKeySet(getattr(key, name))
+        kinds.append(keys.raw_repr())
+    return frozenset(kinds)
+
+
+def nobody_listens() -> bool:
+    """Whether nothing on this thread looks at operators; to be asked before ``are_plain``."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def are_plain(arguments: Sequence[Any]) -> bool:
+    """Whether all tensors among the arguments are of torch's own class, with data, and such as kernels can read."""
+    plain = _plain_keys()
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _TENSORS:
+            # On a processor operators are torch's own, which know what kind of tensor they are given.
+            if not argument.is_cpu and torch._C._dispatch_keys(argument).raw_repr() not in plain:
+                return False
+        elif isinstance(argument, torch.Tensor):
+            return False
+    return True
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without what that does for functorch's transforms, which takes half of its time."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
