@@ -17,7 +17,7 @@ from planner.search.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
 from planner.step.demands import read_demands
 from planner.step.planning import plan_step
 from planner.step.stages.ilp import solve_stages
-from tests.test_step_stages import GIB, uniform
+from tests.test_step_stages_large import GIB, uniform
 
 #: A V schedule of uneven stages.
 UNEVEN = {"pp": 2, "dp": 4, "schedule": "zbv"}
