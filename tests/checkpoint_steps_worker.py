@@ -14,6 +14,7 @@ from planner.verification import slow_devices
 from runtime.checkpoint import CheckpointManager
 from tests.parity_worker import build
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 
 def main() -> None:
@@ -57,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from hypothesis import settings
 # The same examples in every run: what passes on one machine passes on the next.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+# Tracing makes many objects, and what tests import is a heap of a million that is looked through for cycles each time.
+gc.set_threshold(100_000, 20, 20)
 # Read when a kernel is defined, so before any test imports one.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

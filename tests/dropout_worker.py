@@ -16,6 +16,7 @@ from runtime import ops
 from runtime.parallel_module import ParallelModule
 from tests.random_oracle import dropping_as_on_one_device
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 SEED = 20
 STEPS = 2
@@ -73,6 +74,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name, options in task().items():
         target = options.pop("mesh", None) or slow_devices(num_ranks)
+        options |= {} if "fix" in options else {"cluster": slow_devices(num_ranks)}
         with keep_float64():
             parallel = planner.compile(copy.deepcopy(model), target, example_inputs=batch, **options)
             result = gradients_of_plan(parallel, batch)
@@ -81,4 +83,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -15,6 +15,7 @@ from passes.capture import keep_float64
 from planner.verification import slow_devices
 from tests.ranks import answer, task
 from tests.small_models import seeded, token_batch
+from tests.tracing import traced_once
 
 WEIGHTS = (1.0, 0.5, 0.25)
 
@@ -76,8 +77,8 @@ class Pair:
     def __init__(self, case: dict[str, Any]) -> None:
         self.batches = [token_batch(seed=seed) for seed in range(3)]
         self.model = seeded(OddShapes)
-        target = case["mesh"] if "mesh" in case else slow_devices(4)
-        options = {"fix": case["fix"]} if "fix" in case else {"forbid_replicated_matmul": True}
+        on_mesh = {"cluster": slow_devices(4), "forbid_replicated_matmul": True}
+        target, options = (case["mesh"], on_mesh) if "mesh" in case else (slow_devices(4), {"fix": case["fix"]})
         self.parallel = planner.compile(seeded(OddShapes), target, example_inputs=self.batches[0], **options)
         self.optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (self.model, self.parallel)]
         self.folder = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / case["name"].replace(" ", "-")
@@ -157,4 +158,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

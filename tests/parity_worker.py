@@ -11,34 +11,45 @@ import torch.distributed as dist
 import planner
 from passes.capture import keep_float64
 from planner.comparison import NEGLIGIBLE, difference, differences, gradients_of, largest_of, single_loss
-from planner.library import random_batch
-from planner.verification import real_module
+from planner.library import load_config, random_batch
+from planner.verification import real_module, slow_devices
 from runtime.counter import CommunicationCounter
 from tests.ranks import answer, task
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
+from tests.tracing import traced_once
 
 STEPS = 3
 LEARNING_RATE = 1e-3
+#: As many as make a block that repeats.
+LAYERS = 2
 
 
 def main() -> None:
     answer({f"{model} {mesh}": compare(model, mesh) for model, mesh in task()})
 
 
-def build(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    """The model, one batch (args, kwargs), and a loss function."""
+def build(name: str, *, layers: int | None = None) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    """The model (with another number of layers than the library's), one batch (args, kwargs), and a loss function."""
     if name == "mlp":
         return seeded(Mlp), mlp_batch(), {}, squared_error
-    module = real_module(name, dtype=torch.float64, seed=0)
+    config = load_config(name)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    module = real_module(config, dtype=torch.float64, seed=0)
     return module, (), random_batch(module, batch_size=8, seq_len=12), None
 
 
 def compare(name: str, mesh: str) -> dict[str, Any]:
     """Largest relative error of loss, gradients and weights after three AdamW steps."""
-    single, args, kwargs, loss_fn = build(name)
+    single, args, kwargs, loss_fn = build(name, layers=LAYERS)
     with keep_float64():
         parallel = planner.compile(
-            copy.deepcopy(single), mesh, loss_fn=loss_fn, example_inputs=args or kwargs, forbid_replicated_matmul=True
+            copy.deepcopy(single),
+            mesh,
+            cluster=slow_devices(dist.get_world_size()),
+            loss_fn=loss_fn,
+            example_inputs=args or kwargs,
+            forbid_replicated_matmul=True,
         )
         alone = dist.get_rank() == 0
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
@@ -76,4 +87,5 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

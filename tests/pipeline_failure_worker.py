@@ -1,4 +1,4 @@
-"""One rank of a pipeline fails in the middle of a step; what all ranks say, and after how long."""
+"""One rank of each of several pipelines fails in the middle of a step; what all ranks say."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tests import ranks
 from tests.pipeline_stages import Chunk
 
 
-def messages(schedule: str, *, failing: int, timeout: float) -> dict[str, Any]:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout))
+def messages(group: Any, schedule: str, *, failing: int) -> dict[str, Any]:
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     chunk = Chunk(rank, num_ranks)
     pipeline: dict[str, Any] = {"schedule": schedule, "num_chunks": num_ranks, "num_microbatches": 4}
     executor = PipelineExecutor([chunk], **pipeline, group=group, device=torch.device("cpu"))
@@ -32,10 +31,15 @@ def messages(schedule: str, *, failing: int, timeout: float) -> dict[str, Any]:
 
 def main() -> None:
     schedules, failing, timeout = ranks.task()
-    found = {schedule: messages(schedule, failing=failing, timeout=timeout) for schedule in schedules}
+    size = dist.get_world_size() // len(schedules)
+    groups: list[Any] = [
+        dist.new_group(list(range(first, first + size)), timeout=timedelta(seconds=timeout))
+        for first in range(0, dist.get_world_size(), size)
+    ]
+    own = dist.get_rank() // size
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    ranks.answer(everywhere)
+    dist.all_gather_object(everywhere, messages(groups[own], schedules[own], failing=failing))
+    ranks.answer({schedule: everywhere[size * place :][:size] for place, schedule in enumerate(schedules)})
 
 
 if __name__ == "__main__":

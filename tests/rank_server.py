@@ -89,6 +89,7 @@ def serve() -> None:
     os.dup2(2, 1)
     _import_what_ranks_need()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     for line in sys.stdin:
         answers.write(json.dumps(_run(json.loads(line))) + "\n")
         answers.flush()

@@ -20,6 +20,7 @@ from runtime.step.execution import InOrder, Pipelined
 from runtime.step.stage import Stage
 from tests.ranks import answer, task
 from tests.step_parity_worker import build_case
+from tests.tracing import traced_once
 
 #: Bytes in a second of ``slow_devices``, whose links have no latency.
 BANDWIDTH = 1e10
@@ -167,4 +168,5 @@ def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimi
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -32,6 +32,7 @@ from tests.communication.recorder import Call, recorded
 from tests.communication.rules import broken_rules
 from tests.parity_worker import build
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 STEPS = 3
 LEARNING_RATE = 1e-3
@@ -130,11 +131,13 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def broken_rules_of(calls: list[Call]) -> list[str]:
-    """What would go wrong under NCCL with the calls of all ranks."""
+    """What would go wrong under NCCL with the calls of all ranks, on rank 0."""
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [call.to_dict() for call in calls])
-    return broken_rules([[Call.from_dict(call) for call in own] for own in everywhere])
+    is_first = dist.get_rank() == 0
+    dist.gather_object([call.to_dict() for call in calls], everywhere if is_first else None)
+    return broken_rules([[Call.from_dict(call) for call in own] for own in everywhere]) if is_first else []
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

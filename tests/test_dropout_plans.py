@@ -14,8 +14,6 @@ PIPELINE = {"pp": 2, "num_microbatches": 4}
 #: Plans of four processes.
 CASES: dict[str, dict[str, Any]] = {
     "a mesh": {"mesh": {"dp": 2, "tp": 2}, "forbid_replicated_matmul": True},
-    "data parallel": {"fix": {"dp": 4}},
-    "tensor parallel": {"fix": {"tp": 4}},
     "split sequences, recomputed in parts": {
         "fix": {"cp": 2, "tp": 2, "num_microbatches": 2, "recompute": "selective"}
     },

@@ -15,8 +15,15 @@ from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 PIPELINE = {"pp": 2, "num_microbatches": 4}
+
+
+def two_layers(model: str, name: str, **fix: Any) -> Case:
+    """One for each stage; more where a rank has several chunks."""
+    return {**case(model, name, **fix), "layers": 2}
+
+
 CASES: tuple[Case, ...] = (
-    case("tiny-gpt2", "tied weights on two stages", **PIPELINE, dp=2, schedule="1f1b", zero=1),
+    two_layers("tiny-gpt2", "tied weights on two stages", **PIPELINE, dp=2, schedule="1f1b", zero=1),
     case("tiny-llama", "zero bubbles and split tensors", **PIPELINE, tp=2, schedule="zbv", chunks_per_rank=2),
     case(
         "tiny-llama",
@@ -29,24 +36,26 @@ CASES: tuple[Case, ...] = (
         recompute="full",
     ),
     case("tiny-t5", "encoder and decoder on two stages", **PIPELINE, dp=2, schedule="1f1b"),
-    case("tiny-vit", "an image model on two stages", **PIPELINE, tp=2, schedule="zb_h1"),
-    case("tiny-llama", "sharded parameters", dp=2, tp=2, num_microbatches=2, zero=3, recompute="selective"),
-    case("tiny-gpt2", "sharded gradients", dp=4, num_microbatches=2, zero=2, recompute="full"),
-    case("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=1),
-    case("tiny-llama", "loss in chunks", dp=2, tp=2, num_microbatches=2, zero=3, recompute="chunked_loss"),
-    case("tiny-gpt2", "loss in chunks behind a pipeline", **PIPELINE, tp=2, schedule="zb_h1", recompute="chunked_loss"),
+    two_layers("tiny-vit", "an image model on two stages", **PIPELINE, tp=2, schedule="zb_h1"),
+    two_layers("tiny-llama", "sharded parameters", dp=2, tp=2, num_microbatches=2, zero=3, recompute="selective"),
+    two_layers("tiny-gpt2", "sharded gradients", dp=4, num_microbatches=2, zero=2, recompute="full"),
+    two_layers("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=1),
+    two_layers("tiny-llama", "loss in chunks", dp=2, tp=2, num_microbatches=2, zero=3, recompute="chunked_loss"),
+    two_layers(
+        "tiny-gpt2", "loss in chunks behind a pipeline", **PIPELINE, tp=2, schedule="zb_h1", recompute="chunked_loss"
+    ),
 )
 SINGLE: Case = {
-    **case("tiny-llama", "single precision", **PIPELINE, dp=2, schedule="1f1b", zero=2),
+    **two_layers("tiny-llama", "single precision", **PIPELINE, dp=2, schedule="1f1b", zero=2),
     "dtype": "float32",
 }
 NARROW: Case = {
-    **case("tiny-llama", "bfloat16 with masters", **PIPELINE, dp=2, schedule="1f1b", zero=2),
+    **two_layers("tiny-llama", "bfloat16 with masters", **PIPELINE, dp=2, schedule="1f1b", zero=2),
     "dtype": "float32",
     "precision": "bfloat16",
 }
 NARROW_CHUNKS: Case = {
-    **case("tiny-llama", "bfloat16 in chunks", dp=2, tp=2, num_microbatches=2, recompute="chunked_loss"),
+    **two_layers("tiny-llama", "bfloat16 in chunks", dp=2, tp=2, num_microbatches=2, recompute="chunked_loss"),
     "dtype": "float32",
     "precision": "bfloat16",
 }

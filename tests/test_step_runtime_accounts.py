@@ -18,7 +18,7 @@ PIPELINE = {"pp": 2, "num_microbatches": 4}
 def sharded(zero: int, *, model: str = "tiny-llama", **more: Any) -> Case:
     what = "bfloat16" if more else "float32"
     given = case(model, f"{model} ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
-    return {**given, "dtype": "float32", **more}
+    return {**given, "layers": 2, "dtype": "float32", **more}
 
 
 def pipelined(model: str, schedule: str, chunks: int) -> Case:

@@ -1,0 +1,64 @@
+"""Models traced once for all the plans that a test tries them under.
+
+Tracing a small model takes longer than planning, emitting and running it, and every plan has the same graph
+(``tests/test_capture*.py`` see to what the graph is).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import passes.capture  # noqa: F401
+from passes.capture.python_state import plain_state
+from passes.capture.structure import flatten
+from runtime.content import state_key, structure_key
+
+
+@contextlib.contextmanager
+def traced_once() -> Iterator[None]:
+    """Inside the block, what a model is traced to is kept for all models of its classes, sizes and attributes.
+
+    Instances whose ``forward`` or hooks are replaced are told from each other by nothing: do not trace them here.
+    """
+    module = sys.modules["passes.capture.capture"]  # the package has a function of that name
+    original, results = vars(module)["_traced"], {}
+
+    def traced(model: nn.Module, **options: Any) -> Any:
+        key = _key(model, **options)
+        if key not in results:
+            results[key] = original(model, **options)
+        return results[key]
+
+    with mock.patch.object(module, "_traced", traced):
+        yield
+
+
+def _key(
+    model: nn.Module, *, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, loss_fn: Any, training: bool | None
+) -> tuple[Any, ...]:
+    structure, tensors = flatten((args, dict(kwargs or {})))
+    shapes = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in tensors.items())
+    modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
+    modes = tuple(map(type, torch.overrides._get_current_function_mode_stack()))
+    function = (getattr(loss_fn, "__code__", type(loss_fn)), state_key(loss_fn))
+    return (
+        *(modules, _states(model), repr(plain_state(model)), repr(getattr(model, "config", None))),
+        *(shapes, structure_key(structure, ""), function, training, modes),
+    )
+
+
+def _states(model: nn.Module) -> tuple[Any, ...]:
+    """Names, shapes, dtypes and devices of parameters and buffers, and which of them are one."""
+    numbers: dict[int, int] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return tuple(
+        (name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad, numbers.setdefault(id(t), len(numbers)))
+        for name, t in named
+    )
