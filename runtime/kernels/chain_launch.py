@@ -125,6 +125,7 @@ def _ranked(
         layout.width,
         item_bytes=sum(whole) + num_results * max(operand.itemsize for operand in operands),
         tensors=len(whole) + num_results,
+        operands=len(operands) + num_results,
         processors=processors_of(operands[0].device, elsewhere=DEFAULT_PROCESSORS),
         whole_rows=whole_rows,
     )

@@ -24,8 +24,8 @@ _WARPS = (1, 2, 4, 8)
 _MOST_WARPS = 32
 #: What starting a program costs, as bytes that could have moved meanwhile.
 _START = 512
-#: 32-bit values that a thread can hold besides addresses.
-_REGISTERS = 160
+#: 32-bit values that a thread can hold besides addresses, masks and what functions need.
+_REGISTERS = 64
 #: Candidates that are measured.
 NUM_MEASURED = 5
 #: Multiprocessors of a device that is none.
@@ -42,7 +42,14 @@ class TileChoice(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def ranked_tiles(
-    num_rows: int, width: int, *, item_bytes: int, tensors: int, processors: int, whole_rows: bool
+    num_rows: int,
+    width: int,
+    *,
+    item_bytes: int,
+    tensors: int,
+    processors: int,
+    whole_rows: bool,
+    operands: int | None = None,
 ) -> tuple[TileChoice, ...]:
     """The most promising tiles, best first.
 
@@ -50,6 +57,7 @@ def ranked_tiles(
         item_bytes: of an element of the space, over all tensors that are read and written.
         tensors: how many these are.
         processors: multiprocessors of the device.
+        operands: how many tensors are read and written at all, broadcast ones too (default: ``tensors``).
         whole_rows: a program holds all of each of its rows.
     """
     choices = [
@@ -60,10 +68,19 @@ def ranked_tiles(
         if elements // columns <= _power_above(num_rows) or elements == max(columns, _SMALLEST)
     ]
 
+    words = max(1.0, item_bytes / max(1, tensors) / 4) * ((operands or tensors) + 1)
+    fitting = [tile for tile in choices if _per_thread(tile) * words <= _REGISTERS]
+    choices = fitting or [min(choices, key=_per_thread)]
+
     def cost(tile: TileChoice) -> float:
         return _cost(tile, num_rows, width, item_bytes=item_bytes, tensors=tensors, processors=processors)
 
     return tuple(sorted(dict.fromkeys(choices), key=lambda tile: (cost(tile), tile))[:NUM_MEASURED])
+
+
+def _per_thread(tile: TileChoice) -> float:
+    """Elements of one tensor that a thread holds."""
+    return tile.rows * tile.columns / (32 * tile.num_warps)
 
 
 def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, tensors: int, processors: int) -> float:
@@ -73,15 +90,13 @@ def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, tenso
     outside = programs * elements / max(1, num_rows * width)
     line = min(tile.columns, width) * item_bytes / max(1, tensors)
     partly_used = math.ceil(line / _TRANSACTION) * _TRANSACTION / line if tile.columns < width else 1.0
-    per_thread = elements / (32 * tile.num_warps)
-    spilled = max(1.0, per_thread * (tensors + 1) / _REGISTERS)
-    resident = max(1, int(_MOST_WARPS_OF_PROCESSOR / tile.num_warps / spilled))
+    resident = max(1, _MOST_WARPS_OF_PROCESSOR // tile.num_warps)
     rounds = programs / (processors * resident)
     idle = math.ceil(rounds) / rounds if rounds > 1 else 1.0
     held = min(resident, programs / processors) * elements * item_bytes
     waiting = max(1.0, _IN_FLIGHT / max(1.0, held)) ** 0.5
     starting = 1 + _START / (elements * item_bytes)
-    return outside * partly_used * spilled * idle * waiting * starting
+    return outside * partly_used * idle * waiting * starting
 
 
 def _columns(width: int, *, whole_rows: bool) -> list[int]:
