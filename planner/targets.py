@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models import Cluster
 from cost_models.fields import suggest
@@ -18,7 +18,7 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
 from planner.step.demands import check_time_limit
-from runtime.launch.groups import axes_with_timeout_of_job
+from runtime.launch.groups import mesh_of_axes
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 
@@ -73,7 +73,7 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
     device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}")
-    return axes_with_timeout_of_job(init_device_mesh(device, shape.sizes, mesh_dim_names=shape.names)), shape
+    return mesh_of_axes(device, torch.arange(shape.num_devices).reshape(shape.sizes), shape.names), shape
 
 
 #: Options of ``compile`` that are decisions about a whole step.
@@ -151,7 +151,7 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         ranks = torch.arange(plan.step.num_devices)
     order = list(axes)
     placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in STEP_AXES])
-    return axes_with_timeout_of_job(DeviceMesh(device, placed.contiguous(), mesh_dim_names=STEP_AXES))
+    return mesh_of_axes(device, placed, STEP_AXES)
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:

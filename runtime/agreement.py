@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from runtime.compat import without_dispatch_modes
-from runtime.launch.groups import flattened_group, with_timeout_of_job
+from runtime.launch.groups import flattened_group, shared_group
 from runtime.launch.rendezvous import ranks as listed
 
 Result = TypeVar("Result")
@@ -68,9 +68,12 @@ class Ranks:
 
     Args:
         group: of them, with a backend that sends from the CPU; None for a rank alone.
+        run_ahead: whether a rank may begin what others have yet to agree to: where the model's collectives wait on a
+            device, so that this process goes on to hear what the others say.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, run_ahead: bool = False) -> None:
+        self.run_ahead = run_ahead
         self.group = group if num_ranks(group) > 1 and dist.get_backend(group) != "fake" else None
         #: Their numbers among all processes.
         self.numbers = tuple(dist.get_process_group_ranks(self.group)) if self.group is not None else (0,)
@@ -82,9 +85,9 @@ class Ranks:
             return cls(None)
         group = _everyone(device_mesh)
         if "gloo" not in str(dist.get_backend_config(group)):
-            numbers = dist.get_process_group_ranks(group)
-            group = with_timeout_of_job(dist.new_group(numbers, backend="gloo", use_local_synchronization=True))
-        return cls(group)
+            numbers = sorted(dist.get_process_group_ranks(group))
+            group = shared_group("agreement", numbers, backend="gloo")
+        return cls(group, run_ahead=device_mesh.device_type != "cpu")
 
     @property
     def is_alone(self) -> bool:

@@ -165,3 +165,28 @@ def default_group_timeout() -> timedelta | None:
 def device_type_of_default_group() -> str:
     """Where tensors of the default process group's collectives live: "cuda" if NCCL runs them, else "cpu"."""
     return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+def group_is_split_from_default() -> bool:
+    """Whether torch splits new groups off the default one's communicators, for which all ranks must come together."""
+    group = dist.distributed_c10d._get_default_group()
+    return group.bound_device_id is not None and torch.accelerator.is_available()
+
+
+def new_group_of_members(
+    ranks: tuple[int, ...], name: str, *, timeout: timedelta | None, backend: str | None
+) -> dist.ProcessGroup:
+    """A group that its members alone make, under a name that they agree on.
+
+    torch would call it by how many groups the process is in, which may differ between members: they would wait for
+    each other under several names. It takes no name until at least 2.13, so its function for that is stood in for.
+    """
+    c10d = dist.distributed_c10d
+    naming = c10d._process_group_name
+    c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
+    try:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        c10d._process_group_name = naming
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
+
+

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.ir.types import MeshShape, Placement
 from passes.stages.build import BATCH_AXIS, DATA_AXES
 from runtime.first_rank import from_first_rank
-from runtime.launch.groups import flattened_group, with_timeout_of_job
+from runtime.launch.groups import flattened_group, group_of
 from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
 
 PIPELINE = "pp"
@@ -110,7 +110,7 @@ class RankPlaces:
         self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
         self.parameter_axes = _parameter_axes(mesh)
         self.parameter_mesh: DeviceMesh | None = _parameter_mesh(inner, mesh, self.data_group)
-        self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -129,14 +129,13 @@ class RankPlaces:
         return tensor
 
     def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The ranks of this rank's pipeline at ``stages`` (all ranks of the step must call this)."""
+        """The ranks of this rank's pipeline at ``stages``; None if this rank is at none of them."""
         if len(stages) == self.num_stages:
             return self.pipeline_group
         if stages not in self._stage_groups:
-            ranks = self.device_mesh.mesh.movedim((self.device_mesh.mesh_dim_names or ()).index(PIPELINE), 0)
-            chosen = ranks.flatten(1)[list(stages)].T.tolist()
-            group, _ = dist.new_subgroups_by_enumeration(chosen)
-            self._stage_groups[stages] = group if group is None else with_timeout_of_job(group)
+            assert self.pipeline_group is not None
+            pipeline = dist.get_process_group_ranks(self.pipeline_group)
+            self._stage_groups[stages] = group_of(sorted(pipeline[stage] for stage in stages))
         return self._stage_groups[stages]
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:

@@ -1,0 +1,61 @@
+"""One of four ranks of the tests of groups of mesh axes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from passes.ir.types import MeshShape
+from planner.targets import STEP_AXES
+from runtime.compat import set_group_timeout
+from runtime.launch.groups import flattened_group, mesh_of_axes
+from runtime.step.places import RankPlaces
+from tests.ranks import answer, task
+
+PATIENT = timedelta(seconds=4321)
+
+
+def sum_of_ranks(group: ProcessGroup | None) -> float | None:
+    if group is None:
+        return None
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    options = group._get_backend(torch.device("cpu")).options
+    return timedelta(seconds=options._timeout.total_seconds())
+
+
+def main() -> None:
+    task()
+    set_group_timeout(PATIENT)
+    rank = dist.get_rank()
+    # A script's own groups, of which ranks 0 and 1 are in three.
+    for members in ([0, 1], [0, 1], [0, 1, 2]):
+        dist.new_group(members)
+    mesh = mesh_of_axes("cpu", torch.arange(4).reshape(2, 1, 2), ("dp", "cp", "tp"))
+    groups = {name: mesh.get_group(name) for name in ("dp", "cp", "tp")}
+    groups["ranks"], groups["both"] = flattened_group(mesh, "ranks"), flattened_group(mesh["dp", "tp"], "both")
+    sums = [sum_of_ranks(group) for group in groups.values()]
+    again = mesh_of_axes("cpu", torch.arange(4).reshape(2, 2).T, ("tp", "dp"))
+    places = RankPlaces(mesh_of_axes("cpu", torch.arange(4).reshape(4, 1, 1, 1), STEP_AXES), MeshShape(("dp",), (1,)))
+    tied = [(0, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3)]
+    found = {
+        "sums": sums == [{0: 2.0, 1: 4.0}[rank % 2], float(rank), {0: 1.0, 1: 5.0}[rank // 2], 6.0, 6.0],
+        "time-outs": all(timeout_of(group) == PATIENT for group in groups.values()),
+        "stages": [sum_of_ranks(places.stage_group(stages)) for stages in tied]
+        == [float(sum(stages)) if rank in stages else None for stages in tied],
+        "second mesh": [sum_of_ranks(again.get_group(name)) for name in ("dp", "tp")] == [sums[2], sums[0]],
+    }
+    seen: list[dict[str, bool]] = [{} for _ in range(4)]
+    dist.all_gather_object(seen, found)
+    answer({name: all(results[name] for results in seen) for name in found})
+
+
+if __name__ == "__main__":
+    main()
