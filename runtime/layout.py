@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, P, Placement, shard_dim
 from runtime.first_rank import from_first_rank
+from runtime.host_copies import HostCopies, host_copies
 from runtime.virtual import virtual_mesh
 
 #: The mesh axis that cuts the batch.
@@ -31,11 +32,16 @@ class Layout(Protocol):
     device: torch.device
     #: This rank's place on every axis (of virtual ranks: the first one's).
     coordinate: tuple[int, ...]
+    #: Bring inputs to ``device``; None where they are there.
+    copies: HostCopies | None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each of ``tensors`` as the first rank has it."""
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
+
+    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
+        """``split`` of many, which the host does not wait for."""
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
@@ -67,12 +73,21 @@ class RankLayout:
         self.device = torch.device(device_mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self.copies = host_copies(self.device)
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         return from_first_rank(tensors, self.device_mesh, self.device)
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
-        part = part_of(whole, placement, self.mesh, self.coordinate)
+        return self._copied(part_of(whole, placement, self.mesh, self.coordinate))
+
+    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
+        parts = [part_of(whole, placement, self.mesh, self.coordinate) for whole, placement in wholes]
+        if self.copies is None:
+            return [self._copied(part) for part in parts]
+        return self.copies.bring(parts, otherwise=self._copied)
+
+    def _copied(self, part: torch.Tensor) -> torch.Tensor:
         if part.is_meta:
             return torch.empty(part.shape, dtype=part.dtype, device="meta")
         # A copy: the part must not keep the whole tensor alive.
@@ -107,6 +122,7 @@ class VirtualLayout:
         self.mesh = mesh
         self.device = torch.device("cpu")
         self.coordinate = (0,) * len(mesh.names)
+        self.copies: HostCopies | None = None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         return iter(tensors)
@@ -130,6 +146,9 @@ class VirtualLayout:
                 for rank in ranks
             }
         return LocalTensor(parts)
+
+    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
+        return [self.split(whole, placement) for whole, placement in wholes]
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
         with self.plain():

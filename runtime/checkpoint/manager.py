@@ -29,8 +29,9 @@ from runtime.checkpoint.optimizer_state import (
     with_state_memory,
 )
 from runtime.checkpoint.pickled import PickledCheckpoint
-from runtime.checkpoint.pieces import Content, Piece, check_pieces, names_under
+from runtime.checkpoint.pieces import Content, check_pieces, names_under
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
+from runtime.checkpoint.staging import HostStaging, device_of
 from runtime.checkpoint.storage import StoredCheckpoint, put_object, reason_of, write
 from runtime.owned import Owned
 from runtime.weight_files import named_alike
@@ -76,7 +77,8 @@ class CheckpointManager:
     Args:
         directory: of the checkpoints, on a file system that all ranks share.
         keep_last: how many to keep; None for all.
-        asynchronous: ``save`` copies the state and writes it in the background. The next ``save``, ``load`` or
+        asynchronous: ``save`` copies the state (from a device into pinned memory, which is kept) and writes it in the
+            background. The next ``save``, ``load`` or
             ``wait`` waits for it, and raises what went wrong; call ``wait`` before the process group is destroyed.
         device: where tensors still on meta get memory; None for the mesh's, or the CPU.
 
@@ -101,6 +103,7 @@ class CheckpointManager:
         # A group of its own: writing in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo") if num_ranks() > 1 else None
         self._running: Future[Any] | None = None
+        self._staging = HostStaging()
 
     def save(
         self,
@@ -130,7 +133,7 @@ class CheckpointManager:
                 job saves into the directory, or the files cannot be written.
         """
         self.wait()
-        content, groups = together(lambda: self._content(parallel, optimizer), self._group)
+        content, groups, device = together(lambda: self._content(parallel, optimizer), self._group)
         # The same on all ranks, so that none needs to tell the others of an error.
         merged = merged_groups(gathered(groups, self._group))
         training = {
@@ -153,6 +156,7 @@ class CheckpointManager:
                 keep_last=self.keep_last,
                 group=self._group,
                 asynchronous=self.asynchronous,
+                device=device,
             )
         except CheckpointException as error:
             raise ValueError(f"the checkpoint of step {step} could not be written: {reason_of(error)}") from error
@@ -168,16 +172,18 @@ class CheckpointManager:
             put_object(content, f"{TRAINING}/{name}", value, where=name)
         return folders.start(self.directory, step)
 
-    def _content(self, parallel: Owner, optimizer: torch.optim.Optimizer | None) -> tuple[Content, tuple[Group, ...]]:
+    def _content(
+        self, parallel: Owner, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Content, tuple[Group, ...], torch.device | None]:
+        """What this rank writes, the optimizer's groups, and the accelerator that the model is on."""
         owned = named_alike(parallel.owned(), parallel.state_names)
         content = model_to_save(owned)
         groups: tuple[Group, ...] = ()
         if optimizer is not None:
             content.update(optimizer_to_save(owned, optimizer))
             groups = groups_of(owned, optimizer)
-        if self.asynchronous:
-            content = {name: value.copied() if isinstance(value, Piece) else value for name, value in content.items()}
-        return content, groups
+        device = device_of(content)
+        return (self._staging.staged(content) if self.asynchronous else content), groups, device
 
     def wait(self) -> None:
         """Wait until a checkpoint that is written in the background is complete.

@@ -176,8 +176,13 @@ def write(
     keep_last: int | None,
     group: dist.ProcessGroup | None,
     asynchronous: bool,
+    device: torch.device | None = None,
 ) -> Future[Any] | None:
-    """Write what all ranks bring as one checkpoint; the future of its end if asked for, else it has ended."""
+    """Write what all ranks bring as one checkpoint; the future of its end if asked for, else it has ended.
+
+    Args:
+        device: the accelerator of this rank, if it has one: a new thread would use that of the host's first.
+    """
     arguments: dict[str, Any] = {
         "storage_writer": _Writer(directory, name, manifest, rank=rank_in(group), keep_last=keep_last),
         "planner": SavePieces(),
@@ -187,10 +192,18 @@ def write(
     if not asynchronous:
         dcp.save(content, **arguments)
         return None
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    executor = ThreadPoolExecutor(
+        max_workers=1, thread_name_prefix="checkpoint", initializer=_use_device, initargs=(device,)
+    )
     future = executor.submit(dcp.save, content, **arguments)
     executor.shutdown(wait=False)
     return future
+
+
+def _use_device(device: torch.device | None) -> None:
+    """Make ``device`` the current one of this thread."""
+    if device is not None:
+        torch.get_device_module(device).set_device(device)
 
 
 class StoredCheckpoint:

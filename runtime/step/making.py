@@ -55,11 +55,14 @@ class Prepared:
     unflatten: Callable[[dict[str, Any]], Any] | None
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that this rank runs."""
+        return (*(stage.program for stage in self.stages), *([self.totals.program] if self.totals is not None else []))
+
+    @property
     def reads(self) -> frozenset[Path]:
         """Paths of the inputs that this rank's programs read."""
-        programs = [stage.program for stage in self.stages]
-        programs += [self.totals.program] if self.totals is not None else []
-        paths = {spec.path for program in programs for spec in program.inputs}
+        paths = {spec.path for program in self.programs for spec in program.inputs}
         return frozenset(path for path in paths if path[0] not in ("received", "total"))
 
     def forget_constants(self) -> None:

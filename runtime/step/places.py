@@ -89,6 +89,8 @@ class Places(Protocol):
         at: Callable[[tuple[int, ...]], tuple[int, ...]],
     ) -> torch.Tensor: ...
 
+    def to_device(self, part: torch.Tensor) -> torch.Tensor: ...
+
 
 class RankPlaces:
     """One real rank.
@@ -132,6 +134,8 @@ class RankPlaces:
         """The ranks of this rank's pipeline at ``stages``; None if this rank is at none of them."""
         if len(stages) == self.num_stages:
             return self.pipeline_group
+        if self.stage not in stages:
+            return None
         if stages not in self._stage_groups:
             assert self.pipeline_group is not None
             pipeline = dist.get_process_group_ranks(self.pipeline_group)
@@ -169,8 +173,11 @@ class RankPlaces:
         mesh: MeshShape,
         at: Callable[[tuple[int, ...]], tuple[int, ...]],
     ) -> torch.Tensor:
-        """This rank's part of an input on a ``mesh`` that counts micro-batches; ``at`` is its coordinate there."""
-        part = part_of(tensor, placement, mesh, at(self.layout.coordinate))
+        """This rank's part of an input on a ``mesh`` that counts micro-batches, a view; ``at`` is its place there."""
+        return part_of(tensor, placement, mesh, at(self.layout.coordinate))
+
+    def to_device(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of an input where programs run."""
         return part.to(self.layout.device).contiguous()
 
 
@@ -207,6 +214,9 @@ class VirtualPlaces:
         at: Callable[[tuple[int, ...]], tuple[int, ...]],
     ) -> torch.Tensor:
         return self._each(tensor, lambda coordinate, whole: part_of(whole, placement, mesh, at(coordinate)))
+
+    def to_device(self, part: torch.Tensor) -> torch.Tensor:
+        return part
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
         return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
