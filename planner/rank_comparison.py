@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.capture.structure import flatten
 from passes.plan import Plan
 from runtime.agreement import Ranks
-from runtime.call_agreement import in_words
+from runtime.call_contents import in_words
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 

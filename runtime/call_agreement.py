@@ -3,30 +3,31 @@
 Every call costs one collective of a few bytes, which says whether the ranks' calls are of a kind that they have agreed
 on before. If one is not, on every rank what each passes is compared in full; so it is now and then (after 1, 2, 4, …
 256 calls, then every 256), and the values of the inputs with it.
+
+Where collectives of the model wait on a device, not in this process, a rank that makes a call of a known kind runs
+ahead: it starts the call while the vote is under way, and counts it at the call's end. What the vote then shows is
+raised on all ranks just the same, but what they queued cannot be taken back: the module refuses further calls.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import re
-import struct
-import zlib
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from passes.capture.structure import Container, Leaf, Structure, flatten, leaf_paths, rebuild
+from passes.capture.structure import Container
 from runtime.agreement import Ranks
+from runtime.call_contents import Argument, arguments_of, digest, passed_together
 from runtime.calls import Call, Path
-from runtime.compat import without_dispatch_modes
 from runtime.model_watch import ModelWatch
+from runtime.vote import Vote
+
+Result = TypeVar("Result")
 
 #: After so many calls values are compared each time that many more were made.
 _RARELY = 256
@@ -52,32 +53,38 @@ class AgreedCall:
 
 
 @dataclass(frozen=True)
-class _Argument:
-    """One argument without its tensors' values. ``structure`` is pickled; None if that cannot be."""
-
-    text: str
-    shapes: Mapping[Path, tuple[tuple[int, ...], torch.dtype, bool]]
-    structure: bytes | None
-
-
-@dataclass(frozen=True)
 class _Message:
-    """What a rank tells the others of its call."""
+    """What a rank tells the others of its call.
+
+    Attributes:
+        count: calls that it has made.
+        begun: number of the call that it ran ahead with; None if it waited.
+    """
 
     error: str | None
     action: str
     weight: float
-    arguments: Mapping[int | str, _Argument]
+    arguments: Mapping[int | str, Argument]
     digests: Mapping[Path, int]
     group: int
+    count: int
+    begun: int | None = None
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A call that this rank has begun while the others were voting; ``compare`` settles it if they disagree."""
+
+    vote: Vote
+    compare: Callable[[], Any]
 
 
 def describe(verb: str, model: nn.Module, watch: ModelWatch, *, local_inputs: bool) -> str:
-    """What a rank does with a call, in words: the ``verb``, modes, and attributes of the model that changed."""
+    """What a rank does with a call, in words: the ``verb``, modes, and what changed since the model was compiled."""
     gradients = "" if verb == TRAIN_STEP or torch.is_grad_enabled() else " without gradients"
     local = " on local inputs" if local_inputs else ""
-    changed = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in watch.changed.items()]
-    attributes = f" with {', '.join(changed)}" if changed else ""
+    differences = watch.differences
+    attributes = f" with {', '.join(differences)}" if differences else ""
     return f"{verb} in {'training' if model.training else 'evaluation'} mode{gradients}{local}{attributes}"
 
 
@@ -96,10 +103,58 @@ class CallAgreement:
         self._count = 0
         #: By what this rank called: the number of the agreed call, and the call itself if it is not this rank's own.
         self._kinds: OrderedDict[Any, tuple[int, Call | None]] = OrderedDict()
+        self._ahead: _Ahead | None = None
+        self._some_ran_ahead = False
+        self._broken: str | None = None
 
-    def check(self, action: str) -> None:
-        """Make sure that every rank does ``action``, which takes nothing that could differ."""
-        self.agree(action, lambda: _NOTHING, values=False)
+    def check(self, action: str, *, may_run_ahead: bool = False) -> None:
+        """Make sure that every rank does ``action``, which takes nothing that could differ.
+
+        Args:
+            may_run_ahead: as for a call; ``settle`` must follow.
+        """
+        self.agree(action, lambda: _NOTHING, values=False, may_run_ahead=may_run_ahead)
+
+    def together(self, prepare: Callable[[], Result]) -> Result:
+        """``prepare()``, which costs nothing where it succeeds.
+
+        What it raises on this rank alone is raised on the others, as a ValueError, at the call that they make next
+        (this rank waits for it): else they would wait in that call for ever.
+        """
+        try:
+            return prepare()
+        except Exception as error:
+            if not self.ranks.is_alone and self._broken is None:
+                self.settle()
+                # Where the others have ended there is nobody to tell.
+                with contextlib.suppress(RuntimeError):
+                    self._vote(None, 1.0).is_unanimous()
+                    self._compare(self._message("raises", _NOTHING, error=error), _NOTHING, local=False, error=error)
+            raise
+
+    def settle(self) -> None:
+        """Wait until all ranks are known to make the call that this one began ahead of the vote, if it did.
+
+        Raises:
+            ValueError: on every rank, as ``agree``; the module is of no use then.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead.vote.is_unanimous():
+            ahead.compare()
+
+    def confirm(self, check: Callable[[], None]) -> None:
+        """Where ranks may leave out inputs, what ``check`` raises on one rank is raised on all; after a comparison.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        if not self.may_leave_out:
+            return
+        try:
+            self.ranks.together(check)
+        except Exception as error:
+            self._note_broken(error)
+            raise
 
     def agree(
         self,
@@ -110,8 +165,11 @@ class CallAgreement:
         local: bool = False,
         weight: float = 1.0,
         values: bool = True,
+        may_run_ahead: bool = True,
     ) -> AgreedCall:
         """The call that all ranks make, each of them passing what ``read`` returns.
+
+        Where this rank may run ahead, ``settle`` says in the end whether they did.
 
         Args:
             action: what is to be done with it, in words; it must be the same on all ranks.
@@ -119,6 +177,7 @@ class CallAgreement:
             local: whether data groups pass samples of their own.
             weight: a number that must be the same on all ranks, and may be another one at each call.
             values: whether to compare the inputs' values now and then.
+            may_run_ahead: whether what is done waits for other ranks on the device alone.
 
         Raises:
             ValueError: on every rank, if they call different things or pass different inputs, or ``read`` raised on one
@@ -127,6 +186,9 @@ class CallAgreement:
         if self.ranks.is_alone:
             own = _with_values(read(), reads)
             return AgreedCall(own, own, is_compared=True)
+        self.settle()
+        if self._broken is not None:
+            raise ValueError(f"{_OUT_OF_STEP}: {self._broken}")
         own, error = _NOTHING, None
         try:
             own = _with_values(read(), reads)
@@ -135,44 +197,95 @@ class CallAgreement:
             error, key = found, None
         kind = self._kinds.get(key) if error is None else None
         is_due = values and self._is_due()
-        if self._all_know(None if kind is None or is_due else kind[0], weight):
-            assert kind is not None
-            return AgreedCall(own, own if kind[1] is None else kind[1], is_compared=False)
+        vote = self._vote(None if kind is None or is_due else kind[0], weight)
+        if kind is not None and not is_due:
+            number, whole = kind[0], own if kind[1] is None else kind[1]
+            if self.ranks.run_ahead and may_run_ahead:
+
+                def compare() -> None:
+                    message = self._message(action, own, weight=weight, local=local, begun=number)
+                    self._compare(message, own, local=local)
+                    if values:
+                        self.confirm(lambda: None)
+
+                self._ahead = _Ahead(vote, compare)
+                return AgreedCall(own, whole, is_compared=False)
+            if vote.is_unanimous():
+                return AgreedCall(own, whole, is_compared=False)
+        else:
+            vote.is_unanimous()
         digests: dict[Path, int] = {}
         if error is None and is_due:
             digests = {
-                path: _digest(tensor) for path, tensor in own.tensors.items() if reads is None or str(path[0]) in reads
+                path: digest(tensor) for path, tensor in own.tensors.items() if reads is None or str(path[0]) in reads
             }
-        message = _Message(
-            None if error is None else str(error),
-            action,
-            weight,
-            _arguments(own),
-            digests,
-            self.data_rank if local else 0,
-        )
-        messages = self.ranks.gathered(message)
-        if error is not None:
-            raise error
-        self._check(messages, local=local)
-        number, whole = _together(own, messages)
+        message = self._message(action, own, weight=weight, local=local, digests=digests, error=error)
+        number, whole = self._compare(message, own, local=local, error=error)
         self._kinds[key] = number, None if whole is own else whole
         if len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
         return AgreedCall(own, whole, is_compared=True)
 
+    def _vote(self, number: int | None, weight: float) -> Vote:
+        return Vote(self.ranks.group, number, weight)
+
+    def _message(
+        self,
+        action: str,
+        own: Call,
+        *,
+        weight: float = 1.0,
+        local: bool = False,
+        digests: Mapping[Path, int] | None = None,
+        error: Exception | None = None,
+        begun: int | None = None,
+    ) -> _Message:
+        return _Message(
+            error=None if error is None else str(error),
+            action=action,
+            weight=weight,
+            arguments=arguments_of(own),
+            digests=digests or {},
+            group=self.data_rank if local else 0,
+            count=self._count,
+            begun=begun,
+        )
+
+    def _compare(
+        self, message: _Message, own: Call, *, local: bool, error: Exception | None = None
+    ) -> tuple[int, Call]:
+        """Number of the call that all ranks make, and what they pass together, once each has told what it does.
+
+        Raises:
+            ValueError: as ``agree``.
+        """
+        messages = self.ranks.gathered(message)
+        self._count = max(one.count for one in messages)
+        self._some_ran_ahead = any(one.begun is not None for one in messages)
+        try:
+            if error is not None:
+                raise error
+            self._check(messages, local=local)
+            number, whole = passed_together(own, messages[0].action, [one.arguments for one in messages])
+            apart = [place for place, one in enumerate(messages) if one.begun not in (None, number)]
+            if apart:
+                raise ValueError(
+                    f"{self.ranks.names(apart)} began with what ranks passed together before, which is not what they "
+                    "pass now"
+                )
+        except Exception as found:
+            self._note_broken(found)
+            raise
+        return number, whole
+
+    def _note_broken(self, error: Exception) -> None:
+        """What ranks that ran ahead have queued waits for ranks that will not come."""
+        if self._some_ran_ahead:
+            self._broken = str(error)
+
     def _is_due(self) -> bool:
         self._count += 1
         return self._count % _RARELY == 0 if self._count > _RARELY else self._count.bit_count() == 1
-
-    def _all_know(self, number: int | None, weight: float) -> bool:
-        """Whether all ranks make the call that they have agreed on under this number; None: this one wants to ask."""
-        (bits,) = struct.unpack("q", struct.pack("d", weight))
-        told = torch.tensor([int(number is None), number or 0, -(number or 0), bits, -bits])
-        with without_dispatch_modes():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.ranks.group)
-        unknown, *pairs = told.tolist()
-        return not unknown and pairs[0] == -pairs[1] and pairs[2] == -pairs[3]
 
     def _check(self, messages: Sequence[_Message], *, local: bool) -> None:
         ranks = self.ranks
@@ -226,6 +339,7 @@ class CallAgreement:
                 )
 
 
+_OUT_OF_STEP = "ranks are out of step since a call that some had begun when others refused it: start them again"
 _GLOBAL = "every rank must pass the same global batch (with local_inputs=True, its data-parallel group's samples)"
 
 
@@ -238,87 +352,3 @@ def _with_values(call: Call, reads: Collection[str] | None) -> Call:
                 "(those without values serve as example_inputs of planner.compile)"
             )
     return call
-
-
-def _arguments(call: Call) -> dict[int | str, _Argument]:
-    """The arguments of a call by place or name."""
-    found: dict[int | str, _Argument] = {}
-    for structure in call.structures:
-        assert isinstance(structure, Container)
-        for name, part in zip(structure.keys, structure.parts):
-            tensors = {path: call.tensors[path] for path in leaf_paths(part)}
-            shapes = {path: (tuple(one.shape), one.dtype, one.requires_grad) for path, one in tensors.items()}
-            found[name] = _Argument(_text(part, shapes), shapes, _pickled(part))
-    return found
-
-
-def _text(structure: Structure, shapes: Mapping[Path, tuple[tuple[int, ...], torch.dtype, bool]]) -> str:
-    tensors = [
-        f"{'.'.join(map(str, path[1:]))}{' ' if path[1:] else ''}{list(shape)} {str(dtype).removeprefix('torch.')}"
-        f"{' with a gradient' if with_gradient else ''}"
-        for path, (shape, dtype, with_gradient) in shapes.items()
-    ]
-    if len(shapes) == 1 and not isinstance(structure, Container):
-        return tensors[0]
-    return f"{'; '.join(tensors)} in {in_words(structure)}" if tensors else in_words(structure)
-
-
-def in_words(structure: Structure) -> str:
-    """A structure in words that are the same in every process."""
-    if isinstance(structure, Leaf):
-        return "tensor"
-    if isinstance(structure, Container):
-        kind = structure.example if isinstance(structure.example, type) else type(structure.example)
-        parts = [f"{key}={in_words(part)}" for key, part in zip(structure.keys, structure.parts)]
-        return f"{kind.__name__}({', '.join(parts)})"
-    value = structure.value
-    if isinstance(value, np.ndarray):
-        return f"array {list(value.shape)} {value.dtype} of checksum {zlib.crc32(np.ascontiguousarray(value).data):x}"
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__}({', '.join(sorted(map(repr, value)))})"
-    # Objects print their address, which is another one on each rank.
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _pickled(structure: Structure) -> bytes | None:
-    try:
-        return pickle.dumps(structure)
-    except Exception:  # any object may stand in a call, and refuse in any way
-        return None
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return 0
-    content = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(content.numpy().data)
-
-
-def _together(own: Call, messages: Sequence[_Message]) -> tuple[int, Call]:
-    """What the ranks pass together, and a number for it: ``own`` if this rank passes all of it in that order."""
-    arguments: dict[int | str, _Argument] = {}
-    for message in messages:
-        for name, argument in message.arguments.items():
-            arguments.setdefault(name, argument)
-    text = repr([messages[0].action, *((name, argument.text) for name, argument in arguments.items())])
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if list(_arguments(own)) == list(arguments):
-        return number, own
-    values = {name: _value(name, argument, own) for name, argument in arguments.items()}
-    args = tuple(values[place] for place in sorted(name for name in values if isinstance(name, int)))
-    kwargs = {name: value for name, value in values.items() if isinstance(name, str)}
-    args_structure, tensors = flatten(args)
-    kwargs_structure, more = flatten(kwargs)
-    return number, Call(args, kwargs, (args_structure, kwargs_structure), {**tensors, **more}).with_shapes({})
-
-
-def _value(name: int | str, argument: _Argument, own: Call) -> Any:
-    for given in (dict(enumerate(own.args)), own.kwargs):
-        if name in given:
-            return given[name]  # type: ignore[index]
-    assert argument.structure is not None
-    tensors = {
-        path: torch.empty(shape, dtype=dtype, device="meta", requires_grad=with_gradient)
-        for path, (shape, dtype, with_gradient) in argument.shapes.items()
-    }
-    return rebuild(pickle.loads(argument.structure), tensors)

@@ -28,9 +28,8 @@ class ChangingFloats:
         model: the dtype of its parameters is what scalars are held in (float32, or float64 if any is).
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in model.parameters()) else torch.float32
-        self.device = device
         self._first: dict[Hashable, Mapping[_Place, float]] = {}
         self._constant: set[tuple[Hashable, tuple[_Place, ...]]] = set()
         self._checked: set[tuple[Hashable, tuple[_Place, ...]]] = set()
@@ -60,7 +59,8 @@ class ChangingFloats:
         return with_inputs
 
     def _with_inputs(self, call: Call, places: tuple[_Place, ...]) -> Call:
-        tensors = {place: torch.tensor(_floats(call)[place], dtype=self.dtype, device=self.device) for place in places}
+        # On the host, as other inputs: they are brought to the device together.
+        tensors = {place: torch.tensor(_floats(call)[place], dtype=self.dtype, device="cpu") for place in places}
         return self._with_values(call, tensors)
 
     def _with_values(self, call: Call, values: Mapping[_Place, Any]) -> Call:

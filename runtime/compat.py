@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from spmd_types import _state
+from torch._C._dynamo import guards
 from torch.utils._python_dispatch import _disable_current_modes
+
+_dict_version: Callable[[dict[str, Any]], Any] | None = getattr(guards, "dict_version", None)
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
@@ -66,6 +69,26 @@ def is_alone_in_memory(tensor: torch.Tensor) -> bool:
         return False
     alone, given = (count_users(one.untyped_storage()._cdata) for one in (torch.empty(1), tensor))
     return bool(given <= alone)
+
+
+def pinned_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors on the host in pinned memory, of the shapes and dtypes of ``tensors``, with any values."""
+    from torch.distributed._state_dict_utils import _create_cpu_state_dict
+
+    pinned: dict[str, torch.Tensor] = _create_cpu_state_dict(tensors, pin_memory=True)
+    return pinned
+
+
+def copy_tensors(sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> None:
+    """Start to copy tensors into others of the same names; between a device and pinned memory without waiting."""
+    from torch.distributed._state_dict_utils import _copy_state_dict
+
+    _copy_state_dict(sources, targets, non_blocking=True)
+
+
+def dict_version(table: dict[str, Any]) -> Any:
+    """A number that is another one after every change of ``table``'s entries (not of what they hold)."""
+    return _dict_version(table) if _dict_version is not None else tuple(map(id, table.values()))
 
 
 @contextlib.contextmanager
@@ -162,9 +185,6 @@ def default_group_timeout() -> timedelta | None:
     return None
 
 
-def device_type_of_default_group() -> str:
-    """Where tensors of the default process group's collectives live: "cuda" if NCCL runs them, else "cpu"."""
-    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
 def group_is_split_from_default() -> bool:
     """Whether torch splits new groups off the default one's communicators, for which all ranks must come together."""
     group = dist.distributed_c10d._get_default_group()
@@ -190,3 +210,6 @@ def new_group_of_members(
     return group
 
 
+def device_type_of_default_group() -> str:
+    """Where tensors of the default process group's collectives live: "cuda" if NCCL runs them, else "cpu"."""
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"

@@ -85,8 +85,8 @@ class Engine:
         self.planner = planner
         self.loss_fn = loss_fn
         self.latest: Program | None = None
-        self.watch = ModelWatch(model, self.model)
-        self.floats = ChangingFloats(self.model, layout.device)
+        self.watch = ModelWatch(model, self.model, loss_fn=loss_fn)
+        self.floats = ChangingFloats(self.model)
         self._runnables: ProgramCache[_Runnable] = ProgramCache()
         self._frozen: list[nn.Parameter] = []
         self.ranks = Ranks(None) if isinstance(layout, VirtualLayout) else Ranks.of(layout.device_mesh)
@@ -114,7 +114,8 @@ class Engine:
         if verb == TRAIN_STEP:
             scalar_loss(runnable.graph)
         program = runnable.program
-        tensors = [self._part(call.tensors[spec.path], spec.placement, local=local_inputs) for spec in program.inputs]
+        placements = [self._placement(spec.placement, local=local_inputs) for spec in program.inputs]
+        tensors = self.layout.inputs([(call.tensors[i.path], where) for i, where in zip(program.inputs, placements)])
         ops.begin_step(training=verb == TRAIN_STEP)
         with self._running():
             if runnable.constants is None:
@@ -144,6 +145,7 @@ class Engine:
         return read_call(self.model.forward, args, kwargs, positional=self._positional())
 
     def _read_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        self.watch.check(lambda name: self.shards.weights.find(name).requires_grad)
         if self.shards.placed:
             self._check_ready()
         return self.read(args, kwargs)
@@ -235,12 +237,11 @@ class Engine:
                 f"plan with constraints={{'input:*': {{'{DATA}': 'S(0)'}}}}, or pass the global batch"
             )
 
-    def _part(self, tensor: torch.Tensor, placement: tuple[str, ...], *, local: bool) -> torch.Tensor:
-        if local:
-            placement = tuple(
-                R if self._is_local(name) else spmd_type for name, spmd_type in zip(self.layout.mesh.names, placement)
-            )
-        return self.layout.split(tensor, placement)
+    def _placement(self, placement: Placement, *, local: bool) -> Placement:
+        """How an input is cut on this rank: where it is local, it is cut already."""
+        if not local:
+            return placement
+        return tuple(R if self._is_local(axis) else where for axis, where in zip(self.layout.mesh.names, placement))
 
     def _is_local(self, axis: str) -> bool:
         """Whether local inputs are already cut on ``axis``: on the data axis if there is one, else on all."""

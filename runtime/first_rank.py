@@ -6,12 +6,15 @@ model at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from runtime.agreement import Ranks
 
 
 def from_first_rank(
@@ -30,6 +33,50 @@ def from_first_rank(
     broadcast_objects(message, device_mesh)
     for tensor, meta in zip(own, message[0], strict=True):
         yield torch.empty_like(tensor, device="meta") if meta else _broadcast(tensor, device_mesh, device)
+
+
+class FirstRanksState(Mapping[str, torch.Tensor]):
+    """A state dict as the mesh's first rank has it, of which a rank holds one whole tensor at a time.
+
+    Every rank must make one, and go through ``items()`` in their order; what other ranks pass is not looked at.
+
+    Raises:
+        ValueError: on every rank, if the first one's holds something else than whole tensors with values.
+    """
+
+    def __init__(
+        self, state: Mapping[str, torch.Tensor], device_mesh: DeviceMesh, device: torch.device, ranks: Ranks
+    ) -> None:
+        self._own, self._device_mesh, self._device = state, device_mesh, device
+        is_first = dist.get_rank() == int(device_mesh.mesh.flatten()[0])
+        message: list[Any] = [ranks.together(lambda: _described(state) if is_first else None)]
+        broadcast_objects(message, device_mesh)
+        self._described: dict[str, tuple[torch.Size, torch.dtype]] = message[0]
+        self._is_first = is_first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._described)
+
+    def __len__(self) -> int:
+        return len(self._described)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor, which all ranks must ask for at the same time."""
+        shape, dtype = self._described[name]
+        own = self._own[name] if self._is_first else torch.empty(shape, dtype=dtype, device="meta")
+        return _broadcast(own, self._device_mesh, self._device)
+
+
+def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.is_meta:
+            kind = "is on the meta device" if isinstance(tensor, torch.Tensor) and tensor.is_meta else "is a shard"
+            kind = kind if isinstance(tensor, torch.Tensor) else f"is a {type(tensor).__name__}"
+            raise ValueError(
+                f"{name!r} of the state dict {kind}: load_full_state_dict takes whole tensors with values, as the "
+                "original's state_dict() or full_state_dict() give them"
+            )
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
 
 def _broadcast(tensor: torch.Tensor, device_mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,9 @@
 The engine traces a copy of the model without data. A number, a string or a flag that is set on the original's modules,
 or on plain objects that they hold (a config), is set on the copy too, and the next call is traced with it; other
 changes are announced. The original is looked at as long as somebody else holds it.
+
+What trains, and which submodules are in which mode, is the parallel module's own: it is refused on the original, where
+it would change nothing. The whole original may be frozen or put into another mode (to be a teacher, or compared with).
 """
 
 from __future__ import annotations
@@ -10,12 +13,17 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from runtime.compat import dict_version
+from runtime.modes import other_modes
+from runtime.surroundings import Surroundings, in_words
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _COMPARED = (*_PLAIN, list, dict, set)
@@ -36,35 +44,63 @@ class _Owner:
     reference: weakref.ref[Any]
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    size: int
     num_hooks: int
+    #: Another one when an attribute was set.
+    version: Any
+    #: Whether what stands there may change without that.
+    changes_inside: bool
 
 
 class ModelWatch:
     """Keeps ``copy`` in step with the plain attributes of ``model``.
 
+    Args:
+        loss_fn: what computes the loss, whose code is looked at, too.
+
     Attributes:
         changed: plain attributes that are other than when the model was compiled.
+        other_modes: paths of submodules of ``copy`` whose training mode is not its root's.
+        frozen: names of parameters that no longer train, of those that the plan trains.
     """
 
-    def __init__(self, model: nn.Module, copy: nn.Module) -> None:
+    def __init__(self, model: nn.Module, copy: nn.Module, *, loss_fn: Callable[..., Any] | None = None) -> None:
         self.changed: dict[Place, Any] = {}
+        self.other_modes = other_modes(copy)
+        self.frozen: tuple[str, ...] = ()
         self._copy = copy
         self._root = weakref.ref(model)
         self._first: dict[Place, Any] = {}
         self._announced: set[Place] = set()
         self._owners = list(_owners(model))
+        self._num_handles = RemovableHandle.next_id
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._trained: list[bool | None] = [parameter.requires_grad for parameter in model.parameters()]
+        self._trained_first = self._trained
+        self._modes_first = self.other_modes
+        self._original_modes: tuple[str, ...] | None = None
+        self._surroundings = Surroundings(model, loss_fn)
 
     @property
     def key(self) -> Hashable:
-        """Equal as long as the copy's plain attributes are."""
-        return tuple((place, type(value), repr(value)) for place, value in self.changed.items())
+        """Equal as long as programs that are traced with the copy are."""
+        attributes = tuple((place, type(value), repr(value)) for place, value in self.changed.items())
+        return attributes, self.other_modes, self._surroundings.key
+
+    @property
+    def differences(self) -> list[str]:
+        """What is other than when the model was compiled, in words that are the same in every process."""
+        attributes = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in self.changed.items()]
+        around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
+        modes = [f"{path!r} in the other mode" for path in self.other_modes]
+        return [*attributes, *around, *modes, *(f"{name!r} frozen" for name in self.frozen)]
 
     def update(self) -> None:
-        """Take up what changed on the original since the last call."""
-        model = self._root()
-        if model is None or not self._owners:
+        """Take up what changed since the last call."""
+        self._surroundings.update()
+        if self._root() is None or not self._owners:
             return
+        hooks = self._num_handles != RemovableHandle.next_id
+        self._num_handles = RemovableHandle.next_id
         for owner in self._owners:
             thing = owner.reference()
             if thing is None:
@@ -72,12 +108,59 @@ class ModelWatch:
                 self._owners = [other for other in self._owners if other is not owner]
                 continue
             attributes = thing.__dict__
-            # Tuples compare what is not the same object by value.
-            if len(attributes) != owner.size or tuple(map(attributes.get, owner.names)) != owner.values:
-                self._take(owner, attributes)
-            if not owner.attribute and _num_hooks(attributes) != owner.num_hooks:
-                owner.num_hooks = _num_hooks(attributes)
-                self._announce_hooks(owner.path)
+            if hooks or owner.changes_inside or dict_version(attributes) != owner.version:
+                self._update_owner(owner, attributes)
+
+    def _update_owner(self, owner: _Owner, attributes: dict[str, Any]) -> None:
+        version = dict_version(attributes)
+        # Tuples compare what is not the same object by value.
+        if version != owner.version or tuple(map(attributes.get, owner.names)) != owner.values:
+            self._take(owner, attributes)
+            self._original_modes = None
+        owner.version = version
+        if not owner.attribute and _num_hooks(attributes) != owner.num_hooks:
+            owner.num_hooks = _num_hooks(attributes)
+            self._announce_hooks(owner.path)
+
+    def check(self, trains: Callable[[str], bool]) -> None:
+        """Refuse changes of the original that are the parallel module's to make.
+
+        Args:
+            trains: whether a parameter of the parallel module requires a gradient.
+
+        Raises:
+            ValueError: if a part of the original was frozen, thawed, or put into another mode than its root's, since it
+                was compiled, and not so the parallel module's part.
+        """
+        model = self._root()
+        if model is None:
+            return
+        if self._original_modes is None:
+            self._original_modes = other_modes(model)
+        if self._original_modes not in ((), self._modes_first, self.other_modes):
+            path = sorted({*self._original_modes} ^ {*self.other_modes})[0]
+            mode = "training" if model.get_submodule(path).training else "evaluation"
+            raise ValueError(
+                f"{path!r} of the model was put into {mode} mode after it was compiled, which would change nothing: "
+                f"call parallel.get_submodule({path!r}).{'train' if mode == 'training' else 'eval'}() (again after "
+                "parallel.train())"
+            )
+        now = [getattr(reference(), "requires_grad", None) for reference in self._parameters]
+        if now not in (self._trained, self._trained_first):
+            self._check_trained(model, trains)
+            self._trained = now
+
+    def _check_trained(self, model: nn.Module, trains: Callable[[str], bool]) -> None:
+        parameters = dict(model.named_parameters())
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            return
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != trains(name):
+                what = "thawed" if parameter.requires_grad else "frozen"
+                raise ValueError(
+                    f"{name!r} of the model was {what} after it was compiled, which would change nothing: set "
+                    "requires_grad of the parallel module's parameters, or before planner.compile"
+                )
 
     def set(self, place: Place, value: Any) -> None:
         """Set a plain attribute of the copy."""
@@ -102,8 +185,8 @@ class ModelWatch:
                 self.set(place, value)
             else:
                 self._announce(place, "was set")
-        owner.names, owner.size = names, len(attributes)
-        owner.values = tuple(_snapshot(attributes[name]) for name in names)
+        owner.names, owner.values = names, tuple(_snapshot(attributes[name]) for name in names)
+        owner.changes_inside = _changes_inside(owner.values, owner.num_hooks)
 
     def _announce_hooks(self, path: str) -> None:
         warnings.warn(
@@ -172,7 +255,13 @@ def _owners(model: nn.Module) -> Iterator[_Owner]:
 def _owner(path: str, attribute: str, thing: Any, names: tuple[str, ...]) -> _Owner:
     values = tuple(_snapshot(vars(thing)[name]) for name in names)
     num_hooks = 0 if attribute else _num_hooks(vars(thing))
-    return _Owner(path, attribute, weakref.ref(thing), names, values, len(vars(thing)), num_hooks)
+    version = dict_version(vars(thing))
+    changes_inside = _changes_inside(values, num_hooks)
+    return _Owner(path, attribute, weakref.ref(thing), names, values, num_hooks, version, changes_inside)
+
+
+def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:
+    return num_hooks > 0 or any(isinstance(value, (list, dict, set)) for value in values)
 
 
 def _num_hooks(attributes: Mapping[str, Any]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -15,7 +15,9 @@ from passes.emit import Program
 from passes.plan import Plan
 from runtime.accumulation import Accumulation
 from runtime.engine import Engine
+from runtime.first_rank import FirstRanksState
 from runtime.layout import DATA, Layout
+from runtime.modes import SubmoduleModes
 from runtime.owned import Owned
 from runtime.parameters import ParameterTree
 from runtime.parameters.unwrappable import Unwrappable
@@ -51,7 +53,7 @@ class ParallelModule(Unwrappable, nn.Module):
         )
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = self._tree.weights.__dict__[table]
-        self.training = engine.model.training
+        self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
         self.register_load_state_dict_post_hook(_weights_changed)
 
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
@@ -65,11 +67,13 @@ class ParallelModule(Unwrappable, nn.Module):
         Raises:
             ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
         """
-        self._tree.check()
+        self._engine.calls.together(self._check)
         try:
-            return self._engine(args, kwargs, local_inputs=local_inputs)
+            outputs = self._engine(args, kwargs, local_inputs=local_inputs)
+            self._engine.calls.settle()
+            return outputs
         finally:
-            self._tree.follow()
+            self._end_call()
 
     def train_step(
         self, *args: Any, local_inputs: bool = False, weight: float | torch.Tensor | None = None, **kwargs: Any
@@ -86,22 +90,46 @@ class ParallelModule(Unwrappable, nn.Module):
         Raises:
             ValueError: as ``forward``, if the model returns no loss, and for a weight that is not finite.
         """
-        self._refuse_hooks()
         if isinstance(weight, torch.Tensor):
             kwargs["weight"], weight = weight, None
-        scale = self._accumulation.weight_of_step(weight)
-        self._tree.check()
+
+        def ready() -> float:
+            self._refuse_hooks()
+            self._check()
+            return self._accumulation.weight_of_step(weight)
+
+        scale = self._engine.calls.together(ready)
         try:
-            return self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+            loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+            self._engine.calls.settle()
+            return loss
         finally:
-            self._tree.follow()
+            self._end_call()
+
+    def _check(self) -> None:
+        """Take up what was set on submodules and parameters since the last call.
+
+        Raises:
+            ValueError: for what a plan cannot follow.
+        """
+        self._tree.check()
+        watch, modes = self._engine.watch, self._modes.follow()
+        watch.frozen = self._tree.frozen()
+        if modes is not None:
+            watch.other_modes = modes
+
+    def _end_call(self) -> None:
+        self._tree.follow()
+        if self.layout.copies is not None:
+            self.layout.copies.settle()
 
     def _refuse_hooks(self) -> None:
         """Raise ValueError for hooks that ``train_step`` would not call."""
         if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
             raise ValueError("train_step calls no hooks of the parallel module: remove them, or call the module itself")
 
-    def accumulate(self, num_steps: int) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulate(self, num_steps: int) -> Iterator[None]:
         """A context around the ``num_steps`` ``train_step`` calls before one optimizer step: each weighs 1/num_steps.
 
         Gradients are then those of the mean of the calls' losses.
@@ -109,7 +137,10 @@ class ParallelModule(Unwrappable, nn.Module):
         Raises:
             ValueError: for less than one step, and at the end if another number of them was run.
         """
-        return self._accumulation.over(num_steps)
+        with contextlib.ExitStack() as stack:
+            self._engine.calls.together(lambda: stack.enter_context(self._accumulation.over(num_steps)))
+            yield
+            self._engine.calls.together(stack.close)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -128,20 +159,24 @@ class ParallelModule(Unwrappable, nn.Module):
             ValueError: on all ranks, for a ``max_norm`` below zero or not a number, a ``norm_type`` that is not above
                 zero, and with ``error_if_nonfinite``.
         """
-        self._engine.calls.check(f"calls clip_grad_norm_({max_norm}, {norm_type})")
-        self._tree.take_gradients()
+        calls = self._engine.calls
+        calls.together(self._tree.take_gradients)
+        arguments = f"{max_norm}, {norm_type}{', error_if_nonfinite' if error_if_nonfinite else ''}"
+        calls.check(f"calls clip_grad_norm_({arguments})", may_run_ahead=True)
         parameters = [
             (owned.tensor, owned.counts)
             for owned in self.owned()
             if owned.trainable and isinstance(owned.tensor, nn.Parameter)
         ]
-        return clip_gradients(
+        norm = clip_gradients(
             parameters,
             self._engine.all_ranks,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
+        calls.settle()
+        return norm
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:
@@ -215,11 +250,18 @@ class ParallelModule(Unwrappable, nn.Module):
         return self._shards.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Take this rank's part of a state dict of the original model.
+        """Take this rank's part of a state dict of the original model (all ranks must call it).
+
+        The first rank's values count, as those of the model do in ``planner.compile``: others may pass ``{}``.
 
         Raises:
-            ValueError: for a tensor of another shape; with ``strict`` also for missing and unknown names.
+            ValueError: on all ranks, for a tensor of another shape, or a shard; with ``strict`` also for missing and
+                unknown names.
         """
+        self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
+        if not self._engine.ranks.is_alone:
+            mesh = self._shards.places.device_mesh if isinstance(self._shards, StepState) else self.device_mesh
+            state = FirstRanksState(state, mesh, self.layout.device, self._engine.ranks)
         self._shards.load_full_state_dict(state, strict=strict)
         self.weights_changed()
 
@@ -270,8 +312,8 @@ class ParallelModule(Unwrappable, nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter name, on every rank (all ranks must call it)."""
+        self._engine.calls.together(self._tree.take_gradients)
         self._engine.calls.check("calls full_gradients")
-        self._tree.take_gradients()
         return self._shards.full_gradients()
 
     def initialise(self, *, seed: int = 0) -> None:

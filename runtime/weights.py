@@ -55,21 +55,26 @@ class Weights(nn.Module):
 
     def put(self, path: str, tensor: torch.Tensor | None, *, persistent: bool = True) -> None:
         """Place a parameter or buffer at ``path``, making the modules on the way."""
-        node = self
-        *parents, name = path.split(".")
-        for parent in parents:
-            child = node._modules.get(parent)
-            if child is None:
-                child = type(self)()
-                child.max_copies = self.max_copies
-                node._modules[parent] = child
-            node = child  # type: ignore[assignment]
+        parent, _, name = path.rpartition(".")
+        node = self.node(parent)
         if isinstance(tensor, nn.Parameter):
             node._parameters[name] = tensor
         else:
             node._buffers[name] = tensor
             if not persistent:
                 node._non_persistent_buffers_set.add(name)
+
+    def node(self, path: str) -> Weights:
+        """The module at ``path`` ("" for this one), made with those on the way if it is not there."""
+        node = self
+        for name in path.split(".") if path else ():
+            child = node._modules.get(name)
+            if child is None:
+                child = type(self)()
+                child.max_copies = self.max_copies
+                node._modules[name] = child
+            node = child  # type: ignore[assignment]
+        return node
 
     def find(self, path: str) -> Any:
         """What stands at ``path``."""

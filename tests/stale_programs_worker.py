@@ -23,8 +23,25 @@ class Factor:
         self.value = value
 
 
+#: Read by the code of ``Net``.
+AROUND, TABLE, SETTINGS = 1.0, {"by": 1.0}, Factor(1.0)
+
+
+def around(y: torch.Tensor) -> torch.Tensor:
+    return y * AROUND * TABLE["by"]
+
+
+class Gate(nn.Module):
+    """Has no parameters, and a mode that counts."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y * 3.0 if self.training else y
+
+
 class Net(nn.Module):
-    """A linear whose output is scaled by an attribute, by its config and by what it is called with."""
+    """A linear whose output is scaled by attributes, by what is around it and by what it is called with."""
+
+    of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +50,12 @@ class Net(nn.Module):
         self.linear.gain = 1.0
         self.scale = 1.0
         self.config = Factor(1.0)
+        self.gate = Gate()
 
     def forward(self, x: torch.Tensor, by: Any = None, beta: float = 1.0, gate: float = 1.0) -> dict[str, torch.Tensor]:
         y = self.linear(x) * self.scale * self.linear.gain * self.config.value
         y = y * beta + beta**2
+        y = around(self.gate(y)) * SETTINGS.value * self.of_class
         if gate > 0.5:
             y = y * gate
         if isinstance(by, np.ndarray):
@@ -118,6 +137,58 @@ def attributes_of_the_parallel_module_are_followed(pair: Pair) -> bool:
     return torch.allclose(loss, other(X)["loss"].detach(), rtol=1e-9)
 
 
+def globals_and_classes_are_followed(pair: Pair) -> bool:
+    """Numbers around the model's code, read by ``forward`` or by what it calls; functions, too."""
+    global AROUND, around
+    results, first = [], around
+    AROUND = 2.0
+    results.append(pair.same())
+    TABLE["by"] = 3.0
+    results.append(pair.same())
+    SETTINGS.value = 0.5
+    results.append(pair.same())
+    Net.of_class = 4.0
+    results.append(pair.same())
+    around = torch.sin
+    results.append(pair.same())
+    AROUND, TABLE["by"], SETTINGS.value, Net.of_class, around = 1.0, 1.0, 1.0, 1.0, first
+    before = _num_programs(pair)
+    return all(results) and pair.same() and _num_programs(pair) == before
+
+
+def modes_of_submodules_are_followed(pair: Pair) -> bool:
+    """Those of the parallel module; another mode of a part of the original is refused, of all of it is not."""
+    gate, results = pair.parallel.get_submodule("gate"), []
+    pair.model.gate.eval()
+    results.append("'gate' of the model was put into evaluation mode" in _error_of(lambda: pair.same()))
+    gate.eval()
+    results.append(pair.same())
+    pair.parallel.train()
+    pair.model.train()
+    results.append(pair.same())
+    pair.model.eval()
+    loss = pair.parallel.train_step(x=X)
+    pair.model.train()
+    return all(results) and torch.allclose(loss, pair.model(X)["loss"].detach(), rtol=1e-9)
+
+
+def freezing_is_followed_or_refused(pair: Pair) -> bool:
+    """Of a part of the original it is refused; of the parallel module's a plan of a step refuses it."""
+    results = []
+    pair.model.linear.bias.requires_grad_(False)
+    results.append("'linear.bias' of the model was frozen after it" in _error_of(lambda: pair.parallel.train_step(x=X)))
+    pair.parallel.linear.bias.requires_grad_(False)
+    if pair.parallel.plan.step is None:
+        results.append(pair.same() and pair.parallel.linear.bias.grad is None)
+    else:
+        results.append("trained when the step was planned" in _error_of(lambda: pair.parallel.train_step(x=X)))
+    pair.parallel.linear.bias.requires_grad_(True)
+    pair.model.requires_grad_(False)  # a teacher
+    pair.parallel.train_step(x=X)
+    pair.model.requires_grad_(True)
+    return all(results) and pair.same()
+
+
 def other_changes_are_announced(pair: Pair) -> bool:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -158,12 +229,16 @@ def _num_programs(pair: Pair) -> int:
     return len(engine._runnables if hasattr(engine, "_runnables") else engine._maker._prepared)
 
 
-def _refuses(call: Callable[[], Any]) -> bool:
+def _error_of(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ValueError:
-        return True
-    return False
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refuses(call: Callable[[], Any]) -> bool:
+    return _error_of(call) != ""
 
 
 def the_programs_kept_are_bounded(pair: Pair) -> bool:
@@ -210,6 +285,9 @@ SCENARIOS = (
     what_cannot_be_compared_is_refused,
     attributes_of_the_model_are_followed,
     attributes_of_the_parallel_module_are_followed,
+    globals_and_classes_are_followed,
+    modes_of_submodules_are_followed,
+    freezing_is_followed_or_refused,
     other_changes_are_announced,
     hooks_that_would_not_be_called_are_refused,
     floats_that_change_are_inputs,

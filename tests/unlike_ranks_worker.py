@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
+from runtime.agreement import Ranks
+from runtime.call_agreement import CallAgreement
+from runtime.calls import Call, read_call
+from runtime.vote import Vote
 from tests.ranks import answer, task
 from tests.runtime_worker import close, error_of
 from tests.small_models import TiedClassifier, token_batch
@@ -118,6 +123,126 @@ def stages_are_passed_what_they_read() -> bool:
     return all(found) and len(read) == 1 and "was passed on other ranks" in none
 
 
+def two_steps(parallel: Any, announced: int, steps: int) -> None:
+    with parallel.accumulate(announced):
+        for _ in range(steps):
+            parallel.train_step(**BATCH)
+
+
+def with_hook(parallel: Any) -> None:
+    """A step of a parallel module that has a hook on the last rank."""
+    handle = parallel.register_forward_hook(print) if dist.get_rank() else None
+    try:
+        parallel.train_step(**BATCH)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def what_is_wrong_on_one_rank_is_raised_by_all() -> bool:
+    """Before a call is compared: of its weight, of ``accumulate``, of the module; the next call goes on."""
+    parallel, last = planner.compile(built(seed=0), **PLANS[0]), dist.get_rank() == 1
+    calls: dict[str, Callable[[], Any]] = {
+        "weight=inf: give a finite number": lambda: parallel.train_step(**BATCH, weight=math.inf if last else 1.0),
+        "weight='2': give a finite number": lambda: parallel.train_step(**BATCH, weight="2" if last else 2.0),
+        "accumulate(0): give the number": lambda: two_steps(parallel, 0 if last else 2, 2),
+        "accumulate(2) saw 1 train_step calls": lambda: two_steps(parallel, 2, 1 if last else 2),
+        "train_step calls no hooks": lambda: with_hook(parallel),
+        "clip_grad_norm_(1.0, 2.0, error_if_nonfinite), rank 1 calls clip": lambda: parallel.clip_grad_norm_(
+            1.0, error_if_nonfinite=not last
+        ),
+    }
+    refused = [words in error_of(call) for words, call in calls.items()]
+    parallel.zero_grad()
+    return all(refused) and close(parallel.train_step(**BATCH, weight=-0.0), built(seed=0)(**BATCH)["loss"])
+
+
+def the_first_ranks_state_dict_counts() -> bool:
+    """Other ranks may pass another, or none; what is wrong with the first one's is raised by all."""
+    rank, same, wanted = dist.get_rank(), True, built(seed=5).state_dict()
+    for plan in PLANS:
+        parallel = planner.compile(built(seed=0), **plan)
+        for state in ([wanted, {}][rank], built(seed=5 + rank).state_dict()):
+            parallel.load_full_state_dict(built(seed=1).state_dict())
+            parallel.load_full_state_dict(state)
+            now = parallel.full_state_dict()
+            same &= all(torch.equal(now[name], tensor) for name, tensor in wanted.items())
+        short = {name: tensor for name, tensor in wanted.items() if name != "embedding.weight"}
+        for words, state in {
+            "missing": [short, wanted][rank],
+            "is a shard: load_full_state_dict takes whole": [parallel.state_dict(), wanted][rank],
+            "is a float": [{**wanted, "embedding.weight": 1.0}, wanted][rank],
+        }.items():
+            same &= words in error_of(functools.partial(parallel.load_full_state_dict, state))
+    return same
+
+
+def a_call(size: int, *, error: str = "") -> Callable[[], Call]:
+    def read() -> Call:
+        if error:
+            raise ValueError(error)
+        return read_call(lambda x: x, (torch.zeros(size),), {})
+
+    return read
+
+
+def ahead_of(calls: CallAgreement, read: Callable[[], Call], **arguments: Any) -> tuple[str, str]:
+    """What is raised at the beginning and at the end of a call."""
+    action = arguments.pop("action", "calls")
+    return error_of(lambda: calls.agree(action, read, **arguments)), error_of(calls.settle)
+
+
+def raised_ahead(read: Callable[[], Call], arguments: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Of four calls that are alike, the fifth as given, and two that follow it: what is raised by which."""
+    calls = CallAgreement(Ranks(dist.group.WORLD, run_ahead=True), data_rank=0, may_leave_out=False)
+    before = "".join(word for _ in range(4) for word in ahead_of(calls, a_call(4)))
+    begun, ended = ahead_of(calls, read, **arguments)
+    return before, begun, ended, error_of(lambda: calls.agree("calls", a_call(4)))
+
+
+def ranks_that_run_ahead_hear_of_it() -> bool:
+    """A call of a known kind begins before the votes are counted; what they show is raised by all at its end."""
+    last, right = dist.get_rank() == 1, []
+    cases: dict[str, tuple[Callable[[], Call], dict[str, Any]]] = {
+        "rank 1 by 2;": (a_call(4), {"weight": 2.0 if last else 1.0}),
+        "no such batch": (a_call(4, error="no such batch" if last else ""), {}),
+        "rank 1 evaluates": (a_call(4), {"action": "evaluates" if last else "calls"}),
+        "as [5] float32": (a_call(5 if last else 4), {}),
+    }
+    for words, (read, arguments) in cases.items():
+        before, begun, ended, after = raised_ahead(read, arguments)
+        # Rank 1 does not run ahead with what the ranks have not agreed on before.
+        knows = last and words != "rank 1 by 2;"
+        right += [before == "", words in (begun if knows else ended), knows or not begun, "out of step" in after]
+    return all(right)
+
+
+def steps_run_ahead() -> bool:
+    """Where collectives do not block, a step is queued before the vote is counted; results are the same."""
+    order: list[str] = []
+    parallel, model = planner.compile(built(seed=0), **PLANS[3]), built(seed=0)
+    engine: Any = parallel._engine
+    engine.ranks.run_ahead = True
+    count, step = Vote.is_unanimous, engine.state.tied_gradients_summed
+
+    def counted(vote: Vote) -> bool:
+        order.append("vote")
+        return count(vote)
+
+    def stepped() -> Any:
+        order.append("step")
+        return step()
+
+    engine.state.tied_gradients_summed = stepped
+    Vote.is_unanimous = counted  # type: ignore[method-assign]
+    try:
+        losses = [parallel.train_step(**BATCH) for _ in range(3)]
+    finally:
+        Vote.is_unanimous = count  # type: ignore[method-assign]
+    expected = model(**BATCH)["loss"]
+    return all(close(loss, expected) for loss in losses) and order == ["vote", "step", "vote", "step", "step", "vote"]
+
+
 def unlike_arguments_are_refused() -> bool:
     """Of ``compile``, by every rank: another model, plan, mesh or option on one of them."""
     rank = dist.get_rank()
@@ -146,6 +271,10 @@ SCENARIOS: tuple[Callable[[], bool], ...] = (
     unlike_calls_are_refused,
     values_are_compared_now_and_then,
     stages_are_passed_what_they_read,
+    what_is_wrong_on_one_rank_is_raised_by_all,
+    the_first_ranks_state_dict_counts,
+    ranks_that_run_ahead_hear_of_it,
+    steps_run_ahead,
     unlike_arguments_are_refused,
 )
 

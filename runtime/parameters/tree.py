@@ -69,6 +69,10 @@ class ParameterTree:
         for parameter in self._parameters.values():
             parameter.take_gradient()
 
+    def frozen(self) -> tuple[str, ...]:
+        """Names of parameters that the plan trains and that someone has frozen since."""
+        return tuple([one.path for one in self._parameters.values() if one.planned_to_train > one.owner.requires_grad])
+
     def check(self) -> None:
         """Refuse parameters that someone has replaced, or has frozen or thawed under a plan that cannot follow.
 

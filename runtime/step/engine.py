@@ -12,7 +12,7 @@ from torch import nn
 
 from passes.emit import Program
 from passes.emit.program import InputSpec
-from passes.ir.types import MeshShape
+from passes.ir.types import MeshShape, Placement
 from passes.plan import Plan
 from passes.stages.build import BATCH_AXIS
 from runtime import ops
@@ -22,6 +22,7 @@ from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.calls import Call, Path, read_call
 from runtime.changing_floats import ChangingFloats
 from runtime.engine import Planner, everyone_of, positional_of, skeleton
+from runtime.host_copies import HostCopies
 from runtime.model_watch import ModelWatch
 from runtime.outputs import wrap_outputs
 from runtime.step.making import Maker, Prepared
@@ -56,8 +57,8 @@ class StepEngine:
     ) -> None:
         apply_adapters()
         self.model = skeleton(model) if compute is None else computing_in(model, compute)
-        self.watch = ModelWatch(model, self.model)
-        self.floats = ChangingFloats(self.model, places.layout.device)
+        self.watch = ModelWatch(model, self.model, loss_fn=loss_fn)
+        self.floats = ChangingFloats(self.model)
         self.compute = compute
         self.plan = plan
         self.places = places
@@ -66,6 +67,7 @@ class StepEngine:
         assert plan.step is not None
         self.step = plan.step
         self._inputs: dict[Path, torch.Tensor] = {}
+        self._on_device: dict[_InputPart, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._stale = True
@@ -114,7 +116,7 @@ class StepEngine:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
         call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
         ops.begin_step(training=True)
-        with self._given(call, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
+        with self._given(call, prepared, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
             units = in_order_of_use(prepared.stages)
             for unit, uses in _uses(prepared.stages).items():
                 unit.begin(uses * prepared.num_microbatches)
@@ -129,7 +131,7 @@ class StepEngine:
         """The model's outputs; with a pipeline, without gradients."""
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
         ops.begin_step(training=False)
-        with self._given(call, local_inputs):
+        with self._given(call, prepared, local_inputs):
             if self._stale:
                 for unit in in_order_of_use(prepared.stages):
                     unit.refresh_needed()
@@ -144,6 +146,7 @@ class StepEngine:
         """What this rank passes, and the programs of the call that all ranks make."""
 
         def read() -> Call:
+            self.watch.check(lambda name: self.state.infos[name].trainable)
             self.state.check()
             return self.read(args, kwargs)
 
@@ -159,7 +162,7 @@ class StepEngine:
         own = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
         prepared = prepare(whole)
         if agreed.is_compared:
-            self.ranks.together(lambda: _check_passed(own, prepared))
+            self.calls.confirm(lambda: _check_passed(own, prepared))
         return own, prepared
 
     def weights_changed(self) -> None:
@@ -171,12 +174,26 @@ class StepEngine:
     forget_constants = weights_changed
 
     @contextlib.contextmanager
-    def _given(self, call: Call, local_inputs: bool) -> Iterator[None]:
+    def _given(self, call: Call, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
         self._inputs, self._local_inputs = dict(call.tensors), local_inputs
         try:
+            if self.layout.copies is not None:
+                self._on_device = self._bring_inputs(self.layout.copies, prepared)
             yield
         finally:
-            self._inputs, self._totals = {}, {}
+            self._inputs, self._totals, self._on_device = {}, {}, {}
+
+    def _bring_inputs(self, copies: HostCopies, prepared: Prepared) -> dict[_InputPart, torch.Tensor]:
+        """What this rank's programs read of the batch, of all micro-batches."""
+        parts = {
+            (spec.path, spec.placement, program.mesh, microbatch): self._host_part(spec, microbatch, program.mesh)
+            for program in prepared.programs
+            for spec in program.inputs
+            if spec.path in self._inputs
+            for microbatch in range(prepared.num_microbatches)
+        }
+        brought = copies.bring(list(parts.values()), otherwise=self.places.to_device)
+        return dict(zip(parts, brought))
 
     def _sum_totals(self, prepared: Prepared) -> dict[str, torch.Tensor]:
         """The totals of this batch: of all micro-batches and data ranks."""
@@ -208,6 +225,11 @@ class StepEngine:
         """This rank's part of an input of a program for a micro-batch."""
         if spec.path[0] == "total":
             return self._totals[str(spec.path[1])]
+        part = self._on_device.get((spec.path, spec.placement, mesh, microbatch))
+        return self.places.to_device(self._host_part(spec, microbatch, mesh)) if part is None else part
+
+    def _host_part(self, spec: InputSpec, microbatch: int, mesh: MeshShape) -> torch.Tensor:
+        """A view of that part where the caller's tensor is."""
         axis, count = mesh.names.index(BATCH_AXIS), mesh.size(BATCH_AXIS) // self.layout.mesh.size(BATCH_AXIS)
 
         def at(coordinate: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,6 +238,10 @@ class StepEngine:
 
         sizes = tuple(count if self._local_inputs and place == axis else size for place, size in enumerate(mesh.sizes))
         return self.places.input_part(self._inputs[spec.path], spec.placement, MeshShape(mesh.names, sizes), at)
+
+
+#: Path and placement of an input of programs on a mesh, and the micro-batch.
+_InputPart = tuple[Path, Placement, MeshShape, int]
 
 
 def _check_passed(call: Call, prepared: Prepared) -> None:
