@@ -50,7 +50,7 @@ def main() -> None:
         "time-outs": all(timeout_of(group) == PATIENT for group in groups.values()),
         "stages": [sum_of_ranks(places.stage_group(stages)) for stages in tied]
         == [float(sum(stages)) if rank in stages else None for stages in tied],
-        "second mesh": [sum_of_ranks(again.get_group(name)) for name in ("dp", "tp")] == [sums[2], sums[0]],
+        "second mesh": [sum_of_ranks(again.get_group(name)) for name in ("dp", "tp")] == [sums[0], sums[2]],
     }
     seen: list[dict[str, bool]] = [{} for _ in range(4)]
     dist.all_gather_object(seen, found)
