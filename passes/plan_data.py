@@ -72,7 +72,12 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """How often a collective is issued in one training step on one axis, and the sum of its bytes."""
+    """How often a collective is issued in one training step on one axis, and the sum of its bytes.
+
+    Of one device; with a pipeline, of one device of every stage together. ``axis`` names one mesh axis, or several with
+    ``_`` between them where one group has the ranks of all. ``phase`` is ``forward``, ``backward`` or, in the plan of a
+    step, ``after``: once a step, behind all backward passes. Plans of a step list also what stages ``send`` each other.
+    """
 
     collective: str
     axis: str
@@ -137,7 +142,7 @@ class FusionPlan:
 class PlanData:
     """The fields of a plan; see the module docstring for the naming of its parts.
 
-    With ``step``, the plan is of a whole training step: all other parts are then of one micro-batch.
+    With ``step``, the plan is of a whole training step; all other parts but ``collectives`` are of one micro-batch.
     """
 
     model: str

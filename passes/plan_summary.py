@@ -95,7 +95,8 @@ def _collectives(plan: PlanData) -> str:
         [item.collective, item.axis, item.phase, f"{item.count:,}", format_bytes(item.num_bytes)]
         for item in plan.collectives
     ]
-    title = "Collectives in one step" if plan.step is None else f"Collectives in one micro-batch ({ONE_MICRO_BATCH})"
+    several = plan.step is not None and plan.step.axes.get("pp", 1) > 1
+    title = "Collectives in one step" + (" (of one rank of every stage, together)" if several else "")
     return format_table(title, ("collective", "axis", "phase", "count", "bytes"), rows)
 
 

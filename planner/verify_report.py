@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from passes.plan import CollectivePlan, Plan
 from passes.stages.build import DATA_AXES
-from passes.step_plan import CHUNKED_LOSS
 from passes.tables import format_table
 from planner.comparison import Comparison
+from planner.step.unit_collectives import AFTER
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,9 @@ class VerifyReport:
 
     @property
     def planned(self) -> tuple[CollectivePlan, ...]:
-        """The collectives of a step as the plan predicts them (of a whole step: what all micro-batches send)."""
-        times = self.plan.step.num_microbatches if self.plan.step is not None else 1
-        return tuple(
-            dataclasses.replace(entry, count=entry.count * times, num_bytes=entry.num_bytes * times)
-            for entry in self.plan.collectives
-            if entry.count
-        )
+        """The collectives of a step as the plan predicts them, but for what one process with all ranks does not send:
+        from stage to stage, and the loss when the step is over."""
+        return tuple(entry for entry in self.plan.collectives if entry.count and entry.axis != "pp")
 
     @property
     def largest_error(self) -> float:
@@ -50,9 +45,9 @@ class VerifyReport:
     def collectives_as_planned(self) -> bool:
         """Whether what was issued is what the plan lists.
 
-        Of a whole step, axes that units gather weights and reduce gradients on are not judged: the plan's list has
-        the activations' collectives alone. More than planned may be sent backward where something is recomputed, and
-        forward where several chunks compute the same for themselves (rotary tables), but nothing less.
+        With a pipeline the axes that units gather weights and reduce gradients on are not judged: all stages are in one
+        process, where they hold tied weights together. Blocks that ``torch.compile`` makes decide by themselves what
+        they send again.
         """
         return not self._different()
 
@@ -106,21 +101,10 @@ class VerifyReport:
         step = self.plan.step
         if step is None:
             return found
-        repeats = {"forward": len(step.chunks) > 1, "backward": not set(step.recompute) <= {"none", CHUNKED_LOSS}}
-        issued = {_kind(one): one for one in self.counted}
-        planned = {_kind(one): one for one in self.planned}
+        together = step.axes.get("pp", 1) > 1
 
-        def excused(one: CollectivePlan) -> bool:
-            """A kind that is planned and issued, and issued more often where some are repeated."""
-            ours, theirs = issued.get(_kind(one)), planned.get(_kind(one))
-            if ours is None or theirs is None:
-                # What is recomputed may send forward's collectives again.
-                return theirs is None and repeats["backward"] and one.phase == "backward"
-            return repeats[one.phase] and ours.count >= theirs.count and ours.num_bytes >= theirs.num_bytes
+        def is_judged(one: CollectivePlan) -> bool:
+            is_of_weights = together and set(one.axis.split("_")) <= set(DATA_AXES)
+            return one.phase != AFTER and not is_of_weights and not (step.compiled and one.phase == "backward")
 
-        judged = {name for name, size in zip(self.plan.mesh.names, self.plan.mesh.sizes) if size > 1} - set(DATA_AXES)
-        return [one for one in found if one.axis in judged and not excused(one)]
-
-
-def _kind(entry: CollectivePlan) -> tuple[str, str, str]:
-    return entry.collective, entry.axis, entry.phase
+        return [one for one in found if is_judged(one)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,13 +36,16 @@ class CommunicationCounter(TorchDispatchMode):
     """Counts the collectives issued inside ``with CommunicationCounter(mesh) as counter``.
 
     Bytes are as in ``Step.num_bytes``: of the tensor as it is on one rank once it is whole on that axis. Works on
-    real process groups and, entered inside it, under ``LocalTensorMode``.
+    real process groups and, entered inside it, under ``LocalTensorMode``. Groups of one rank send nothing.
+
+    Args:
+        joint: groups of the ranks of several axes, by what to call these.
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, joint: Mapping[str, ProcessGroup] | None = None) -> None:
         super().__init__()
-        names = device_mesh.mesh_dim_names or ()
-        self.axes: dict[str, str] = {device_mesh.get_group(name).group_name: name for name in names}
+        groups = dict(joint or {}) | {name: device_mesh.get_group(name) for name in device_mesh.mesh_dim_names or ()}
+        self.axes: dict[str, str] = {group.group_name: name for name, group in groups.items() if group.size() > 1}
         self.counts: dict[tuple[str, str, str], list[int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,7 +28,8 @@ from planner.comparison import (
 from planner.library import load_config, random_batch
 from planner.verification import real_module, slow_devices
 from runtime.step.narrow import cast_floats
-from tests.communication.recorder import Call, recorded
+from tests.communication.counting import unlike_plan
+from tests.communication.recorder import Call, Recorder, recorded
 from tests.communication.rules import broken_rules
 from tests.parity_worker import build
 from tests.ranks import answer, task
@@ -89,7 +90,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
             with recorded() if step == 1 else nullcontext() as recorder:
                 loss = parallel.train_step(*args, **kwargs)
             if recorder is not None:
-                broken = broken_rules_of(recorder.calls)
+                calls = calls_of_all(recorder)
             gradients = parallel.full_gradients() if step == 0 else {}
             if alone:
                 wanted_loss = single_loss(single, args, kwargs, loss_fn)
@@ -125,17 +126,18 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "zero": step_plan.zero,
         "tensors": len(found),
         "loss_error": max(entry.error for entry in found if entry.what == "loss"),
-        "broken_rules": broken,
+        "broken_rules": broken_rules(calls),
+        "unlike_plan": unlike_plan(calls, parallel.plan.collectives, step_plan.axes),
         "dtypes": sorted({str(parameter.dtype) for parameter in parallel.parameters()}),
     }
 
 
-def broken_rules_of(calls: list[Call]) -> list[str]:
-    """What would go wrong under NCCL with the calls of all ranks, on rank 0."""
+def calls_of_all(recorder: Recorder) -> list[list[Call]]:
+    """What every rank issued, by rank, on rank 0."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     is_first = dist.get_rank() == 0
-    dist.gather_object([call.to_dict() for call in calls], everywhere if is_first else None)
-    return broken_rules([[Call.from_dict(call) for call in own] for own in everywhere]) if is_first else []
+    dist.gather_object([call.to_dict() for call in recorder.calls], everywhere if is_first else None)
+    return [[Call.from_dict(call) for call in own] for own in everywhere] if is_first else []
 
 
 if __name__ == "__main__":

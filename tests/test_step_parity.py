@@ -80,6 +80,12 @@ def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(given: Case) -> None:
     assert results()[given["name"]]["broken_rules"] == []
 
 
+@pytest.mark.parametrize("given", [*CASES, SINGLE, NARROW, NARROW_CHUNKS], ids=lambda given: given["name"])
+def test_the_plan_counts_every_collective_of_the_step(given: Case) -> None:
+    """Activations, what recomputation sends again, ZeRO's gathers and reductions, sends, totals, the loss."""
+    assert results()[given["name"]]["unlike_plan"] == []
+
+
 @pytest.mark.parametrize("given", [case for case in CASES if case["fix"]["recompute"] == "chunked_loss"])
 def test_the_loss_is_really_in_chunks(given: Case) -> None:
     assert results()[given["name"]]["recompute"][-1] == "chunked_loss"

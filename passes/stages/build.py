@@ -73,11 +73,13 @@ class StepPrograms:
     """The chunks of a step, and what computes a micro-batch's share of the totals (None: there are none).
 
     The outputs of ``totals`` are partial sums over the batch axis, named as the chunks' inputs ``("total", name)``.
+    ``graph`` is what was cut: losses that the plan computes in chunks are in it.
     """
 
     stages: tuple[StageGraph, ...]
     totals: ShardedGraph | None
     num_microbatches: int
+    graph: Graph
 
 
 def step_programs(
@@ -129,7 +131,8 @@ def step_programs(
         _stage(index, body, dataclasses.replace(whole, part=f"{cut_as}, chunk {index + 1} of {len(bodies)}"), sums)
         for index, body in enumerate(bodies)
     )
-    return StepPrograms(stages, _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums), count)
+    totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
+    return StepPrograms(stages, totals, count, wanted)
 
 
 def _whereabouts(programs: StepPrograms) -> Whereabouts:

@@ -20,6 +20,7 @@ from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, Step
 from planner.search.extract import make_plan
 from planner.search.solver import default_solver
 from planner.step.choices import state_bytes, with_tied_copies
+from planner.step.collectives import step_collectives
 from planner.step.outcome import Outcome, Solution
 from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Search
@@ -27,6 +28,8 @@ from planner.step.stages.problem import as_step
 
 #: Forward and backward of a model are three forward passes: one product forward, two backward (Narayanan et al. 2021).
 PASSES = 3.0
+#: What a certificate says whose bound is of plans that split all copies of a repeated block alike.
+ALIKE = " with alike copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +60,9 @@ def extract(
     sharded, candidate = solution.sharded, solution.candidate
     certificate = Certificate(
         objective=solution.seconds,
-        bound=min(outcome.bound, solution.seconds),
-        gap=max(0.0, (solution.seconds - outcome.bound) / solution.seconds) if solution.seconds else 0.0,
-        status=outcome.status,
+        bound=float(min(outcome.bound, solution.seconds)),
+        gap=float(max(0.0, (solution.seconds - outcome.bound) / solution.seconds)) if solution.seconds else 0.0,
+        status=outcome.status + (ALIKE if _splits_copies_alike(search) else ""),
         solver=f"best first over candidates, {default_solver()} for shardings and stages",
         num_variables=solution.stages.num_variables,
         num_constraints=solution.stages.num_constraints,
@@ -76,7 +79,14 @@ def extract(
     layout = candidate.layout
     mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
     step = _step_plan(search, outcome, best, others)
-    return dataclasses.replace(plan, mesh=mesh, step=step, notes=(*plan.notes, *_uncalibrated(cluster)))
+    plan = dataclasses.replace(plan, mesh=mesh, step=step, notes=(*plan.notes, *_uncalibrated(cluster)))
+    return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
+
+
+def _splits_copies_alike(search: Search) -> bool:
+    """Whether the search leaves out plans that split the copies of a block in different ways."""
+    one_way = all(search.demands.fixed.get(axis) == {1} for axis in (CONTEXT, TENSOR))
+    return bool(search.level_one.space.runs) and search.cluster.num_devices > 1 and not one_way
 
 
 def _uncalibrated(cluster: Cluster) -> tuple[str, ...]:

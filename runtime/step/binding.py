@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,15 +207,22 @@ def _bind(
             fixed[path] = state.find(path)
     if not training:
         return BoundUnit(stage_unit, table.find(chunk, tuple(trained)), fixed)
-    together = [name for name in trained if name in table.held_together]
-    own = tuple(name for name in trained if name not in table.held_together)
-    groups = [(own, stage_unit.policy.zero)] if own or not together else []
-    groups += [((name,), table.held_together[name]) for name in together]
+    groups = weight_groups(stage_unit, tuple(trained), table.held_together)
     units = [
         (table.add(chunk, zero, names, functools.partial(_make_unit, names, zero, state, table.gathered_apart)), names)
         for names, zero in groups
     ]
     return BoundUnit(stage_unit, units, fixed)
+
+
+def weight_groups(
+    stage_unit: StageUnit, trained: Sequence[str], held_together: Mapping[str, int]
+) -> list[tuple[tuple[str, ...], int]]:
+    """The ``trained`` weights of a unit that are gathered and reduced together, each group with its ZeRO stage."""
+    together = [name for name in trained if name in held_together]
+    own = tuple(name for name in trained if name not in held_together)
+    groups = [(own, stage_unit.policy.zero)] if own or not together else []
+    return groups + [((name,), held_together[name]) for name in together]
 
 
 def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collection[str]) -> Unit:

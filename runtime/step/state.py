@@ -75,8 +75,8 @@ class StepState:
         self.infos: dict[str, StateInfo] = {}
         self.weights = Weights()
         self.weights.train(model.training)
-        stages = _stages_of(plan, programs)
-        sharded = _sharded(programs)
+        stages = stages_of(plan, programs)
+        sharded = sharded_paths(programs)
         distinct = _distinct(model)
         for (names, tensor), whole in zip(distinct.items(), places.from_first(distinct.values())):
             info = self._info(names, tensor, plan, stages, sharded, precision)
@@ -340,7 +340,7 @@ def _distinct(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
     return {tuple(found): tensors[key] for key, found in names.items()}
 
 
-def _stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
+def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
     """State path → pipeline ranks whose programs use it."""
     assert plan.step is not None
     found: dict[str, set[int]] = {}
@@ -350,7 +350,7 @@ def _stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]
     return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
 
 
-def _sharded(programs: StepPrograms) -> frozenset[str]:
+def sharded_paths(programs: StepPrograms) -> frozenset[str]:
     """Paths of the states that some unit shards over its data ranks, with all others of their units.
 
     A unit gathers all of its parameters or none, so one that is sharded for another unit's sake takes the rest along.

@@ -101,7 +101,8 @@ class Unit:
         self._open_uses = 0
         self._callback_queued = False
         self._backward: list[Gathered] | None = None
-        self._needed_backward = True
+        # Learnt by the first use, so that no step gathers ahead what its backward pass does not read.
+        self._needed_backward = False
         self._gathered_backward = False
 
     @property

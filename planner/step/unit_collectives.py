@@ -1,0 +1,181 @@
+"""The collectives that one unit of a step issues for one micro-batch: forward, backward, and again where it recomputes.
+
+What runs again follows ``runtime.recompute``: ``regather`` and ``selective`` send those collectives again whose results
+autograd would keep, with those on the way there; ``full`` all up to the last tensor that autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from passes.autograd.recompute import Activations
+from passes.autograd.views import base_name
+from passes.ir.graph import ITEM_SIZE
+from passes.ir.types import MeshShape
+from passes.rules.rule import Reduction
+from passes.shard import Compute, Convert, Local
+from passes.shard.operations import Operation
+
+#: Phases; the last is once a step, behind all backward passes.
+FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
+
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+
+
+class Sent(NamedTuple):
+    """One collective; bytes as in ``Step.num_bytes``."""
+
+    collective: str
+    axis: str
+    phase: str
+    num_bytes: int
+
+
+def local_bytes(local: Local) -> int:
+    """Bytes of one rank's part."""
+    num_bytes = ITEM_SIZE[local.value.dtype]
+    for size in local.shape:
+        num_bytes *= size
+    return num_bytes
+
+
+def sent_once(operations: Sequence[Operation], mesh: MeshShape, live: frozenset[str]) -> Iterator[Sent]:
+    """What conversions and operators send, without recomputation.
+
+    Args:
+        live: names of the nodes that a gradient comes back to.
+    """
+    for operation in operations:
+        yield from _forward(operation, mesh)
+        if isinstance(operation, Convert) and operation.backward:
+            yield Sent(operation.backward, mesh.names[operation.step.axis], BACKWARD, operation.num_bytes)
+        elif isinstance(operation, Compute) and operation.node.name in live:
+            yield from _own(operation, mesh, BACKWARD)
+
+
+def _forward(operation: Operation, mesh: MeshShape) -> Iterator[Sent]:
+    if isinstance(operation, Convert) and operation.forward:
+        yield Sent(operation.forward, mesh.names[operation.step.axis], FORWARD, operation.num_bytes)
+    elif isinstance(operation, Compute):
+        yield from _own(operation, mesh, FORWARD)
+
+
+def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
+    """The collectives that an operator issues itself."""
+    if compute.rule is None:
+        return
+    local = dict(compute.rule.sizes)
+    for size, choice in zip(mesh.sizes, compute.choices):
+        if choice.factor is not None:
+            local[choice.factor] //= size
+    for axis, choice in zip(mesh.names, compute.choices):
+        for item in choice.reductions:
+            if item.phase == phase:
+                yield Sent(item.collective, axis, phase, _reduction_bytes(item, local))
+
+
+def _reduction_bytes(item: Reduction, local: Mapping[str, int]) -> int:
+    num_bytes = item.multiple * item.item_size
+    for factor in item.factors:
+        num_bytes *= local[factor]
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What autograd keeps of the operators of a unit.
+
+    Attributes:
+        brought: conversions that a collective did and whose results are kept, with those on the way there.
+        weights: paths of the parameters that are kept as they were gathered.
+        last: place in the unit of the last operator of which anything is kept; −1 if nothing is.
+    """
+
+    brought: tuple[Convert, ...]
+    weights: frozenset[str]
+    last: int
+
+    @staticmethod
+    def of(operations: Sequence[Operation], known: Activations) -> Kept:
+        found = _Storages()
+        kept: list[Local] = []
+        last = -1
+        for place, operation in enumerate(operations):
+            if isinstance(operation, Convert):
+                found.converted(operation)
+            elif isinstance(operation, Compute):
+                found.computed(operation, known)
+                names = _kept_names(operation, known)
+                if names is not None:
+                    last = place
+                    local = {each.value.name: each for each in (*operation.outputs, *operation.inputs)}
+                    kept += [local[name] for name in names if name in local]
+        convert_of = [found.brought.get(local) for local in kept]
+        brought: dict[int, Convert] = {}
+        for convert in convert_of:
+            while convert is not None and id(convert) not in brought:
+                brought[id(convert)] = convert
+                convert = found.brought.get(convert.source)
+        weights = frozenset(found.weight[local] for local in kept if local in found.weight)
+        return Kept(tuple(brought.values()), weights, last)
+
+
+def _kept_names(compute: Compute, known: Activations) -> tuple[str, ...] | None:
+    """Inputs and outputs of an operator that autograd keeps; None if it keeps nothing at all."""
+    kept = known.kept.get(compute.node.name)
+    if kept is None or not (kept.values or kept.extras):
+        return None
+    if base_name(compute.node.op) == _ATTENTION:
+        # Fused on a processor also in float64, for which records know no fused kernel.
+        return tuple(local.value.name for local in compute.inputs)
+    return kept.values
+
+
+class _Storages:
+    """Whose memory each local tensor is: what a collective brought, or a parameter's, in views of them too."""
+
+    def __init__(self) -> None:
+        self.brought: dict[Local, Convert] = {}
+        self.weight: dict[Local, str] = {}
+
+    def converted(self, convert: Convert) -> None:
+        if convert.forward:
+            self.brought[convert.target] = convert
+        else:
+            self._same(convert.target, convert.source)
+
+    def computed(self, compute: Compute, known: Activations) -> None:
+        for local in compute.inputs:
+            if local.state is not None:
+                self.weight[local] = local.state.path
+        for output in compute.outputs:
+            root = known.roots.get(output.value.name, output.value.name)
+            if root != output.value.name:
+                source = next((each for each in compute.inputs if known.roots.get(each.value.name) == root), None)
+                if source is not None:
+                    self._same(output, source)
+
+    def _same(self, view: Local, source: Local) -> None:
+        if source in self.brought:
+            self.brought[view] = self.brought[source]
+        if source.state is not None:
+            self.weight[view] = source.state.path
+        elif source in self.weight:
+            self.weight[view] = self.weight[source]
+
+
+def sent_again(operations: Sequence[Operation], mesh: MeshShape, kept: Kept, policy: str) -> Iterator[Sent]:
+    """What the backward pass sends again of the forward pass under a recompute policy."""
+    if policy == "none":
+        return
+    again = operations[: kept.last + 1] if policy == "full" else kept.brought
+    for operation in again:
+        yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, mesh))
+
+
+def gathers_in_backward(kept: Kept, policy: str) -> bool:
+    """Whether the backward pass of a unit whose weights are let go after each use gathers them again."""
+    return bool(kept.weights) if policy in ("none", "regather") else kept.last >= 0
