@@ -120,5 +120,5 @@ def test_one_process_is_a_cluster_of_one() -> None:
 def test_plans_are_proved_within_one_percent(model: str, cluster: str, seq_len: int | None, global_batch: int) -> None:
     """Also where the simulator prefers another plan than the search: a closer search then proves that one."""
     plan = planner.plan(model, cluster, seq_len=seq_len, global_batch=global_batch)
-    assert plan.certificate.status == "optimal"
+    assert plan.certificate.status == "optimal with alike copies"
     assert plan.certificate.gap <= 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -9,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from cost_models import Cluster
+from passes.blocks import BlockRun
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.step_plan import CHUNKED_LOSS
 from planner.collection import no_collection
+from planner.search.folding import BETTER
 from planner.search.linear import TIME_LIMIT
 from planner.step.baselines import data_experts
 from planner.step.demands import Demands, is_number
@@ -23,6 +26,7 @@ from planner.step.infeasible import infeasible
 from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
 from planner.step.lighter import lightest
+from planner.step.longer_blocks import UnlikeCopies, longer_blocks
 from planner.step.outcome import Outcome
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
@@ -93,10 +97,14 @@ class _Planner:
         self.demands, self.pins, self.progress = demands, dict(pins or {}), progress
         if progress is not None:
             progress(Report(ANALYSING))
-        fusion = fuse(graph) if demands.compiled else None
-        self.space = ShardingSpace.of(graph, fusion=fusion, pins=pins)
-        self.kept = KeptSpace.of(self.space, compiled=demands.compiled)
-        if demands.fixed.get("recompute") == {CHUNKED_LOSS}:
+        self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
+        self.pose(None)
+
+    def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
+        """Set up what all searches share; ``blocks``: those whose copies are planned alike, None for all there are."""
+        self.space = ShardingSpace.of(self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks)
+        self.kept = KeptSpace.of(self.space, compiled=self.demands.compiled)
+        if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
             self.space.unconverted = self.kept.logits  # what is demanded must be possible
 
     def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
@@ -116,6 +124,35 @@ class _Planner:
         return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
+        """The plan of the best of what a search found, or of one with longer blocks where that is faster."""
+        deadline = search.deadline
+        best = self.chosen_of(cluster, demands, search, outcome)
+        unlike = UnlikeCopies(search)
+        if not unlike.may_gain(outcome):
+            return best
+        for blocks in longer_blocks(self.space.runs, unlike.num_variables):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            longer = self.with_blocks(blocks)
+            search, outcome = longer.search(cluster, dataclasses.replace(demands, time_limit=left))
+            if not outcome.solutions:
+                continue
+            plan = longer.chosen_of(cluster, demands, search, outcome)
+            assert plan.step is not None and best.step is not None
+            if plan.step.costs.simulated < best.step.costs.simulated * (1.0 - BETTER):
+                best = plan
+            if not UnlikeCopies(search).may_gain(outcome):
+                break
+        return best
+
+    def with_blocks(self, blocks: tuple[BlockRun, ...]) -> _Planner:
+        """The same with other blocks, whose copies are planned alike."""
+        other = copy.copy(self)
+        other.pose(blocks)
+        return other
+
+    def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of the best of what a search found; if that is not proved, of what a closer search finds."""
         best, others = self.judged(cluster, demands, search, outcome)
         gap = _gap_to_prove(best, outcome)

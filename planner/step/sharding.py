@@ -210,7 +210,7 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
     return replace(problem, elements=elements)
 
 
-def _without_never(program: LinearProgram) -> LinearProgram:
+def without_never(program: LinearProgram) -> LinearProgram:
     """The program where what must not be chosen cannot be: beside its price a solver takes all others for nothing."""
     never = [cost >= NEVER for cost in program.costs]
     costs = [0.0 if out else cost for out, cost in zip(never, program.costs)]
@@ -220,7 +220,7 @@ def _without_never(program: LinearProgram) -> LinearProgram:
 
 def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
     """The best assignment, with what must not be chosen only if there is no other."""
-    values = _values(_without_never(ilp.program))
+    values = _values(without_never(ilp.program))
     if values is None:
         values = _values(ilp.program)
     return None if values is None else complete(ilp.problem, read_choices(ilp, values), lattices)
