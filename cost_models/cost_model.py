@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -22,12 +23,15 @@ class CostModel:
         allow_tf32: float32 matmuls run as TF32 where the device can (``torch.set_float32_matmul_precision("high")``).
 
     Attributes:
+        prices_joint_axes: a collective may be over several axes.
         cluster, axes: as given.
         device: the device, of a mixed cluster the worst of each figure.
 
     Raises:
         ValueError: if the mesh has another number of devices than the cluster.
     """
+
+    prices_joint_axes = True
 
     def __init__(self, cluster: Cluster, axes: Mapping[str, int], *, allow_tf32: bool = False) -> None:
         self.cluster = cluster
@@ -90,6 +94,8 @@ class CostModel:
     ) -> float:
         """Seconds of one collective over mesh axis ``axis``, while all groups of the axis run theirs.
 
+        Axes side by side are one group by their names with ``_`` between them (``"dp_tp"``).
+
         By the fastest algorithm over the levels of links that the groups cross, see ``cost_models.collectives``;
         ``algorithm`` forces one. ``num_bytes`` is the tensor's size where it is whole on this axis.
 
@@ -125,8 +131,21 @@ class CostModel:
 
     def _route(self, axis: str) -> tuple[Span, ...]:
         if axis not in self._routes:
+            self._add_joint(axis)
+        if axis not in self._routes:
             raise ValueError(f"unknown mesh axis {axis!r}: the mesh has {', '.join(self.axes)}")
         return self._routes[axis]
+
+    def _add_joint(self, name: str) -> None:
+        """Know ``name`` if it is axes side by side with ``_`` between them (those of size 1 do not count)."""
+        several = [axis for axis, size in self.axes.items() if size > 1]
+        for first, end in itertools.combinations(range(len(several) + 1), 2):
+            axes = several[first:end]
+            if len(axes) > 1 and "_".join(axes) == name:
+                stride, size = self._stride(axes[-1]), math.prod(self.axes[axis] for axis in axes)
+                self._levels[name] = crossed_levels(self.cluster.levels, stride=stride, size=size)
+                self._routes[name] = route(self.cluster.levels, stride=stride, size=size)
+                self._links[name] = self._slowest(self._levels[name])
 
     def _stride(self, axis: str) -> int:
         names = list(self.axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from passes.ir.conversions import exists, step_between
 from passes.ir.types import parse_type
 from passes.plan_data import PlanData, TensorPlan
 from passes.step_plan import StepPlan
@@ -83,7 +84,8 @@ def check_placements(plan: PlanData) -> None:
         for spmd_type in placement:
             parse_type(spmd_type)
     for conversion in plan.conversions:
-        if conversion.axis not in plan.mesh.names:
+        step = step_between(conversion.source, conversion.target) if conversion.source != conversion.target else None
+        if step is None or not exists(step) or conversion.axis != step.axis_name(plan.mesh):
             raise ValueError(f"conversions of {conversion.value}: no axis {conversion.axis!r} in mesh {plan.mesh}")
 
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from cost_models import Cluster
 from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import Plan
-from passes.stages.build import DATA_AXES
 from planner.arguments import check_whole_number
 from planner.comparison import Comparison
 from planner.compilation import parallelise, parallelise_step
@@ -112,14 +110,12 @@ def verify(
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
         example: dict[str, Any] = {"loss_fn": loss_fn, "example_inputs": training.batch}
-        joint: dict[str, ProcessGroup] = {}
         if given is not None and given.step is not None:
             places = VirtualPlaces(layout, num_stages=given.step.axes["pp"])
             parallel = parallelise_step(copy.deepcopy(single), places, plan=given, **example)
-            joint |= {"_".join(DATA_AXES): places.data_group} if places.data_group is not None else {}
         else:
             parallel = parallelise(copy.deepcopy(single), layout, plan=given, planner=find_plan, **example)
-        counter = CommunicationCounter(layout.device_mesh, joint=joint)
+        counter = CommunicationCounter(layout.device_mesh)
         results = run_sharded(
             parallel,
             training,

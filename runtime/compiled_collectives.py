@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import I, P, R
+from runtime import ops
 
 _c10d = torch.ops._c10d_functional
 
@@ -101,6 +102,12 @@ class _Convert(torch.autograd.Function):
         return _move(grad, axis, whole_gradient(ctx.dst), whole_gradient(ctx.src)), None, None, None, None, None
 
 
+def joint_axis(*names: str) -> tuple[str, int, int]:
+    """``ops.joint``: the name of its group, how many ranks it has, and which this one is."""
+    group = ops.joint(*names)
+    return str(group.group_name), dist.get_world_size(group), dist.get_rank(group)
+
+
 class Collectives:
     """What a program means by ``spmd`` while it is traced, on the axes of ``device_mesh``."""
 
@@ -115,15 +122,18 @@ class Collectives:
     def convert(
         self,
         x: torch.Tensor,
-        axis: str,
+        axis: str | tuple[str, int, int],
         *,
         src: Type,
         dst: Type,
         expert_mode: bool = False,
         backward_options: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """As ``spmd.convert``; ``backward_options`` name the dtype that gradients have anyway."""
-        return x if src == dst else _Convert.apply(x, *self.axes[axis], src, dst)
+        """As ``spmd.convert``; ``backward_options`` name the dtype that gradients have anyway.
+
+        ``axis`` is a mesh axis, or what ``joint_axis`` gives.
+        """
+        return x if src == dst else _Convert.apply(x, *(self.axes[axis] if isinstance(axis, str) else axis), src, dst)
 
     all_gather = all_reduce = reduce_scatter = all_to_all = redistribute = convert
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from passes.autograd.kernels import EXPENSIVE
 from passes.ir.types import I, P, R
 from runtime import ops
-from runtime.compiled_collectives import Collectives
+from runtime.compiled_collectives import Collectives, joint_axis
 from runtime.program import Block
 from runtime.recompute import POLICIES, recomputed
 
@@ -134,3 +134,4 @@ class _UntracedOps:
         for name in ops.__all__:
             function = getattr(ops, name)
             setattr(self, name, function if name in _TRACED else torch.compiler.disable(function))
+        self.joint = torch.compiler.disable(joint_axis)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -37,15 +40,16 @@ class CommunicationCounter(TorchDispatchMode):
 
     Bytes are as in ``Step.num_bytes``: of the tensor as it is on one rank once it is whole on that axis. Works on
     real process groups and, entered inside it, under ``LocalTensorMode``. Groups of one rank send nothing.
-
-    Args:
-        joint: groups of the ranks of several axes, by what to call these.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, *, joint: Mapping[str, ProcessGroup] | None = None) -> None:
+    def __init__(self, device_mesh: DeviceMesh) -> None:
         super().__init__()
-        groups = dict(joint or {}) | {name: device_mesh.get_group(name) for name in device_mesh.mesh_dim_names or ()}
-        self.axes: dict[str, str] = {group.group_name: name for name, group in groups.items() if group.size() > 1}
+        self.mesh = device_mesh
+        groups = {name: device_mesh.get_group(name) for name in device_mesh.mesh_dim_names or ()}
+        #: What to call each group; None for those that are not counted.
+        self.axes: dict[str, str | None] = {
+            group.group_name: name if group.size() > 1 else None for name, group in groups.items()
+        }
         self.counts: dict[tuple[str, str, str], list[int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,16 +60,40 @@ class CommunicationCounter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         collective, is_part = _COLLECTIVES[name]
-        group = next((found for found in map(_group_name, (*args, *kwargs.values())) if found in self.axes), None)
-        if group is None:
+        named = (found for found in map(_group_name, (*args, *kwargs.values())) if found is not None)
+        group, axis = next(((found, axis) for found in named for axis in [self._axis_of(found)] if axis), ("", ""))
+        if not axis:
             return
         num_bytes = _num_bytes(args[_INPUT_PLACE.get(name, 0)])
         if is_part:
             num_bytes *= _group_size(group)
         backward = torch._C._current_graph_task_id() != -1
-        entry = self.counts.setdefault((collective, self.axes[group], "backward" if backward else "forward"), [0, 0])
+        entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
         entry[1] += num_bytes
+
+    def _axis_of(self, group: str) -> str | None:
+        """The mesh axis of a group, axes side by side with ``_`` between them, or None for another group."""
+        if group not in self.axes and group in ("sum", "max", "min", "avg", "product"):
+            return None
+        if group not in self.axes:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(GroupName(group)))
+            self.axes[group] = next((name for name, rows in self._joint if ranks in rows), None)
+        return self.axes[group]
+
+    @functools.cached_property
+    def _joint(self) -> list[tuple[str, list[list[int]]]]:
+        """Several axes side by side with the ranks of their groups; axes of one rank do not count."""
+        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
+        several = [place for place, size in enumerate(ranks.shape) if size > 1]
+        found = []
+        for first, end in itertools.combinations(range(len(several) + 1), 2):
+            places = several[first:end]
+            if len(places) > 1:
+                rows = ranks.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
+                label = "_".join(names[place] for place in places)
+                found.append((label, rows.reshape(-1, rows.shape[-1]).tolist()))
+        return found
 
     @property
     def collectives(self) -> tuple[CollectivePlan, ...]:
@@ -91,8 +119,6 @@ def _group_name(argument: Any) -> str | None:
 
 
 def _group_size(name: str) -> int:
-    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
-
     return _resolve_process_group(GroupName(name)).size()
 
 

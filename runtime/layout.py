@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.ir.types import MeshShape, P, Placement, shard_dim
 from runtime.first_rank import from_first_rank
 from runtime.host_copies import HostCopies, host_copies
+from runtime.joint_axes import remember
 from runtime.virtual import virtual_mesh
 
 #: The mesh axis that cuts the batch.
@@ -68,6 +69,7 @@ class RankLayout:
 
     def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
         self.device_mesh = device_mesh
+        remember(device_mesh)
         self.mesh = mesh
         self.coordinate = tuple(device_mesh.get_coordinate() or ())
         self.device = torch.device(device_mesh.device_type)

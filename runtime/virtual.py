@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from passes.ir.types import MeshShape
+from runtime.joint_axes import forget, remember
 
 #: Tables in which torch.distributed keeps its process groups.
 _TABLES = (
@@ -39,7 +40,12 @@ def virtual_mesh(mesh: MeshShape) -> Iterator[DeviceMesh]:
     saved = _take_groups()
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_devices)
-        yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+        device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+        remember(device_mesh)
+        try:
+            yield device_mesh
+        finally:
+            forget(device_mesh)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

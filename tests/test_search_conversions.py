@@ -64,7 +64,9 @@ def test_ranks_with_fast_links_each_reduce_a_part_over_the_slow_ones() -> None:
     mesh = MeshShape.parse("dp=2,tp=8")
     pricing = Pricing(CostModel(Cluster.parse("dgx-h100:2"), mesh.as_dict()), mesh)
     arcs = way(Value("value", (8192, 8192), "float32"), ("P", "R"), ("R", "R"), Lattices(pricing))
-    assert [arc.step.collectives[0] for arc in arcs] == [None, "all_reduce", "all_gather"]
+    collectives = [arc.step.collectives[0] for arc in arcs]
+    assert collectives == [None, "reduce_scatter", "all_to_all", "all_gather"]
+    assert arcs[-1].step.is_joint  # gathered over all ranks at once
     direct = pricing.collective("all_reduce", 4 * 8192 * 8192, "dp")
     assert sum(arc.forward for arc in arcs) < 0.6 * direct
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from passes.emit.quoting import literal
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
-from passes.ir.types import I, P, R, SpmdType, shard_dim
+from passes.ir.types import I, MeshShape, P, R, SpmdType, shard_dim
 from passes.shard import Convert
 from passes.tables import format_bytes
 
@@ -16,11 +16,16 @@ _REDUCED_PRECISION = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _TITLES = {name: name.replace("_", "-") for name in COLLECTIVES}
 
 
-def conversion_call(convert: Convert, source: str, axis: str, *, batch_axis: str | None = None) -> str:
-    """``spmd.all_gather(x, "tp", src=S(1), dst=R)``; ``batch_axis`` is one that stands for micro-batches too."""
+def conversion_call(convert: Convert, source: str, mesh: MeshShape, *, batch_axis: str | None = None) -> str:
+    """``spmd.all_gather(x, "tp", src=S(1), dst=R)``; ``batch_axis`` is one that stands for micro-batches too.
+
+    Over several axes at once: ``spmd.all_gather(x, ops.joint("dp", "tp"), src=S(1), dst=R)``.
+    """
     step = convert.step
-    if axis == batch_axis and step.source_type in (R, I):
-        source = _in_microbatch(source, step.target_type, axis)
+    names = [mesh.names[axis] for axis in step.axes]
+    axis = literal(names[0]) if len(names) == 1 else f"ops.joint({', '.join(map(literal, names))})"
+    if names == [batch_axis] and step.source_type in (R, I):
+        source = _in_microbatch(source, step.target_type, names[0])
     pair = (step.source_type, step.target_type)
     call = convert.forward if convert.forward in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL) else "convert"
     options = f"src={type_source(pair[0])}, dst={type_source(pair[1])}"
@@ -29,7 +34,7 @@ def conversion_call(convert: Convert, source: str, axis: str, *, batch_axis: str
     value = convert.source.value
     if value.dtype in _REDUCED_PRECISION and value.requires_grad and step.collectives[1] in _REDUCING:
         options += f', backward_options={{"op_dtype": torch.{value.dtype}}}'
-    return f"spmd.{call}({source}, {literal(axis)}, {options})"
+    return f"spmd.{call}({source}, {axis}, {options})"
 
 
 def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:

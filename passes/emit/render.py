@@ -214,8 +214,7 @@ class Renderer:
             self.variables[convert.target] = name
         else:
             name = self._bind(convert.target, self._converted_name(convert))
-        axis = self.mesh.names[convert.step.axis]
-        call = conversion_call(convert, source, axis, batch_axis=self.batch_axis)
+        call = conversion_call(convert, source, self.mesh, batch_axis=self.batch_axis)
         self._write(f"{name} = {call}", conversion_comment(convert))
 
     def _next_path(self, position: int) -> str:
@@ -270,8 +269,7 @@ class Renderer:
                 self._bind(result, base_name(result.value.name))
         lines = []
         for convert in repeat.between:
-            axis = self.mesh.names[convert.step.axis]
-            call = conversion_call(convert, self.variables[convert.source], axis, batch_axis=self.batch_axis)
+            call = conversion_call(convert, self.variables[convert.source], self.mesh, batch_axis=self.batch_axis)
             lines += with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert))
         return lines
 

@@ -39,13 +39,42 @@ def _letter(spmd_type: SpmdType) -> str:
     return spmd_type if shard_dim(spmd_type) is None else "S"
 
 
+#: What several axes may change from and to at once, over the group of their ranks.
+JOINT = frozenset({("S", R), ("S", I), ("S", "S"), (P, R), (P, I), (P, "S")})
+
+
 @dataclass(frozen=True)
 class Step:
-    """One change of type, on one mesh axis; a conversion of a placement is a sequence of them."""
+    """One change of type, on one mesh axis; a conversion of a placement is a sequence of them.
+
+    A *joint* step changes the same type to the same other on several axes side by side, in one collective over the
+    group of all their ranks; ``axis`` is then the outermost of them.
+    """
 
     axis: int
     source: Placement
     target: Placement
+
+    @functools.cached_property
+    def axes(self) -> tuple[int, ...]:
+        """All axes that change, outermost first."""
+        return tuple(index for index, (a, b) in enumerate(zip(self.source, self.target)) if a != b) or (self.axis,)
+
+    @property
+    def is_joint(self) -> bool:
+        return len(self.axes) > 1
+
+    def axis_name(self, mesh: MeshShape) -> str:
+        """The axis that changes; of a joint step all, with ``_`` between them."""
+        return "_".join(mesh.names[axis] for axis in self.axes)
+
+    def one_by_one(self) -> Iterator[Step]:
+        """Steps of one axis each that do the same: innermost axes first, since they shard a dim last."""
+        place = self.source
+        for axis in reversed(self.axes):
+            after = (*place[:axis], self.target[axis], *place[axis + 1 :])
+            yield Step(axis, place, after)
+            place = after
 
     @property
     def source_type(self) -> SpmdType:
@@ -62,8 +91,8 @@ class Step:
 
     @functools.cached_property
     def whole(self) -> Placement:
-        """The placement of the tensor once it is whole on this step's axis."""
-        return (*self.source[: self.axis], R, *self.source[self.axis + 1 :])
+        """The placement of the tensor once it is whole on this step's axes."""
+        return tuple(R if axis in self.axes else where for axis, where in enumerate(self.source))
 
     def num_bytes(self, shape: tuple[int, ...], item_size: int, mesh: MeshShape) -> int:
         """Bytes of the tensor as it is on one rank once it is whole on this step's axis.
@@ -91,8 +120,27 @@ def exists(step: Step) -> bool:
     source, target = step.source_type, step.target_type
     if (_letter(source), _letter(target)) not in CONVERSIONS or source == target:
         return False
+    if step.is_joint:
+        return _exists_jointly(step)
     later = step.source[step.axis + 1 :]
     return not any(spmd_type in later for spmd_type in (source, target) if shard_dim(spmd_type) is not None)
+
+
+def _exists_jointly(step: Step) -> bool:
+    """Whether all axes of a joint step change alike, and no axis further in than the outermost shares their dims."""
+    pair = (step.source_type, step.target_type)
+    if (_letter(pair[0]), _letter(pair[1])) not in JOINT:
+        return False
+    if any((step.source[axis], step.target[axis]) != pair for axis in step.axes):
+        return False
+    others = [where for axis, where in enumerate(step.source) if axis > step.axes[0] and axis not in step.axes]
+    return not any(spmd_type in others for spmd_type in pair if shard_dim(spmd_type) is not None)
+
+
+def step_between(source: Placement, target: Placement) -> Step:
+    """The step, of one axis or of several, from one placement to another."""
+    axis = next(index for index, (a, b) in enumerate(zip(source, target)) if a != b)
+    return Step(axis, source, target)
 
 
 def divides(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bool:
@@ -117,3 +165,18 @@ def steps_from(placement: Placement, mesh: MeshShape, types: Sequence[Sequence[S
             step = Step(axis, placement, (*placement[:axis], spmd_type, *placement[axis + 1 :]))
             if exists(step):
                 yield step
+
+
+def joint_steps_from(placement: Placement, mesh: MeshShape, types: Sequence[Sequence[SpmdType]]) -> Iterator[Step]:
+    """Every joint step out of ``placement``, over axes side by side (those of size 1 between them do not count)."""
+    several = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    for first in range(len(several)):
+        for end in range(first + 2, len(several) + 1):
+            axes = several[first:end]
+            if len({placement[axis] for axis in axes}) > 1:
+                break
+            for spmd_type in sorted(set.intersection(*(set(types[axis]) for axis in axes))):
+                target = tuple(spmd_type if axis in axes else where for axis, where in enumerate(placement))
+                step = Step(axes[0], placement, target)
+                if target != placement and exists(step):
+                    yield step

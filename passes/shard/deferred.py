@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from passes.ir.conversions import Step
+from passes.ir.conversions import Step, step_between
 from passes.ir.types import I, MeshShape, Placement, R
 from passes.plan import ConversionPlan
 from passes.shard.context import Tree
@@ -33,13 +33,15 @@ class DeferredTree(Tree):
         """Steps from the root to ``target``, in order."""
         current, found = self.root, []
         for step in self.planned.chain(target, what):
-            axis = self.mesh.names.index(step.axis)
-            wanted = step.target[axis]
-            if axis in self.deferred and wanted in (I, R) and current[axis] == R:
-                continue
-            after = _changed(current, {axis: wanted})
-            found.append(self._step(step, axis, current, after))
-            current = after
+            axes = step_between(step.source, step.target).axes
+            for axis in reversed(axes):  # of a joint step one by one: some may be dropped
+                wanted = step.target[axis]
+                if axis in self.deferred and wanted in (I, R) and current[axis] == R:
+                    continue
+                after = _changed(current, {axis: wanted})
+                alone = len(axes) == 1
+                found.append(self._step(step, axis, current, after) if alone else self._new(axis, current, after))
+                current = after
         for axis in sorted(self.deferred):
             if current[axis] != target[axis]:
                 after = _changed(current, {axis: target[axis]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.ir.conversions import Step
+from passes.ir.conversions import step_between
 from passes.ir.graph import ITEM_SIZE, Node
 from passes.ir.types import Placement
 from passes.plan import ConversionPlan
@@ -47,7 +47,7 @@ class Body:
         self, conversion: ConversionPlan, source: Local, body: list[Compute | Convert | Repeat] | list[Convert]
     ) -> Local:
         context = self.context
-        step = Step(context.mesh.names.index(conversion.axis), conversion.source, conversion.target)
+        step = step_between(conversion.source, conversion.target)
         target = context.local(source.value, step.target)
         num_bytes = step.num_bytes(source.value.shape, ITEM_SIZE[source.value.dtype], context.mesh)
         forward, _ = step.collectives

@@ -60,7 +60,7 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
             body.append(_with_entries(operation, changed))
         elif isinstance(operation, Compute):
             body.append(_with_inputs(operation, changed, axis))
-        elif operation.step.axis == axis and operation.forward is not None:
+        elif axis in operation.step.axes and operation.forward is not None:
             _take_out(operation, axis, changed, totals)
         else:
             body.append(_moved(operation, changed, axis))
@@ -77,7 +77,7 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
 def _check_inside(repeat: Repeat, axis: int) -> None:
     steps = (operation for operation in repeat.block.section.body if isinstance(operation, Convert))
     for step in (*steps, *repeat.between):
-        if step.step.axis == axis and step.forward is not None:
+        if axis in step.step.axes and step.forward is not None:
             raise _mixing(step.source.value)
 
 
@@ -91,7 +91,8 @@ def _mixing(value: Value) -> ValueError:
 def _take_out(convert: Convert, axis: int, changed: dict[Local, Local], totals: list[Total]) -> None:
     """A reduction over the batch: of a value without a gradient it is a total, else the result stays partial."""
     source = changed.get(convert.source, convert.source)
-    if convert.step.source_type != P or convert.target.placement[axis] not in ("R", "I"):
+    one_axis = not convert.step.is_joint
+    if not one_axis or convert.step.source_type != P or convert.target.placement[axis] not in ("R", "I"):
         raise _mixing(convert.source.value)
     if convert.source.value.requires_grad:
         changed[convert.target] = source

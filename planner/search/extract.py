@@ -131,7 +131,7 @@ def _conversion(stream: Stream, item: Conversion, pricing: Pricing) -> Conversio
     forward, backward = step.collectives
     return ConversionPlan(
         value=stream.key,
-        axis=pricing.mesh.names[step.axis],
+        axis=step.axis_name(pricing.mesh),
         source=step.source,
         target=step.target,
         copies=item.copies,
@@ -152,7 +152,7 @@ def _tally(problem: Problem, assignment: Assignment, pricing: Pricing) -> Tally:
     tally: Tally = {}
     for name, stream in problem.streams.items():
         for item in assignment.trees[name]:
-            step, axis = item.arc.step, pricing.mesh.names[item.arc.step.axis]
+            step, axis = item.arc.step, item.arc.step.axis_name(pricing.mesh)
             num_bytes = pricing.step_bytes(step, stream.value)
             phases = zip(("forward", "backward"), step.collectives, (item.copies, item.backward_copies))
             for phase, collective, count in phases:

@@ -1,4 +1,4 @@
-"""The placements that a value may have, and the priced single-axis steps between them."""
+"""The placements that a value may have, and the priced steps between them, of one axis or of several at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from passes.ir.conversions import Step, steps_from
+from passes.ir.conversions import Step, joint_steps_from, steps_from
 from passes.ir.graph import Value
 from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, shard
 from planner.search.options import placements_of
@@ -167,12 +167,19 @@ class Lattices:
         divided = MeshShape(mesh.names, tuple(min(size, 2) for size in mesh.sizes))
         arcs: _Arcs = {}
         for source, target, step in _steps_between(placements, divided):
+            if step.is_joint and not self._is_priced(step):
+                continue
             if self.forbidden and self._is_forbidden(step, value, live):
                 continue
             forward, backward = self.pricing.step(step, value)
             memory = self.pricing.step_memory(step, value, saved=saved) if saved else 0
             arcs[source, target] = Arc(source, target, step, forward, backward if live else 0.0, memory)
         return arcs
+
+    def _is_priced(self, step: Step) -> bool:
+        """Whether the cost model has prices of groups over several axes, which are not called as some axis is."""
+        mesh, prices = self.pricing.mesh, self.pricing.cost_model
+        return getattr(prices, "prices_joint_axes", False) and step.axis_name(mesh) not in mesh.names
 
     def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
         forward, backward = step.collectives
@@ -187,7 +194,7 @@ def _steps_between(placements: tuple[Placement, ...], mesh: MeshShape) -> tuple[
     return tuple(
         (position, index[step.target], step)
         for position, placement in enumerate(placements)
-        for step in steps_from(placement, mesh, types)
+        for step in (*steps_from(placement, mesh, types), *joint_steps_from(placement, mesh, types))
         if step.target in index
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from passes.blocks import BlockRun, folded_runs
-from passes.ir.conversions import Step, is_legal
+from passes.ir.conversions import is_legal, step_between
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R
 from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
@@ -300,8 +300,7 @@ class _Pricer:
     def _step(
         self, tree: _Tree, source: Placement, target: Placement, live: bool, copy: tuple[int, int] | None
     ) -> None:
-        axis = next(index for index, (a, b) in enumerate(zip(source, target)) if a != b)
-        step, value = Step(axis, source, target), tree.value
+        step, value = step_between(source, target), tree.value
         if not is_legal(step, value.shape, self.plan.mesh):
             raise ValueError(f"{value.name} cannot be converted from {source} to {target} in one step")
         seconds = self.pricing.step(step, value)
@@ -312,6 +311,6 @@ class _Pricer:
             if phase and not (live and value.requires_grad):
                 continue
             if collective:
-                add_to_tally(self.tally, (collective, self.plan.mesh.names[axis], name), 1, num_bytes)
+                add_to_tally(self.tally, (collective, step.axis_name(self.plan.mesh), name), 1, num_bytes)
         saved = value.name in self.saved
         self.memory["converted"] += self.pricing.step_memory(step, value, saved=saved)

@@ -79,7 +79,7 @@ class Pricing:
         forward, backward = step.collectives
         if forward is None and (backward is None or not value.requires_grad):
             return 0.0, 0.0
-        axis, num_bytes = self.mesh.names[step.axis], self.step_bytes(step, value)
+        axis, num_bytes = step.axis_name(self.mesh), self.step_bytes(step, value)
         return (
             self.collective(forward, num_bytes, axis) if forward else 0.0,
             self.collective(backward, num_bytes, axis) if backward and value.requires_grad else 0.0,

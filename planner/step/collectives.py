@@ -17,7 +17,7 @@ from cost_models.dtypes import item_size
 from passes.autograd.recompute import Activations
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from passes.ir.graph import Graph
-from passes.ir.types import MeshShape, P, R, local_shape, shard_dim
+from passes.ir.types import P, R, local_shape, shard_dim
 from passes.plan import CollectivePlan, Plan
 from passes.shard import Compute, Repeat
 from passes.shard.operations import Operation
@@ -29,6 +29,7 @@ from planner.step.unit_collectives import (
     AFTER,
     BACKWARD,
     FORWARD,
+    Axes,
     Kept,
     Sent,
     gathers_in_backward,
@@ -63,7 +64,7 @@ class _Counter:
         assert plan.step is not None
         self.programs, self.plan, self.step, self.trains = programs, plan, plan.step, trains
         self.times = programs.num_microbatches
-        self.mesh: MeshShape = programs.stages[0].sharded.mesh
+        self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
         self.sizes = plan.mesh.as_dict()
         self.data_axes = tuple(axis for axis in DATA_AXES if self.sizes.get(axis, 1) > 1)
         self.known = _Known(programs.graph)
@@ -101,11 +102,11 @@ class _Counter:
                 policy = operation.policy.recompute if operation.policy is not None else "none"
                 if self.trains and policy != "none":
                     kept = self.known.kept(operation)
-                    for sent in sent_again(operation.block.section.body, self.mesh, kept, policy):
+                    for sent in sent_again(operation.block.section.body, self.axes, kept, policy):
                         self._add(sent, copies * self.times)
 
     def _operations(self, operations: Sequence[Operation], count: int) -> None:
-        for sent in sent_once(operations, self.mesh, self.known.live):
+        for sent in sent_once(operations, self.axes, self.known.live):
             if self.trains or sent.phase == FORWARD:
                 self._add(sent, count)
 

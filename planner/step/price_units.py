@@ -20,6 +20,7 @@ from passes.autograd.peak import working_peak
 from passes.autograd.recompute import Activations, kept_under
 from passes.autograd.saved import Extra
 from passes.blocks import BlockRun
+from passes.ir.conversions import step_between
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
 from passes.losses import Placed, strategies
@@ -238,10 +239,7 @@ class UnitPrices:
                 yield (value, taken), seconds
 
     def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
-        from passes.ir.conversions import Step
-
-        axis = next(index for index, pair in enumerate(zip(source, target)) if pair[0] != pair[1])
-        return Step(axis, source, target).collectives[0] is not None
+        return step_between(source, target).collectives[0] is not None
 
     def _copy_taken(self, unit: Unit, value: str) -> tuple[int, int] | None:
         """The copy that takes ``value`` from the one before, if it is such a value."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from passes.autograd.recompute import Activations
 from passes.autograd.views import base_name
 from passes.ir.graph import ITEM_SIZE
-from passes.ir.types import MeshShape
+from passes.ir.types import MeshShape, shard_dim
 from passes.rules.rule import Reduction
 from passes.shard import Compute, Convert, Local
 from passes.shard.operations import Operation
@@ -42,25 +42,41 @@ def local_bytes(local: Local) -> int:
     return num_bytes
 
 
-def sent_once(operations: Sequence[Operation], mesh: MeshShape, live: frozenset[str]) -> Iterator[Sent]:
+@dataclass(frozen=True)
+class Axes:
+    """The mesh that programs are written for: its batch axis stands for ``num_microbatches``, too."""
+
+    mesh: MeshShape
+    batch_axis: str
+    num_microbatches: int
+
+    def sent(self, collective: str, convert: Convert, phase: str) -> Sent:
+        """A collective of a conversion. What samples are gathered into on the batch axis is one micro-batch."""
+        name = convert.step.axis_name(self.mesh)
+        shards = shard_dim(convert.step.source_type) is not None or shard_dim(convert.step.target_type) is not None
+        parts = self.num_microbatches if shards and name == self.batch_axis else 1
+        return Sent(collective, name, phase, convert.num_bytes // parts)
+
+
+def sent_once(operations: Sequence[Operation], axes: Axes, live: frozenset[str]) -> Iterator[Sent]:
     """What conversions and operators send, without recomputation.
 
     Args:
         live: names of the nodes that a gradient comes back to.
     """
     for operation in operations:
-        yield from _forward(operation, mesh)
+        yield from _forward(operation, axes)
         if isinstance(operation, Convert) and operation.backward:
-            yield Sent(operation.backward, mesh.names[operation.step.axis], BACKWARD, operation.num_bytes)
+            yield axes.sent(operation.backward, operation, BACKWARD)
         elif isinstance(operation, Compute) and operation.node.name in live:
-            yield from _own(operation, mesh, BACKWARD)
+            yield from _own(operation, axes.mesh, BACKWARD)
 
 
-def _forward(operation: Operation, mesh: MeshShape) -> Iterator[Sent]:
+def _forward(operation: Operation, axes: Axes) -> Iterator[Sent]:
     if isinstance(operation, Convert) and operation.forward:
-        yield Sent(operation.forward, mesh.names[operation.step.axis], FORWARD, operation.num_bytes)
+        yield axes.sent(operation.forward, operation, FORWARD)
     elif isinstance(operation, Compute):
-        yield from _own(operation, mesh, FORWARD)
+        yield from _own(operation, axes.mesh, FORWARD)
 
 
 def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
@@ -167,13 +183,13 @@ class _Storages:
             self.weight[view] = self.weight[source]
 
 
-def sent_again(operations: Sequence[Operation], mesh: MeshShape, kept: Kept, policy: str) -> Iterator[Sent]:
+def sent_again(operations: Sequence[Operation], axes: Axes, kept: Kept, policy: str) -> Iterator[Sent]:
     """What the backward pass sends again of the forward pass under a recompute policy."""
     if policy == "none":
         return
     again = operations[: kept.last + 1] if policy == "full" else kept.brought
     for operation in again:
-        yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, mesh))
+        yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
 
 
 def gathers_in_backward(kept: Kept, policy: str) -> bool:

@@ -4,6 +4,7 @@ All are written with torch operators that run on real process groups, on a fake 
 ``LocalTensorMode`` and under ``spmd_types``' checker; none branches on the rank.
 """
 
+from runtime.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
 from runtime.ops.linear_cross_entropy import linear_cross_entropy
 from runtime.ops.microbatch import (
@@ -41,6 +42,7 @@ __all__ = [
     "get_random_state",
     "grouped_query_attention",
     "in_microbatch",
+    "joint",
     "linear_cross_entropy",
     "of_first_microbatch",
     "of_microbatch",
