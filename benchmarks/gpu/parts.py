@@ -1,0 +1,163 @@
+"""What ``benchmarks.gpu`` runs: parts, each a list of items that fail, crash or hang by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Operators whose bandwidth is measured, most wanted first.
+FAST_OPERATORS = (
+    "rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "bias_gelu", "rotary_pair", "cross_entropy",
+)  # fmt: skip
+OPERATORS = (
+    *FAST_OPERATORS, "add_layer_norm", "rotary", "rotary_interleaved", "linear_cross_entropy", "embedding",
+)  # fmt: skip
+CONTESTANTS = (
+    "Meshwright", "Hugging Face eager", "FSDP2 eager", "Meshwright compiled", "Hugging Face compiled", "FSDP2 compiled",
+)  # fmt: skip
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machine: ``tiny`` is the rehearsal, on a processor, with sizes that mean nothing."""
+
+    num_gpus: int
+    tiny: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return max(1, self.num_gpus)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that is measured.
+
+    Attributes:
+        function: ``"module:name"`` of a function of the setting and ``arguments`` that yields rows.
+        seconds: after so long it is taken to hang.
+    """
+
+    name: str
+    function: str
+    seconds: float
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Items that run one after the other in one group of ``ranks`` processes; a new group goes on after a crash.
+
+    Attributes:
+        seconds: that the part has; what is not begun by then is left out.
+        needs: GPUs without which the part is left out.
+        fresh: every item has processes of its own, whose memory nobody else has used.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    items: tuple[Item, ...]
+    ranks: int = 1
+    needs: int = 1
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A model of the library with so many layers, and each rank's samples of a step (``length`` tokens of them)."""
+
+    config: str
+    batch: int
+    length: int | None
+    layers: int | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+_LAST = "num_hidden_layers"
+MODELS = {
+    "Llama": ModelSize("llama-3-8b", 1, 4096, changes={_LAST: 4}),
+    "GPT-2": ModelSize("gpt2", 8, 1024),
+    "BERT": ModelSize("bert-large", 16, 512),
+    "T5": ModelSize("t5-base", 16, 512),
+    "ViT": ModelSize("vit-large", 32, None),
+    "Mixtral": ModelSize("mixtral-8x7b", 1, 2048, changes={_LAST: 1}),
+}
+_MIXTRAL = {
+    "hidden_size": 32, "intermediate_size": 32, _LAST: 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_local_experts": 2, "vocab_size": 64,
+}  # fmt: skip
+TINY_MODELS = {
+    "Llama": ModelSize("tiny-llama", 2, 8, changes={_LAST: 1}),
+    "GPT-2": ModelSize("tiny-gpt2", 2, 8),
+    "BERT": ModelSize("tiny-bert", 2, 8),
+    "T5": ModelSize("tiny-t5", 2, 8),
+    "ViT": ModelSize("tiny-vit", 2, None),
+    "Mixtral": ModelSize("mixtral-8x7b", 2, 8, changes=_MIXTRAL),
+}
+
+
+def plan(setting: Setting) -> list[Part]:
+    """All parts, in the order in which they run; those of one GPU have less than 25 minutes together."""
+    here = "benchmarks.gpu"
+    numerics = tuple(Item(name, f"{here}.operators:numerics", 60, {"operator": name}) for name in OPERATORS)
+    bandwidth = tuple(Item(name, f"{here}.operators:bandwidth", 90, {"operator": name}) for name in FAST_OPERATORS)
+    models = tuple(
+        Part(
+            f"step {model}", f"Steps of {model}", 90,
+            tuple(
+                Item(name, f"{here}.steps:step", 60, {"model": model, "contestant": name}) for name in CONTESTANTS
+            ),
+            ranks=setting.ranks,
+            fresh=True,
+        )
+        for model in MODELS
+    )  # fmt: skip
+    parity = tuple(Item(name, f"{here}.parity:parity", 60, {"fix": fix}) for name, fix in _parity_cases().items())
+    kinds = ("operator", "chain", "collective", "unit")
+    host = tuple(Item(kind, f"{here}.operators:host_time", 60, {"kind": kind}) for kind in kinds)
+    return [
+        Part("machine", "Machine", 60, (Item("machine", f"{here}.operators:machine", 60),)),
+        Part("numerics", "Operators against float64", 150, numerics),
+        Part("bandwidth", "Operators against copy bandwidth and torch.compile", 240, bandwidth),
+        *models,
+        Part("parity", "Schedules and ZeRO on NCCL against one GPU", 200, parity, ranks=2, needs=2),
+        Part("resume", "Killed and resumed", 150, (Item("resume", f"{here}.resume:resume", 150),)),
+        Part("host", "Host time", 90, host),
+    ]
+
+
+def _parity_cases() -> dict[str, dict[str, Any]]:
+    """Decisions of plans on two ranks, by name."""
+    cases: dict[str, dict[str, Any]] = {
+        schedule: {"pp": 2, "num_microbatches": 4, "schedule": schedule, "chunks_per_rank": chunks}
+        for schedule, chunks in SCHEDULES.items()
+    }
+    cases |= {f"dp=2, ZeRO {zero}": {"dp": 2, "zero": zero, "num_microbatches": 2} for zero in range(4)}
+    return cases | {"tp=2": {"tp": 2}, "cp=2": {"cp": 2}}
+
+
+def rehearsal(parts: list[Part]) -> list[Part]:
+    """Some items of every part, as a processor can run them in seconds."""
+    chosen = {
+        "numerics": ("rms_norm", "embedding"), "bandwidth": ("swiglu",), "parity": ("1f1b", "dp=2, ZeRO 3"),
+        "step Llama": CONTESTANTS[:3], "host": ("chain",),
+    }  # fmt: skip
+    found = []
+    for part in parts:
+        names = chosen.get(part.name, CONTESTANTS[:0] if part.name.startswith("step ") else None)
+        items = tuple(item for item in part.items if names is None or item.name in names)
+        if items:
+            ranks = 2 if part.name == "parity" else 1
+            found.append(Part(part.name, part.title, 600, tuple(map(_patient, items)), ranks, 0, part.fresh))
+    return found
+
+
+def _patient(item: Item) -> Item:
+    return Item(item.name, item.function, 600, item.arguments)

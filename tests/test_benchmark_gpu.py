@@ -1,0 +1,108 @@
+"""The command for a GPU machine, rehearsed on a processor; and that no part stops another, whatever happens in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import Item, Part, Setting, plan
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.running import in_turn, run_part
+from tests.patience import PATIENCE
+
+ROOT = Path(__file__).parent.parent
+HERE = "tests.test_benchmark_gpu"
+TINY = Setting(0, tiny=True)
+
+
+def good(setting: Setting, value: int = 1) -> Iterator[dict[str, Any]]:
+    yield {"value": value, "ok": True}
+
+
+def raising(setting: Setting) -> Iterator[dict[str, Any]]:
+    yield {"value": 2}
+    raise ArithmeticError("of this item")
+
+
+def crashing(setting: Setting) -> Iterator[dict[str, Any]]:
+    yield {"value": 3}
+    print("last words", flush=True)
+    os.abort()
+
+
+def hanging(setting: Setting) -> Iterator[dict[str, Any]]:
+    yield {"value": 4}
+    time.sleep(PATIENCE)
+
+
+def wrong(setting: Setting) -> Iterator[dict[str, Any]]:
+    yield {"value": 5, "ok": False}
+
+
+def item(name: str, seconds: float = PATIENCE) -> Item:
+    return Item(name, f"{HERE}:{name.split()[0]}", seconds)
+
+
+def test_what_fails_crashes_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
+    names = ("good", "raising", "crashing", "wrong")
+    part = Part("all", "All", PATIENCE, (*map(item, names), item("hanging", 1.0), item("good again"), item("missing")))
+    outcomes = {outcome.item: outcome for outcome in run_part(part, TINY, tmp_path)}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        "good": "done",
+        "raising": "failed: ArithmeticError: of this item",
+        "crashing": "crashed: signal SIGABRT",
+        "wrong": "done",
+        "hanging": "hung: more than 1 s",
+        "good again": "done",
+        "missing": f"failed: AttributeError: module '{HERE}' has no attribute 'missing'",
+    }
+    assert [outcome.rows[0]["value"] for outcome in outcomes.values() if outcome.rows] == [1, 2, 3, 5, 4, 1]
+    assert "last words" in outcomes["crashing"].log
+    assert [name for name, outcome in outcomes.items() if outcome.holds] == ["good", "good again"]
+
+
+def test_a_part_whose_time_is_spent_is_cut_off(tmp_path: Path) -> None:
+    part = Part("late", "Late", 3.0, (item("hanging"), item("good")))
+    statuses = [outcome.status for outcome in run_part(part, TINY, tmp_path)]
+    assert statuses == ["cut off: the part's time was spent", "left out: the part's time was spent"]
+
+
+def test_parts_need_gpus_and_are_written_down(tmp_path: Path) -> None:
+    report = Report(TINY)
+    parts = [Part("many", "Many", 9.0, (item("good"),), needs=2), Part("one", "One", 99.0, (item("wrong"),), needs=0)]
+    for part, outcomes, seconds in in_turn(parts[:1], TINY, tmp_path):
+        report.add(part, outcomes, seconds)
+    assert report.holds and "left out: needs 2 GPUs, there are 0" in report.markdown()
+
+
+def test_the_plan_takes_less_than_25_minutes() -> None:
+    for num_gpus in (1, 2, 8):
+        parts = plan(Setting(num_gpus))
+        assert sum(part.seconds for part in parts) < 25 * 60
+        assert {part.name.split()[0] for part in parts} == {
+            "machine", "numerics", "bandwidth", "step", "parity", "resume", "host",
+        }  # fmt: skip
+        assert len({item.name for part in parts for item in part.items if part.name == "numerics"}) == 13
+        for part in parts:
+            for entry in part.items:
+                assert entry.seconds <= part.seconds
+
+
+def test_the_command_is_rehearsed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--output", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    data = json.loads((tmp_path / "gpu.json").read_text())
+    statuses = {f"{part['name']}: {entry['item']}": entry for part in data["parts"] for entry in part["items"]}
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(entry["holds"] and entry["rows"] for entry in statuses.values())
+    losses = {entry["item"]: entry["rows"][0]["first loss"] for entry in data["parts"][3]["items"]}
+    assert set(losses) == {"Meshwright", "Hugging Face eager", "FSDP2 eager"}
+    assert max(losses.values()) - min(losses.values()) <= 1e-4
+    assert "A rehearsal on a processor" in (tmp_path / "gpu.md").read_text()
