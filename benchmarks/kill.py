@@ -19,7 +19,6 @@ import os
 import platform
 import random
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.kill_worker import Run, train
+from benchmarks.ports import free_port
 from runtime.checkpoint import directory as folders
 
 #: Relative difference of losses (float32) that another mesh may have.
@@ -95,12 +95,6 @@ class Kill:
     resumed_from: int
     ended: float | None
     wrong: int
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(run: Run, folder: Path) -> list[ForkProcess]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import Setting
-from benchmarks.kill import free_port
+from benchmarks.ports import free_port
 
 NUM_STEPS, SAVE_EVERY, KILL_AFTER = 12, 3, 7
 #: Relative difference of losses (float32); sums on a GPU may be added up in another order.

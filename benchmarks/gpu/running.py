@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import Item, Part, Setting
-from benchmarks.kill import free_port
+from benchmarks.ports import free_port
 
 #: Seconds between looks, and that the other ranks have when one has ended.
 LOOK, GRACE = 0.05, 10.0
