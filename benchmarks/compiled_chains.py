@@ -113,7 +113,7 @@ def _odd() -> Graph:
     """Odd sizes, with operands that walk through the rows in their own ways."""
     maker = GraphMaker()
     x, mask = maker.input("x", (2, 3, 401, 501), "float32"), maker.input("mask", (2, 1, 1, 501), "bool")
-    value = maker.call("mul.Tensor", maker.call("sin", x), maker.input("scale", (3, 1, 501), "float32"))
+    value = maker.call("mul.Tensor", maker.call("tanh", x), maker.input("scale", (3, 1, 501), "float32"))
     return maker.graph(maker.call("masked_fill.Scalar", value, mask, 0.1))
 
 
