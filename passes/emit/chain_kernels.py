@@ -14,7 +14,7 @@ from passes.chains.layout import COLUMN, ROW, SCALAR
 from passes.shard import Local
 
 _NARROW = frozenset({"float16", "bfloat16"})
-_SIZES = ("SPACE: tl.constexpr", "TILE: tl.constexpr")
+_SIZES = ("SPACE", "TILE: tl.constexpr")
 _WIDTH = 118
 
 
@@ -217,8 +217,8 @@ def _kernel(
     """A kernel of pointers to what it reads and makes, of the strides of what it reads, and of sizes."""
     loaded = tuple(loaded)
     parameters = [f"{name}_ptr" for name in (*loaded, *made)]
-    parameters += [f"{name}_strides: tl.constexpr" for name in loaded]
-    parameters += [*_SIZES, *(["SHARES: tl.constexpr"] if shares else [])]
+    parameters += [f"{name}_strides" for name in loaded]
+    parameters += [*_SIZES, *(["SHARES"] if shares else [])]
     header = f"def {function}({', '.join(parameters)}):"
     signature = [header] if len(header) <= _WIDTH else [f"def {function}(", *_wrapped(parameters), "):"]
     return ["@triton.jit", *signature, *(f"    {line}" for line in lines)]

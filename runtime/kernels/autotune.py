@@ -73,6 +73,12 @@ def bucket_of(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def rounded_up(size: int) -> int:
+    """A size with three leading bits: at most a quarter above ``size``, and no more than the power of two above it."""
+    shift = max(size.bit_length() - 3, 0)
+    return -(-size >> shift) << shift
+
+
 def device_seconds(run: Callable[[], object]) -> float:
     """Seconds that ``run()`` takes on the current CUDA device, the least of some rounds."""
     run()

@@ -21,10 +21,15 @@ from runtime.compat import are_operators_observed, as_one_operator
 from runtime.kernels.chain_launch import Launch
 from runtime.kernels.chain_layout import Layout, Shape, layout_of
 from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.sharing import compile_shared, shared_function
 
 Plain = Callable[..., Any]
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SUMMED = (ROW, COLUMN, SCALAR)
+#: Kernels count rows in 32 bits.
+_MOST_ROWS = 2**31
+#: Kinds of launches that a chain keeps: more come of lengths that never repeat.
+_MOST_KINDS = 1024
 
 
 class Chain:
@@ -70,7 +75,8 @@ class Chain:
         fixed: Sequence[str] = (),
         backend: str = "triton",
     ) -> None:
-        self.plain, self.forward, self.backward, self.backend = plain, forward, backward, backend
+        self.plain, self.backend = plain, backend
+        self.forward, self.backward = shared_function(forward), shared_function(backward)
         self.inputs, self.outputs, self.extra = (_dtypes(given) for given in (inputs, outputs, extra))
         self.rows, self.columns, self.holds_rows = dict(rows or {}), columns, holds_rows
         self.grads, self.saved = tuple(grads), tuple(saved)
@@ -108,7 +114,7 @@ class Chain:
         if are_operators_observed():
             return self.plain(*tensors)
         if self._compiled is None:
-            self._compiled = torch.compile(self.plain, dynamic=False)
+            self._compiled = compile_shared(self.plain)
         with as_one_operator():
             return self._compiled(*tensors)
 
@@ -119,7 +125,7 @@ class Chain:
             if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._known):
                 return False
         layout = self.layout(tensors)
-        return layout is not None and layout.num_rows > 0 and layout.width > 0
+        return layout is not None and 0 < layout.num_rows < _MOST_ROWS and layout.width > 0
 
     @staticmethod
     def _key(tensors: Sequence[torch.Tensor], space: Shape | None) -> tuple[Any, ...]:
@@ -130,6 +136,7 @@ class Chain:
         """The geometry of a launch with these operands."""
         key = self._key(tensors, space)
         if key not in self._layouts:
+            _make_room(self._layouts)
             shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) if space is None else space
             self._layouts[key] = layout_of(tensors, shape, columns=self.columns)
         return self._layouts[key]
@@ -183,6 +190,7 @@ class Chain:
             assert layout is not None
             is_forward = kernel is self.forward
             whole_rows = bool(self.rows) if is_forward else self.holds_rows
+            _make_room(self._launches)
             walks = not is_forward and any(kind in _SUMMED for kind in self.gradients.values())
             launch = self._launches[key] = Launch(
                 kernel, layout, operands, num_results=num_results, whole_rows=whole_rows, walks=walks
@@ -256,6 +264,12 @@ class _Run(torch.autograd.Function):
             found.update(chain.run_backward(wanted, ctx.saved_tensors, tuple(ctx.space), ctx.shapes))  # type: ignore[arg-type]
         found.update((name, found.get(other)) for name, other in chain.shared.items())
         return None, *(found.get(name) for name in chain.inputs)
+
+
+def _make_room(kinds: dict[Any, Any]) -> None:
+    """Forget all kinds of launches where there are many; what is used is soon there again."""
+    if len(kinds) >= _MOST_KINDS:
+        kinds.clear()
 
 
 def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

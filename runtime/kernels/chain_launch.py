@@ -53,6 +53,11 @@ class Launch:
         self.shares = max(1, walkers_over(layout.num_rows, walker, operands[0].device) // self.blocks)
         # Sums are added up tile by tile: a measured tile would round as its rank measured.
         self._tiles = tiles[:1] if walks or whole_rows else tiles
+        # An outer or middle size of 1 and strides of 0 are part of a kernel's code: see ``runtime.kernels.tiles``.
+        outer, middle, inner, width = layout.sizes
+        self._space = (None if outer == 1 else outer, None if middle == 1 else middle, inner, width)
+        self._strides = tuple(tuple(stride or None for stride in strides) for strides in layout.strides)
+        self._num_results = num_results
         self._fixed: tuple[Any, Mapping[str, Any]] | None = None
 
     def __call__(self, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
@@ -77,13 +82,13 @@ class Launch:
         results: Sequence[torch.Tensor | None],
     ) -> None:
         kernel, options = prepared
-        kernel(*operands, *results, *self.layout.strides, **options)
+        kernel(*operands, *results, *self._strides, **options)
 
     def _prepared(self, tile: TileChoice) -> tuple[Any, Mapping[str, Any]]:
         """The kernel with its grid, and its options, for a tile."""
         parts = self.shares if self._walks else -(-self.layout.num_rows // tile.rows)
         options: dict[str, Any] = {
-            "SPACE": self.layout.sizes,
+            "SPACE": self._space,
             "TILE": (tile.rows, tile.columns),
             "num_warps": tile.num_warps,
             **({"SHARES": self.shares} if self._walks else {}),
@@ -99,8 +104,9 @@ class Launch:
             "kernel": autotune.digest(inspect.getsource(self._kernel.fn)),
             "dtypes": [str(operand.dtype) for operand in operands],
             "broadcast": [[stride == 0 for stride in strides] for strides in self.layout.strides],
+            "results": self._num_results,
             "rows": autotune.bucket_of(self.layout.num_rows),
-            "width": autotune.bucket_of(self.layout.width),
+            "width": autotune.rounded_up(self.layout.width),
             **autotune.environment_of(device),
         }
 
@@ -120,9 +126,10 @@ def _ranked(
     layout: Layout, operands: Sequence[torch.Tensor], num_results: int, *, whole_rows: bool
 ) -> tuple[TileChoice, ...]:
     whole = [operand.itemsize for operand in operands if operand.shape == layout.space]
+    # of like sizes the same tiles: a new length is neither compiled nor measured anew
     return ranked_tiles(
-        layout.num_rows,
-        layout.width,
+        autotune.bucket_of(layout.num_rows),
+        autotune.rounded_up(layout.width),
         item_bytes=sum(whole) + num_results * max(operand.itemsize for operand in operands),
         tensors=len(whole) + num_results,
         operands=len(operands) + num_results,

@@ -32,8 +32,8 @@ def _add_to_mean_plain(hidden, gate_bias, mask):
 
 @triton.jit
 def _add_to_mean_forward(
-    hidden_ptr, gate_bias_ptr, mask_ptr, masked_ptr, mean_ptr, hidden_strides: tl.constexpr,
-    gate_bias_strides: tl.constexpr, mask_strides: tl.constexpr, SPACE: tl.constexpr, TILE: tl.constexpr,
+    hidden_ptr, gate_bias_ptr, mask_ptr, masked_ptr, mean_ptr, hidden_strides, gate_bias_strides, mask_strides,
+    SPACE, TILE: tl.constexpr,
 ):
     rows, columns, exists = whole_tile(SPACE, TILE)
     hidden = load(hidden_ptr, hidden_strides, rows, columns, exists, SPACE).to(tl.float32)
@@ -51,9 +51,8 @@ def _add_to_mean_forward(
 @triton.jit
 def _add_to_mean_backward(
     grad_masked_ptr, grad_mean_ptr, hidden_ptr, gate_bias_ptr, mask_ptr, grad_hidden_ptr, grad_gate_bias_ptr,
-    grad_masked_strides: tl.constexpr, grad_mean_strides: tl.constexpr, hidden_strides: tl.constexpr,
-    gate_bias_strides: tl.constexpr, mask_strides: tl.constexpr, SPACE: tl.constexpr, TILE: tl.constexpr,
-    SHARES: tl.constexpr,
+    grad_masked_strides, grad_mean_strides, hidden_strides, gate_bias_strides, mask_strides, SPACE,
+    TILE: tl.constexpr, SHARES,
 ):
     first, last, columns = share_of_rows(SPACE, TILE, SHARES)
     grad_gate_bias_total = tl.full(TILE, 0.0, tl.float32)
