@@ -34,8 +34,9 @@ def test_llama_8b_runs_as_fast_and_in_as_much_memory_as_published(name: str) -> 
 
 
 def test_llama_405b_on_16384_reaches_the_published_flops() -> None:
-    """The same on 8,192 takes longer to plan: ``python -m benchmarks.published Llama-3``."""
-    assert result_of("Llama-3-405B on 16,384").speed_ratio == pytest.approx(1.0, abs=TOLERANCE)
+    """Of a plan that is within 5% of the best; the best, and 8,192: ``python -m benchmarks.published Llama-3``."""
+    result = compare(RUNS["Llama-3-405B on 16,384"], gap=0.05)
+    assert result.speed_ratio == pytest.approx(1.0, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", UNSEEN)

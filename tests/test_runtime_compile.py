@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from tests.patience import PATIENCE
-from tests.ranks import ROOT, run_on_ranks
+from tests.ranks import run_on_ranks, run_script
 from tests.runtime_worker import SCENARIOS
 
 NAMES = [scenario.__name__ for scenario in SCENARIOS]
@@ -26,7 +24,7 @@ def test_scenario(scenario: str) -> None:
     assert results()[scenario]
 
 
-def test_one_process_needs_no_launcher() -> None:
+def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     """Without torchrun there is a world of one, and a mesh that needs more is refused in one line."""
     script = (
         "import planner, torch\n"
@@ -38,9 +36,5 @@ def test_one_process_needs_no_launcher() -> None:
         "except ValueError as error:\n    assert 'world size is 1' in str(error), error\n"
         "else:\n    raise SystemExit('not refused')\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    run_script(tmp_path / "script.py", [{}], folder=tmp_path, timeout=PATIENCE)  # raises what it says if it fails

@@ -22,6 +22,8 @@ MODELS = ["mlp", "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", 
 
 #: Launches and latency dominate these small models on real devices; on slow devices with fast links splitting pays.
 CASES = {"tp=4": Cluster.parse("cpu-local:4"), "dp=2,tp=2": slow_devices(4)}
+#: Of different kinds: what goes in, what is carried on, what the loss is of.
+ON_TWO_AXES = ["mlp", "tiny-llama", "tiny-t5", "tiny-vit"]
 
 
 def captured(model: str) -> Graph:
@@ -47,6 +49,8 @@ def test_no_baseline_is_cheaper(model: str) -> None:
     graph = captured(model)
     for text, cluster in CASES.items():
         mesh = MeshShape.parse(text)
+        if len(mesh.names) > 1 and model not in ON_TWO_AXES:
+            continue
         best = plan_on(graph, cluster, mesh)
         assert best.certificate.gap < 1e-3  # copies are alike, the bound is of all plans
         for baseline in BASELINES:
