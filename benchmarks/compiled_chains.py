@@ -91,8 +91,8 @@ def sample_cases() -> Iterator[Case]:
 def _walking() -> Graph:
     """Every kind of sum, a row reduction, and most of the functions."""
     maker = GraphMaker()
-    x, bias = maker.input("x", (2, 2048, 4096), "bfloat16"), maker.weight("bias", (4096,), "bfloat16")
-    column, number = maker.input("column", (2, 2048, 1), "bfloat16"), maker.input("number", (), "bfloat16")
+    x, bias = maker.input("x", (2, 4096, 2048), "bfloat16"), maker.weight("bias", (2048,), "bfloat16")
+    column, number = maker.input("column", (2, 4096, 1), "bfloat16"), maker.input("number", (), "bfloat16")
     value = maker.call("gelu", maker.call("add.Tensor", x, bias))
     value = maker.call("mul.Tensor", maker.call("tanh", value), column)
     value = maker.call("maximum", maker.call("div.Tensor", value, number), maker.call("sigmoid", x))

@@ -17,6 +17,8 @@ from passes.shard.operations import Operation, made_by, used_by
 CHAIN = "meshwright.chain"
 #: The widest row that one program of a kernel reduces: its registers hold half a dozen such rows in float32.
 WIDEST_ROW = 8192
+#: The same where backward holds the row again, with its gradients, to find the largest number.
+_WIDEST_ROW_OF_LARGEST = 2048
 
 
 def chain_up(sharded: ShardedGraph) -> ShardedGraph:
@@ -139,7 +141,7 @@ def _reason_for_compiler(members: Sequence[Member], taken: Sequence[Local], spac
             return f"{_short(op)} is a reduction whose rows are used again"
         if member.formula is None:
             return f"{_short(op)} has no gradient in the fuser's table"
-        if member.reduces and space[-1] > WIDEST_ROW:
+        if member.reduces and space[-1] > _widest_row(member):
             return f"rows of {space[-1]} elements are wider than one program holds"
         if not member.reduces and member.output.shape != space:
             return f"{_short(op)} computes one number a row"
@@ -149,6 +151,12 @@ def _reason_for_compiler(members: Sequence[Member], taken: Sequence[Local], spac
     if fold(space, [contiguous_strides(shape, space) for shape in shapes], columns=columns) is None:
         return "its operands are broadcast over too many dims in turn"
     return ""
+
+
+def _widest_row(member: Member) -> int:
+    assert member.formula is not None
+    finds_again = any("exists" in template for template in member.formula.gradients.values())
+    return _WIDEST_ROW_OF_LARGEST if finds_again and member.output.value.requires_grad else WIDEST_ROW
 
 
 def _short(op: str) -> str:
