@@ -35,7 +35,7 @@ def resume(setting: Setting) -> Iterator[dict[str, Any]]:
         first = _losses(killed)
         _finish(_start(killed, ranks, setting), killed)
         expected, found = _losses(whole), _losses(killed)
-    again = [number for number in found if number not in first]
+        again = [json.loads(line)[0] for line in max(killed.glob("losses-*")).read_text().splitlines()]
     worst = max(abs(found[number] - loss) / abs(loss) for number, loss in expected.items())
     yield {
         "ranks": ranks, "killed after step": max(first), "went on at step": min(again, default=None),
