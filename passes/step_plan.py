@@ -6,6 +6,7 @@ sharded on ``dp`` is also cut into ``num_microbatches`` parts in time, first by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 #: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
@@ -132,3 +133,26 @@ class StepPlan:
     def zero(self) -> tuple[int, ...]:
         """ZeRO stages in use, in model order."""
         return tuple(dict.fromkeys(group.zero for chunk in self.chunks for group in chunk.groups))
+
+
+def step_on_mesh(axes: Mapping[str, int]) -> StepPlan:
+    """How a step runs on a mesh that was given: one stage, the batch at once, nothing recomputed or sharded by ZeRO.
+
+    Its only chunk names no groups: every unit of the model is in it. Nothing of it is predicted here.
+    """
+    costs = StepCosts(*(0.0,) * len(StepCosts.__dataclass_fields__))
+    return StepPlan(
+        axes=dict(axes),
+        global_batch=1,
+        local_batch=1,
+        num_microbatches=1,
+        schedule="gpipe",
+        chunks_per_rank=1,
+        chunks=(ChunkPlan(0, (), 0.0, 0.0),),
+        optimizer="none",
+        gradient_dtype="",
+        compiled=False,
+        costs=costs,
+        memory=(),
+        memory_limit=0.0,
+    )

@@ -30,16 +30,14 @@ from planner.targets import (
     step_device_mesh,
 )
 from runtime import ops
-from runtime.engine import Engine
 from runtime.first_rank import broadcast_objects
-from runtime.layout import Layout, RankLayout
 from runtime.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
 from runtime.parameters.optimizers import remember_originals
-from runtime.shards import Shards
-from runtime.step.engine import StepEngine
+from runtime.step.engine import Engine
 from runtime.step.narrow import cast_floats, compute_dtype, computing_in
 from runtime.step.places import Places, RankPlaces
+from runtime.step.replanning import Planner
 
 
 def compile(
@@ -130,28 +128,33 @@ def compile(
         raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
     if given is not None and given.step is not None:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
-        ops.seed(agreed_seed(places.device_mesh))
-        parallel = parallelise_step(
-            model, places, plan=given, loss_fn=loss_fn, example_inputs=example_inputs, compute=compute
-        )
-        return _in_place_of(model, parallel, optimizer)
-    assert not isinstance(target, Cluster)
-    device_mesh, shape = as_device_mesh(target)
-    layout = RankLayout(device_mesh, shape)
-    priced = _cluster(cluster, device_mesh, shape)
-    ops.seed(agreed_seed(device_mesh))
+        find_plan = None
+    else:
+        assert not isinstance(target, Cluster)
+        device_mesh, shape = as_device_mesh(target)
+        places = RankPlaces(device_mesh, shape)
+        priced = _cluster(cluster, device_mesh, shape)
 
-    def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
-        # A graph that comes with a plan to pin is fused already, if that says so.
-        first = pinned is None
-        if first:
-            refuse_checkpoints(graph)
-        return agreed_plan(
-            lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demands),
-            device_mesh=device_mesh,
-        )
+        def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+            # A graph that comes with a plan to pin is fused already, if that says so.
+            first = pinned is None
+            if first:
+                refuse_checkpoints(graph)
+            return agreed_plan(
+                lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demands),
+                device_mesh=device_mesh,
+            )
 
-    parallel = parallelise(model, layout, plan=given, planner=find_plan, loss_fn=loss_fn, example_inputs=example_inputs)
+    ops.seed(agreed_seed(places.device_mesh))
+    parallel = parallelise(
+        model,
+        places,
+        plan=given,
+        planner=find_plan,
+        loss_fn=loss_fn,
+        example_inputs=example_inputs,
+        compute=compute,
+    )
     return _in_place_of(model, parallel, optimizer)
 
 
@@ -228,51 +231,47 @@ def _refuse_with_cluster(**given: Any) -> None:
 
 def parallelise(
     model: nn.Module,
-    layout: Layout,
-    *,
-    plan: Plan | None,
-    planner: Callable[[Graph, Plan | None], Plan],
-    loss_fn: Callable[..., Any] | None = None,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
-) -> ParallelModule:
-    """A parallel module on any layout, with its first program made if there are example inputs."""
-    if plan is not None and plan.mesh != layout.mesh:
-        raise ValueError(f"the plan is for mesh {plan.mesh}, this mesh is {layout.mesh}: plan again for it")
-    if plan is not None:
-        check_same_model(model, plan)
-    shards = Shards(model, layout)
-    engine = Engine(model, shards, layout, plan=plan, planner=planner, loss_fn=loss_fn)
-    if example_inputs is not None:
-        by_name = isinstance(example_inputs, Mapping)
-        args, kwargs = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-        engine.prepare(engine.read(args, kwargs))
-    return ParallelModule(shards, engine)
-
-
-def parallelise_step(
-    model: nn.Module,
     places: Places,
     *,
-    plan: Plan,
+    plan: Plan | None,
+    planner: Planner | None = None,
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     compute: torch.dtype | None = None,
 ) -> ParallelModule:
-    """A parallel module that runs a plan of a whole step; without ``example_inputs`` on inputs as in the plan."""
-    check_same_model(model, plan)
-    if example_inputs is None:
-        example_inputs = planned_inputs(plan)
-    by_name = isinstance(example_inputs, Mapping)
-    example: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+    """A parallel module on any places, with its first programs made if there are example inputs.
+
+    Args:
+        plan: None to plan at the first call, by ``planner``. Without ``example_inputs``, programs of a plan of a whole
+            step are made for inputs as in the plan.
+        planner: finds plans; None to split operators that a plan does not know over the ranks of one stage.
+        compute: dtype that the plan computes in, if it is not that of the parameters.
+    """
+    if plan is not None:
+        if plan.mesh != places.layout.mesh:
+            raise ValueError(f"the plan is for mesh {plan.mesh}, this mesh is {places.layout.mesh}: plan again for it")
+        check_same_model(model, plan)
+        if plan.step is not None and example_inputs is None:
+            example_inputs = planned_inputs(plan)
+        if planner is None:
+            planner = _within_a_stage(plan, places)
+    example: Any = None
+    if example_inputs is not None:
+        by_name = isinstance(example_inputs, Mapping)
+        example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+    engine = Engine(model, places, plan=plan, example=example, loss_fn=loss_fn, compute=compute, planner=planner)
+    return ParallelModule(engine)
+
+
+def _within_a_stage(plan: Plan, places: Places) -> Planner:
+    """Plans operators that ``plan`` does not know: they are split over the ranks of one stage."""
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
-        # Operators that the plan does not know are split over the ranks of one stage.
         cluster = Cluster.from_dict(plan.cluster).subset(plan.mesh.num_devices)
         with places.layout.plain():
             return plan_graph(graph, cluster, mesh=plan.mesh, pinned=pinned)
 
-    engine = StepEngine(model, plan, places, example=example, loss_fn=loss_fn, compute=compute, planner=find_plan)
-    return ParallelModule(engine.state, engine)
+    return find_plan
 
 
 def planned_inputs(plan: Plan) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from passes.ir.types import I, MeshShape
 from passes.plan import Plan
 from planner.arguments import check_whole_number
 from planner.comparison import Comparison
-from planner.compilation import parallelise, parallelise_step
+from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.rounding import judged_by_rounding
@@ -109,12 +109,16 @@ def verify(
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
-        example: dict[str, Any] = {"loss_fn": loss_fn, "example_inputs": training.batch}
-        if given is not None and given.step is not None:
-            places = VirtualPlaces(layout, num_stages=given.step.axes["pp"])
-            parallel = parallelise_step(copy.deepcopy(single), places, plan=given, **example)
-        else:
-            parallel = parallelise(copy.deepcopy(single), layout, plan=given, planner=find_plan, **example)
+        num_stages = given.step.axes["pp"] if given is not None and given.step is not None else 1
+        places = VirtualPlaces(layout, num_stages=num_stages)
+        parallel = parallelise(
+            copy.deepcopy(single),
+            places,
+            plan=given,
+            planner=find_plan if given is None else None,
+            loss_fn=loss_fn,
+            example_inputs=training.batch,
+        )
         counter = CommunicationCounter(layout.device_mesh)
         results = run_sharded(
             parallel,
@@ -124,7 +128,7 @@ def verify(
             whole=lambda value: _whole(value, layout),
             first_step=counter,
         )
-        disagreement = parallel._shards.disagreement()
+        disagreement = parallel._state.disagreement()
     return VerifyReport(
         type(single).__name__,
         parallel.plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from passes.plan import CollectivePlan, Plan
-from passes.stages.build import DATA_AXES
+from passes.stages import DATA_AXES
 from passes.tables import format_table
 from planner.comparison import Comparison
 from planner.step.unit_collectives import AFTER

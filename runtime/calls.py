@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from passes.capture.structure import Structure, flatten, rebuild
+from passes.plan import Plan
 from runtime.content import structure_key
 
 Path = tuple[str | int, ...]
@@ -100,3 +101,13 @@ def _by_name(
         before = [named.pop(name) for name in list(bound.arguments) if name in named and name not in kwargs]
         return (*before, *rest), {**named, **extra}
     return (), {**named, **extra}
+
+
+def positional_of(plan: Plan | None, loss_fn: Callable[..., Any] | None) -> int | None:
+    """How many arguments the plan knows by position; None to leave them as they come."""
+    if loss_fn is not None:
+        return None
+    if plan is None:
+        return 0
+    places = [int(head) for head in (name.split(".")[0] for name in plan.inputs) if head.isdigit()]
+    return max(places) + 1 if places else 0

@@ -213,3 +213,8 @@ def new_group_of_members(
 def device_type_of_default_group() -> str:
     """Where tensors of the default process group's collectives live: "cuda" if NCCL runs them, else "cpu"."""
     return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Whether something is called when a gradient is added to a leaf."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))

@@ -14,16 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.emit import Program
 from passes.plan import Plan
 from runtime.accumulation import Accumulation
-from runtime.engine import Engine
 from runtime.first_rank import FirstRanksState
 from runtime.layout import DATA, Layout
 from runtime.modes import SubmoduleModes
 from runtime.owned import Owned
 from runtime.parameters import ParameterTree
 from runtime.parameters.unwrappable import Unwrappable
-from runtime.shards import Shards
-from runtime.step.engine import StepEngine
-from runtime.step.state import StepState
+from runtime.step.engine import Engine
 from runtime.units.norm import clip_gradients
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 
@@ -36,21 +33,16 @@ class ParallelModule(Unwrappable, nn.Module):
     has those of its stage. Call it like the original, on the global batch: every rank takes its part.
 
     Args:
-        shards: the parameters and buffers.
-        engine: makes and runs the programs.
+        engine: makes and runs the programs; it holds the parameters and buffers.
     """
 
-    def __init__(self, shards: Shards | StepState, engine: Engine | StepEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._shards = shards
+        self._state = engine.state
         self._engine = engine
         self._accumulation = Accumulation()
         # What users see is this module's own content.
-        self._tree = ParameterTree(
-            shards,
-            hooks_run=isinstance(engine, Engine),
-            stages=shards.places.num_stages if isinstance(shards, StepState) else 1,
-        )
+        self._tree = ParameterTree(engine.state, stages=engine.places.num_stages)
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = self._tree.weights.__dict__[table]
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
@@ -203,7 +195,7 @@ class ParallelModule(Unwrappable, nn.Module):
                 "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
                 "planner.compile, or choose the mesh's device_type"
             )
-        self._shards.weights._apply(fn, recurse)
+        self._state.weights._apply(fn, recurse)
         self._engine.forget_constants()
         self._tree.update()
         return self
@@ -247,7 +239,7 @@ class ParallelModule(Unwrappable, nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The original's state dict, with whole tensors, on every rank (all ranks must call it)."""
         self._engine.calls.check("calls full_state_dict")
-        return self._shards.full_state_dict()
+        return self._state.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take this rank's part of a state dict of the original model (all ranks must call it).
@@ -260,9 +252,9 @@ class ParallelModule(Unwrappable, nn.Module):
         """
         self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
         if not self._engine.ranks.is_alone:
-            mesh = self._shards.places.device_mesh if isinstance(self._shards, StepState) else self.device_mesh
-            state = FirstRanksState(state, mesh, self.layout.device, self._engine.ranks)
-        self._shards.load_full_state_dict(state, strict=strict)
+            places = self._engine.places
+            state = FirstRanksState(state, places.device_mesh, self.layout.device, self._engine.ranks)
+        self._state.load_full_state_dict(state, strict=strict)
         self.weights_changed()
 
     def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
@@ -306,7 +298,7 @@ class ParallelModule(Unwrappable, nn.Module):
 
         Buffers on meta that no state dict holds are computed as the model's own initialisation does.
         """
-        self._shards.initialise(self._engine.model, seed=0, outside_of_state=True)
+        self._state.initialise(self._engine.model, seed=0, outside_of_state=True)
         self._engine.forget_constants()
         self._tree.update()
 
@@ -314,7 +306,7 @@ class ParallelModule(Unwrappable, nn.Module):
         """Whole gradients by parameter name, on every rank (all ranks must call it)."""
         self._engine.calls.together(self._tree.take_gradients)
         self._engine.calls.check("calls full_gradients")
-        return self._shards.full_gradients()
+        return self._state.full_gradients()
 
     def initialise(self, *, seed: int = 0) -> None:
         """Fill parameters and buffers that are still on meta as the model's own initialisation does.
@@ -322,18 +314,18 @@ class ParallelModule(Unwrappable, nn.Module):
         Modules are initialised one at a time, each from a seed of its own, so the result does not depend on the
         mesh, and a rank never holds more than its shards and one module.
         """
-        self._shards.initialise(self._engine.model, seed=seed)
+        self._state.initialise(self._engine.model, seed=seed)
         self._engine.forget_constants()
         self._tree.update()
 
     def owned(self) -> tuple[Owned, ...]:
         """What this rank holds of every parameter and buffer."""
-        return self._shards.owned()
+        return self._state.owned()
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names in the original's state dict, aliases included."""
-        return tuple(self._shards.state_names)
+        return tuple(self._state.state_names)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -18,7 +18,7 @@ from torch import nn
 import planner
 from passes.capture import CaptureError, capture, interpret, keep_float64
 from passes.ir.types import I
-from planner.compilation import parallelise, parallelise_step
+from planner.compilation import parallelise
 from planner.planning import plan as make_plan
 from planner.verification import slow_devices
 from runtime import ops
@@ -109,11 +109,9 @@ def trained(model: nn.Module, x: torch.Tensor, options: dict[str, Any], num_rank
         plan = make_plan(model, slow_devices(num_ranks), example_inputs={"x": x}, **options)
         with virtual_ranks(plan.mesh) as layout:
             whole = copy.deepcopy(model)
-            if plan.step is None:
-                parallel = parallelise(whole, layout, plan=plan, planner=None, example_inputs={"x": x})  # type: ignore[arg-type]
-            else:
-                places = VirtualPlaces(layout, num_stages=plan.step.axes["pp"])
-                parallel = parallelise_step(whole, places, plan=plan, example_inputs={"x": x})
+            stages = plan.step.axes["pp"] if plan.step is not None else 1
+            places = VirtualPlaces(layout, num_stages=stages)
+            parallel = parallelise(whole, places, plan=plan, example_inputs={"x": x})
             ops.seed(7)
             loss = joined(parallel.train_step(x=x), layout)
             return {"loss": loss, **parallel.full_gradients()}

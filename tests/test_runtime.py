@@ -21,6 +21,7 @@ from runtime.counter import CommunicationCounter
 from runtime.layout import VirtualLayout, virtual_ranks
 from runtime.outputs import ParallelOutput
 from runtime.parallel_module import ParallelModule
+from runtime.step.places import VirtualPlaces
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 
 DP_TP = "dp=2,tp=2"
@@ -46,7 +47,8 @@ def sharded(
 ) -> Iterator[tuple[ParallelModule, Planner, VirtualLayout]]:
     planner = Planner(mesh, **options)
     with virtual_ranks(planner.mesh) as layout:
-        yield parallelise(copy.deepcopy(model), layout, plan=None, planner=planner, loss_fn=loss_fn), planner, layout
+        places = VirtualPlaces(layout)
+        yield parallelise(copy.deepcopy(model), places, plan=None, planner=planner, loss_fn=loss_fn), planner, layout
 
 
 def joined(output: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:

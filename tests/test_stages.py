@@ -18,7 +18,7 @@ from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.shard import PlanMismatch
 from passes.stages import StageGraph, StepPrograms, step_programs
-from planner.compilation import parallelise_step
+from planner.compilation import parallelise
 from planner.library import load_config
 from planner.planning import capture_for_planning
 from planner.step.demands import read_demands
@@ -247,7 +247,7 @@ def test_a_call_gives_the_outputs_of_every_chunk() -> None:
     plan = plan_of(models.Chain, pp=2, num_microbatches=4)
     with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
         places = VirtualPlaces(layout, num_stages=2)
-        found = parallelise_step(seeded(models.Chain), places, plan=plan, example_inputs=batch)(**batch)
+        found = parallelise(seeded(models.Chain), places, plan=plan, example_inputs=batch)(**batch)
         whole = {name: layout.join(found[name], ("R", "R", "R")) for name in wanted}
     for name, tensor in wanted.items():
         torch.testing.assert_close(whole[name], tensor.detach(), rtol=1e-12, atol=1e-12)
@@ -267,7 +267,7 @@ def test_a_call_whose_weights_are_trained_in_an_earlier_chunk_is_refused() -> No
     batch = models.batch_of(model)
     plan = plan_of(CallsBack, pp=2, num_microbatches=4)
     with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
-        parallel = parallelise_step(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
         with pytest.raises(ValueError, match=r"'first\.\w+' in pipeline chunk 2, which training does not"):
             parallel(x=batch["x"])
 
@@ -288,6 +288,6 @@ def test_a_call_may_have_operators_that_training_does_not() -> None:
     wanted = model(x=batch["x"])["shares"].detach()
     plan = plan_of(AlsoShares, pp=2, dp=2, num_microbatches=2)
     with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
-        parallel = parallelise_step(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
         found = parallel(x=batch["x"])["shares"]
         torch.testing.assert_close(layout.join(found, ("R", "R", "R")), wanted, rtol=1e-12, atol=1e-12)

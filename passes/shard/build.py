@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from passes.ir.graph import Graph
 from passes.ir.types import Placement, R
@@ -15,20 +15,22 @@ from passes.shard.loop import Loop
 from passes.shard.section import Body
 
 
-def shard(graph: Graph, plan: Plan, *, rule_for: RuleFor | None = None, deferred: Collection[str] = ()) -> ShardedGraph:
+def shard(
+    graph: Graph, plan: Plan, *, rule_for: RuleFor | None = None, deferred: Mapping[str, Collection[str]] | None = None
+) -> ShardedGraph:
     """Apply ``plan`` to ``graph``, which may have other shapes than the one that it was made for.
 
     Args:
-        deferred: axes on which the gradients of parameters are left partial (parameters are R there, whatever the plan
-            says), to be reduced by whoever runs the program.
+        deferred: by path of a parameter, the axes on which its gradient is left partial (it is R there, whatever the
+            plan says), to be reduced by whoever runs the program.
 
     Raises:
         PlanMismatch: if the plan lacks a node of this graph (search again with ``pinned=plan``).
         ValueError: if the plan was made for another model, or an input cannot be divided as it says.
     """
-    places = frozenset(plan.mesh.names.index(axis) for axis in deferred)
 
-    def wrap(tree: Tree, value: str) -> Tree:
+    def wrap(tree: Tree, value: str, path: str) -> Tree:
+        places = frozenset(plan.mesh.names.index(axis) for axis in (deferred or {}).get(path, ()))
         return DeferredTree(tree, places, plan.mesh, value) if places else tree
 
     context = Context(graph, plan, rule_for or _known_rules(), wrap=wrap)

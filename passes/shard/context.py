@@ -49,9 +49,9 @@ class Context:
     """What all sections share: values, placements, conversion trees, operator choices."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, rule_for: RuleFor, *, wrap: Callable[[Tree, str], Tree] | None = None
+        self, graph: Graph, plan: Plan, rule_for: RuleFor, *, wrap: Callable[[Tree, str, str], Tree] | None = None
     ) -> None:
-        self.wrap = wrap or (lambda tree, _: tree)
+        self.wrap = wrap or (lambda tree, *_: tree)
         self.graph = graph
         self.plan = plan
         self.mesh = plan.mesh
@@ -155,7 +155,7 @@ class Context:
                 raise PlanMismatch(f"the plan was made without a gradient for {state.path!r}")
             placement = self.whole if placed is None else placed.placement
             key = f"state:{first_paths.get(state.path, state.path)}"
-            yield state.value.name, self.wrap(self.tree(key, placement, state.value), key)
+            yield state.value.name, self.wrap(self.tree(key, placement, state.value), key, state.path)
         for node in self.graph.nodes:
             for index, value in enumerate(node.outputs):
                 placement = self.whole if node.constant else output_placement(self.choices[node.name][1], index)

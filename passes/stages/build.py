@@ -16,12 +16,9 @@ from passes.shard.context import RuleFor
 from passes.shard.operations import used_by
 from passes.stages.chain import Part, Whereabouts, parts_of
 from passes.stages.cut import ChunkBody, cut
+from passes.stages.deferral import BATCH_AXIS, Deferral, deferral_of
 from passes.stages.totals import Additive, additive
-from passes.step_plan import StepPlan
-
-#: Axes on whose ranks parameters are the same: their gradients are reduced once a step, outside of the programs.
-BATCH_AXIS = "dp"
-DATA_AXES = (BATCH_AXIS, "cp")
+from passes.step_plan import StepPlan, step_on_mesh
 
 #: The ZeRO stage from which on weights are gathered for every use.
 _GATHERED_PER_USE = 3
@@ -89,65 +86,78 @@ def step_programs(
     num_microbatches: int | None = None,
     outputs: Collection[str] | None = None,
     like: StepPrograms | None = None,
+    deferral: Deferral | None = None,
     rule_for: RuleFor | None = None,
 ) -> StepPrograms:
     """Cut ``graph``, captured for the whole batch of a step, as ``plan.step`` says.
+
+    A plan on a given mesh is one chunk of one micro-batch, whose units are the graph's own.
 
     Args:
         num_microbatches: another number than the plan's.
         outputs: paths of the outputs to keep; None for the loss alone.
         like: programs of the plan's own graph, for another graph of the model (without a loss, say), whose units need
             not be the plan's: its operators go where these have their weights.
+        deferral: where the gradients of parameters are reduced outside of programs; None for ``deferral_of(plan)``.
 
     Raises:
         PlanMismatch: as ``shard``, and if the plan's stages are not this graph's.
         ValueError: as ``shard``; if there is no loss and no outputs are named; if the samples of several micro-batches
             depend on each other.
     """
-    step = _step_of(plan)
+    step = step_of(plan)
     count = step.num_microbatches if num_microbatches is None else num_microbatches
     kept = _kept_outputs(graph, outputs)
     wanted = graph.replace(outputs={path: graph.outputs[path] for path in kept})
     if like is None and graph.loss is not None:
         results = set(wanted.outputs.values())
         wanted, plan = with_chunked_losses(wanted, plan, results=results)
-        wanted = with_logits_reused(wanted, results=results) if wanted.training else wanted
+        # Who takes the outputs may run the backward pass twice.
+        wanted = with_logits_reused(wanted, results=results) if wanted.training and outputs is None else wanted
     mesh = MeshShape(
         plan.mesh.names,
         tuple(size * count if name == BATCH_AXIS else size for name, size in plan.mesh.as_dict().items()),
     )
-    deferred = [name for name in DATA_AXES if name in mesh.names]
+    deferred = deferral_of(plan) if deferral is None else deferral
     whole = shard(wanted, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
-    axis = mesh.names.index(BATCH_AXIS)
     cut_as = f" ({BATCH_AXIS}: {plan.mesh.size(BATCH_AXIS)} ranks × {count} micro-batches)" if count > 1 else ""
     if count > 1:
-        sums = additive(whole.main, axis=axis, paths=kept)
+        sums = additive(whole.main, axis=mesh.names.index(BATCH_AXIS), paths=kept)
         whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
     else:
         sums = Additive(whole.main.body, whole.main.results, (), ())
-    parts = parts_of(wanted, whole.runs, sums.body, step, where=None if like is None else _whereabouts(like))
+    parts = parts_of(wanted, whole.runs, sums.body, step, where=_whereabouts(step, like))
     bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
     stages = tuple(
-        _stage(index, body, dataclasses.replace(whole, part=f"{cut_as}, chunk {index + 1} of {len(bodies)}"), sums)
+        _stage(index, body, dataclasses.replace(whole, part=_part(plan, cut_as, index, len(bodies))), sums)
         for index, body in enumerate(bodies)
     )
     totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
     return StepPrograms(stages, totals, count, wanted)
 
 
-def _whereabouts(programs: StepPrograms) -> Whereabouts:
+def step_of(plan: Plan) -> StepPlan:
+    """How a plan runs a step: as it says, or, on a given mesh, all at once."""
+    return step_on_mesh(plan.mesh.as_dict()) if plan.step is None else plan.step
+
+
+def _part(plan: Plan, cut_as: str, index: int, count: int) -> str:
+    """Which part of a step a chunk is, for people; nothing where there are no parts."""
+    return "" if plan.step is None else f"{cut_as}, chunk {index + 1} of {count}"
+
+
+def _whereabouts(step: StepPlan, programs: StepPrograms | None) -> Whereabouts | None:
+    """Where weights are; None where the plan's groups say it."""
+    if not any(chunk.groups for chunk in step.chunks):
+        return {}
+    if programs is None:
+        return None
     found: dict[str, list[tuple[int, UnitPolicy]]] = {}
     for stage in programs.stages:
         for unit in stage.units:
             for _, _, path in unit.states:
                 found.setdefault(path, []).append((stage.index, unit.policy))
     return found
-
-
-def _step_of(plan: Plan) -> StepPlan:
-    if plan.step is None:
-        raise ValueError("this plan is of a mesh, not of a step: plan for a cluster")
-    return plan.step
 
 
 def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, ...]:

@@ -37,15 +37,13 @@ class ShardedParameter(ParameterTensor):
     _is_param = True
     owner: nn.Parameter
     planned_to_train: bool
-    _hooks_run: bool
     _shown_gradient: DTensor | None
 
     @classmethod
-    def of(cls, owned: Owned, *, hooks_run: bool, of_stage: bool) -> ShardedParameter:
+    def of(cls, owned: Owned, *, of_stage: bool) -> ShardedParameter:
         """The DTensor over an owned parameter.
 
         Args:
-            hooks_run: whether ``owned.tensor`` is the autograd leaf, so that its hooks see complete gradients.
             of_stage: whether ranks of other pipeline stages have other parameters.
         """
         assert isinstance(owned.tensor, nn.Parameter) and owned.device_mesh is not None
@@ -57,7 +55,7 @@ class ShardedParameter(ParameterTensor):
         )
         parameter.owner, parameter.path, parameter.of_stage = owned.tensor, owned.name, of_stage
         parameter.planned_to_train = owned.trainable
-        parameter._hooks_run, parameter._shown_gradient = hooks_run, None
+        parameter._shown_gradient = None
         return parameter
 
     def placed(self, local: torch.Tensor) -> DTensor:
@@ -146,10 +144,10 @@ class ShardedParameter(ParameterTensor):
         return self.owner.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def _refuse_hook(self, method: str) -> None:
-        if not self._hooks_run:
+        if self.of_stage:
             raise ValueError(
-                f"{method} of {self.path!r}: under a plan of a whole step gradients are reduced a unit at a time, and "
-                "hooks on parameters would not see them: change the gradients after train_step instead"
+                f"{method} of {self.path!r}: with a pipeline the gradient of a parameter may be a part of it until the "
+                "step ends, and hooks would see that part: change the gradients after train_step instead"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

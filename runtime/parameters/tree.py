@@ -15,7 +15,7 @@ from runtime.weights import Weights
 
 
 class _Held(Protocol):
-    """What a rank holds: ``Shards``, ``StepState``."""
+    """What a rank holds: ``StepState``."""
 
     #: The plain tensors.
     weights: Weights
@@ -31,16 +31,16 @@ class ParameterTree:
     Buffers that every rank holds whole are the programs' own tensors. Of virtual ranks all tensors are.
 
     Args:
-        hooks_run: whether hooks on plain parameters see complete gradients.
-        stages: pipeline stages of the model; with several, a rank has the parameters of its own.
+        stages: pipeline stages of the model; with several, a rank has the parameters of its own, and hooks on them
+            would not see complete gradients.
 
     Attributes:
         weights: the tree.
     """
 
-    def __init__(self, held: _Held, *, hooks_run: bool, stages: int = 1) -> None:
+    def __init__(self, held: _Held, *, stages: int = 1) -> None:
         self._held = held
-        self._hooks_run, self._of_stage = hooks_run, stages > 1
+        self._of_stage = stages > 1
         self._version = -1
         self._parameters: dict[int, ShardedParameter] = {}
         self._slots: list[tuple[dict[str, Any], str, ShardedParameter]] = []
@@ -80,7 +80,7 @@ class ParameterTree:
             ValueError: naming one.
         """
         for table, name, parameter in self._slots:
-            if not self._hooks_run and parameter.requires_grad != parameter.planned_to_train:
+            if self._of_stage and parameter.requires_grad != parameter.planned_to_train:
                 raise ValueError(
                     f"{parameter.path!r} was {'trained' if parameter.planned_to_train else 'frozen'} when the step was "
                     "planned, and is not any more: set requires_grad before planner.compile"
@@ -113,7 +113,7 @@ class ParameterTree:
         return shown
 
     def _made_of(self, piece: Owned) -> ShardedParameter:
-        return ShardedParameter.of(piece, hooks_run=self._hooks_run, of_stage=self._of_stage)
+        return ShardedParameter.of(piece, of_stage=self._of_stage)
 
     def _note_slot(self, path: str) -> None:
         parent, _, name = path.rpartition(".")

@@ -17,7 +17,8 @@ from runtime.compat import mesh_of_thread, use_mesh
 from runtime.compiling import as_compiled, can_be_one_graph
 from runtime.program import Block
 from runtime.recompute import always_again, recomputed
-from runtime.step.state import StateInfo, StepState
+from runtime.step.state import StepState
+from runtime.step.state_info import StateInfo
 from runtime.units.group import DataGroup
 from runtime.units.unit import Unit, UnitWeight
 from runtime.weights import Weights
@@ -207,7 +208,9 @@ def _bind(
             fixed[path] = state.find(path)
     if not training:
         return BoundUnit(stage_unit, table.find(chunk, tuple(trained)), fixed)
-    groups = weight_groups(stage_unit, tuple(trained), table.held_together)
+    groups = weight_groups(
+        stage_unit, {name: info.data_axes for name, info in trained.items()}, table.held_together
+    )
     units = [
         (table.add(chunk, zero, names, functools.partial(_make_unit, names, zero, state, table.gathered_apart)), names)
         for names, zero in groups
@@ -216,13 +219,20 @@ def _bind(
 
 
 def weight_groups(
-    stage_unit: StageUnit, trained: Sequence[str], held_together: Mapping[str, int]
+    stage_unit: StageUnit, trained: Mapping[str, tuple[str, ...]], held_together: Mapping[str, int]
 ) -> list[tuple[tuple[str, ...], int]]:
-    """The ``trained`` weights of a unit that are gathered and reduced together, each group with its ZeRO stage."""
-    together = [name for name in trained if name in held_together]
-    own = tuple(name for name in trained if name not in held_together)
-    groups = [(own, stage_unit.policy.zero)] if own or not together else []
-    return groups + [((name,), held_together[name]) for name in together]
+    """The ``trained`` weights of a unit that are gathered and reduced together, each group with its ZeRO stage.
+
+    Args:
+        trained: by name, the axes over which the gradient is summed: weights of the same axes go together.
+    """
+    own: dict[tuple[str, ...], list[str]] = {}
+    for name, axes in trained.items():
+        if name not in held_together:
+            own.setdefault(axes, []).append(name)
+    groups = [(tuple(names), stage_unit.policy.zero) for names in own.values()]
+    groups += [((name,), held_together[name]) for name in trained if name in held_together]
+    return groups or [((), stage_unit.policy.zero)]
 
 
 def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collection[str]) -> Unit:
@@ -230,11 +240,12 @@ def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collec
     weights = [_weight(name, info, state, shared=name in shared) for name, info in zip(names, infos)]
     # A piece is owned as soon as one unit shards the parameter; another of its units then gathers it once a step.
     zero = max(zero, int(any(info.sharded for info in infos)))
-    return Unit(weights, zero=zero, group=DataGroup.of(state.places.data_group))
+    axes = infos[0].data_axes if infos else ()
+    return Unit(weights, zero=zero, group=DataGroup.of(state.places.group_over(axes)))
 
 
 def _weight(name: str, info: StateInfo, state: StepState, *, shared: bool) -> UnitWeight:
     owner = state.find(name)
     assert isinstance(owner, torch.nn.Parameter)
-    shape = state.unsharded_shape(info)
+    shape = info.unsharded_shape(state.places.layout.mesh)
     return UnitWeight(name, owner, shape, compute=info.dtype, gradient=info.gradient_dtype, shared=shared)

@@ -14,43 +14,46 @@ from passes.emit import Program
 from passes.emit.program import InputSpec
 from passes.ir.types import MeshShape, Placement
 from passes.plan import Plan
-from passes.stages.build import BATCH_AXIS
+from passes.stages import BATCH_AXIS
 from runtime import ops
 from runtime.adapters import apply_adapters
-from runtime.agreement import Ranks
+from runtime.agreement import Ranks, rank_in
 from runtime.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
-from runtime.calls import Call, Path, read_call
+from runtime.calls import Call, Path, positional_of, read_call
 from runtime.changing_floats import ChangingFloats
-from runtime.engine import Planner, everyone_of, positional_of, skeleton
 from runtime.host_copies import HostCopies
 from runtime.model_watch import ModelWatch
 from runtime.outputs import wrap_outputs
-from runtime.step.making import Maker, Prepared
+from runtime.skeleton import skeleton
+from runtime.step.making import Maker, Prepared, local_axes
 from runtime.step.narrow import cast_floats, computing_in
 from runtime.step.places import Places
+from runtime.step.replanning import Planner
 from runtime.step.stage import InputOf, Stage, in_order_of_use
-from runtime.units.group import DataGroup
+from runtime.step.state import StepState
+from runtime.units.group import DataGroup, everyone_of
 from runtime.units.unit import Unit
 
 
-class StepEngine:
-    """Runs a plan of a whole step.
+class Engine:
+    """Runs calls of a model under a plan: of a whole step, or on a given mesh.
 
     Args:
         model: the original; only a copy without data is kept.
+        plan: None to plan at the first call.
         example: a call of the model with a global batch, from which the first programs are made.
         loss_fn: as in ``planner.compile``.
         compute: dtype that the plan computes in, if it is not that of the model's parameters.
-        planner: called when a call needs nodes that the plan does not know, with the plan whose decisions are pinned.
+        planner: called for the first plan, and when a call needs nodes that the plan does not know.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         places: Places,
         *,
-        example: tuple[tuple[Any, ...], dict[str, Any]],
+        plan: Plan | None,
+        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         loss_fn: Callable[..., Any] | None = None,
         compute: torch.dtype | None = None,
         planner: Planner | None = None,
@@ -60,44 +63,51 @@ class StepEngine:
         self.watch = ModelWatch(model, self.model, loss_fn=loss_fn)
         self.floats = ChangingFloats(self.model)
         self.compute = compute
-        self.plan = plan
         self.places = places
         self.layout = places.layout
         self.loss_fn = loss_fn
-        assert plan.step is not None
-        self.step = plan.step
         self._inputs: dict[Path, torch.Tensor] = {}
         self._on_device: dict[_InputPart, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._stale = True
         self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
-        data_rank = self.layout.coordinate[self.layout.mesh.names.index(BATCH_AXIS)]
         # Ranks of a pipeline need not pass what their own stage does not read.
-        self.calls = CallAgreement(self.ranks, data_rank=data_rank, may_leave_out=True)
+        self._may_leave_out = plan is not None and plan.step is not None
+        self.calls = CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=self._may_leave_out)
+        self.state = StepState(model, places)
         self._maker = Maker(
             self.model,
-            model,
+            self.state,
             plan,
-            places,
             watch=self.watch,
-            example=self.read(*example),
+            example=None if example is None else self._read(*example, plan=plan),
             loss_fn=loss_fn,
             planner=planner,
             input_of=self._input_of,
             ranks=self.ranks,
         )
-        self.state = self._maker.state
+
+    def _data_rank(self) -> int:
+        """The same for ranks that pass the same local inputs."""
+        names = self.layout.mesh.names
+        return self.layout.coordinate[names.index(BATCH_AXIS)] if BATCH_AXIS in names else rank_in()
 
     @property
-    def latest(self) -> Program:
+    def plan(self) -> Plan | None:
+        """The plan; None before the first call where there was none."""
+        return self._maker.plan
+
+    @property
+    def latest(self) -> Program | None:
         """The program of this rank that was made or run last."""
-        return self._maker.latest.stages[-1].program
+        latest = self._maker.latest
+        return None if latest is None else latest.stages[-1].program
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:
-        """Names of the inputs that this rank's programs read; None before the first was made."""
-        return self._maker.needed_inputs
+        """Names of the inputs that this rank's programs read; None if it takes its part of all."""
+        return self._maker.needed_inputs if self._may_leave_out else None
 
     @property
     def all_ranks(self) -> DataGroup:
@@ -106,9 +116,12 @@ class StepEngine:
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A call as the programs are made for."""
+        return self._read(args, kwargs, plan=self.plan)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None) -> Call:
         if self.compute is not None:
             args, kwargs = cast_floats((args, kwargs), self.compute)
-        return read_call(self.model.forward, args, kwargs, positional=positional_of(self.plan, self.loss_fn))
+        return read_call(self.model.forward, args, kwargs, positional=positional_of(plan, self.loss_fn))
 
     def train(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
@@ -146,7 +159,7 @@ class StepEngine:
         """What this rank passes, and the programs of the call that all ranks make."""
 
         def read() -> Call:
-            self.watch.check(lambda name: self.state.infos[name].trainable)
+            self.watch.check(self.state.trains)
             self.state.check()
             return self.read(args, kwargs)
 
@@ -216,7 +229,7 @@ class StepEngine:
             else torch.zeros(spec.local_shape, dtype=getattr(torch, spec.dtype), device=self.layout.device)
         )
         whole = self.layout.join(local.detach(), spec.placement) if losses else local
-        return self.places.from_stage(whole, self.step.chunks[-1].rank)
+        return self.places.from_stage(whole, self._maker.step.chunks[-1].rank)
 
     def _input_of(self, program: Program) -> InputOf:
         return lambda spec, microbatch: self._input(spec, microbatch, program.mesh)
@@ -230,13 +243,17 @@ class StepEngine:
 
     def _host_part(self, spec: InputSpec, microbatch: int, mesh: MeshShape) -> torch.Tensor:
         """A view of that part where the caller's tensor is."""
-        axis, count = mesh.names.index(BATCH_AXIS), mesh.size(BATCH_AXIS) // self.layout.mesh.size(BATCH_AXIS)
+        # A program's axes are longer than the ranks' where they count micro-batches too.
+        counts = [size // ranks for size, ranks in zip(mesh.sizes, self.layout.mesh.sizes)]
+        local = [self._local_inputs and name in local_axes(mesh) for name in mesh.names]
 
         def at(coordinate: tuple[int, ...]) -> tuple[int, ...]:
-            rank = 0 if self._local_inputs else coordinate[axis]
-            return (*coordinate[:axis], rank * count + microbatch, *coordinate[axis + 1 :])
+            return tuple(
+                (0 if is_local else rank) * count + (microbatch if count > 1 else 0)
+                for rank, count, is_local in zip(coordinate, counts, local)
+            )
 
-        sizes = tuple(count if self._local_inputs and place == axis else size for place, size in enumerate(mesh.sizes))
+        sizes = tuple(count if is_local else size for count, size, is_local in zip(counts, mesh.sizes, local))
         return self.places.input_part(self._inputs[spec.path], spec.placement, MeshShape(mesh.names, sizes), at)
 
 

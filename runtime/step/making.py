@@ -15,25 +15,25 @@ from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
-from passes.ir.types import shard_dim
+from passes.ir.types import MeshShape, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, input_key
-from passes.stages import StageGraph, StepPrograms, step_programs
-from passes.stages.build import BATCH_AXIS
+from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_of, step_programs
+from passes.step_plan import StepPlan
 from runtime.agreement import Ranks
 from runtime.calls import Call, Path, read_call
 from runtime.captured import captured_alike
 from runtime.content import state_key
-from runtime.engine import Planner, as_seen_by
 from runtime.model_watch import ModelWatch
 from runtime.program_cache import ProgramCache
 from runtime.step.binding import UnitTable, make_units
 from runtime.step.execution import Execution, execution_of
 from runtime.step.places import Places
+from runtime.step.replanning import Planner, as_seen_by
 from runtime.step.stage import InputOf, ProgramRunner, Stage, in_order_of_use
 from runtime.step.state import StepState
+from runtime.step.state_info import Placing
 from runtime.typecheck import typecheck
-from runtime.units.precision import Precision
 from runtime.units.unit import chained
 
 
@@ -73,29 +73,27 @@ class Prepared:
 
 
 class Maker:
-    """Makes programs, each kind of call's once; the first fix what this rank owns.
+    """Makes programs, each kind of call's once. The plan fixes what this rank owns.
 
     Args:
         model: without data, in the dtype that is computed in; its training mode counts.
-        source: the same with data, of which this rank takes its part.
-        example: a call with a global batch.
-        planner: called when a call needs nodes that the plan does not know, with the plan whose decisions are pinned.
+        state: what this rank owns; it is cut here, once there is a plan.
+        plan: None to plan at the first call.
+        example: a call with a global batch, from which first programs are made; a plan of a whole step needs one.
+        planner: called for the first plan, and when a call needs nodes that the plan does not know, with the plan whose
+            decisions are pinned.
         input_of: gives a program's inputs when it runs; it is handed the program too.
         ranks: of the step, which make the same programs.
-
-    Attributes:
-        state: what this rank owns.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        source: nn.Module,
-        plan: Plan,
-        places: Places,
+        state: StepState,
+        plan: Plan | None,
         *,
         watch: ModelWatch,
-        example: Call,
+        example: Call | None,
         loss_fn: Callable[..., Any] | None,
         planner: Planner | None,
         input_of: Callable[[Program], InputOf],
@@ -103,32 +101,57 @@ class Maker:
     ) -> None:
         self.ranks = ranks
         self.model = model
-        self.plan = plan
-        self.places = places
+        self.state = state
+        self.places: Places = state.places
+        self.plan: Plan | None = None
         self.watch = watch
         self.loss_fn = loss_fn
         self.planner = planner
         self.input_of = input_of
-        assert plan.step is not None
-        self.step = plan.step
+        self.latest: Prepared | None = None
         self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8, announces=False)
         self._prepared: ProgramCache[Prepared] = ProgramCache()
         self._made: ProgramCache[Prepared] = ProgramCache()
         self._units = UnitTable()
+        #: Programs of a whole step's own graph, in whose chunks other calls use their weights.
         self._first: StepPrograms | None = None
-        self._example = example.with_shapes({})
-        with places.layout.plain():
+        self._inputs_read: frozenset[str] = frozenset()
+        self._example = None if example is None else example.with_shapes({})
+        if plan is not None:
+            self._start(plan)
+        if example is not None:
+            self._make_first(example)
+
+    def _start(self, plan: Plan) -> None:
+        """Take up the plan: cut the weights as it says."""
+        self.plan = plan
+        if plan.step is None:
+            self.state.place(Placing.on_mesh(plan, deferral_of(plan)))
+            return
+        assert self._example is not None, "a plan of a whole step needs an example"
+        with self.places.layout.plain():
             graph = self._capture(self._example)
             training = graph.loss is not None
-            self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
             self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
-        self.state = StepState(source, plan, self._first, places, precision=self._precision())
-        self.latest = self.prepare(example, training=training, local_inputs=False)
+        self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
-    def _precision(self) -> Precision:
-        """As planned: the optimizer keeps float32 masters of narrow weights unless there is none to keep them."""
-        master = "float32" if self.step.optimizer != "none" else None
-        return Precision(master=master, gradient=self.step.gradient_dtype or "float32")
+    def _make_first(self, example: Call) -> None:
+        """The programs of a training step, or of the outputs where there is no loss."""
+        with self.places.layout.plain():
+            graph = self._capture(example.with_shapes({}))
+        self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
+        self.prepare(example, training=graph.loss is not None, local_inputs=False)
+
+    @property
+    def step(self) -> StepPlan:
+        """How the plan runs a step."""
+        assert self.plan is not None
+        return step_of(self.plan)
+
+    @property
+    def _is_whole_step(self) -> bool:
+        """Whether chunks of the plan's own graph say where weights are used."""
+        return self._first is not None
 
     @property
     def all_made(self) -> tuple[Prepared, ...]:
@@ -162,6 +185,8 @@ class Maker:
     def _completed(self, call: Call) -> Call:
         """``call`` with arguments of the example that no rank passed because no program reads them."""
         example, parameters = self._example, inspect.signature(self.model.forward).parameters
+        if example is None or not self._is_whole_step:
+            return call
         left_out = {name for name in example.kwargs if name not in call.kwargs and name not in self._inputs_read}
         known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
         if any(known.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
@@ -191,16 +216,31 @@ class Maker:
             return capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
 
         def captured() -> Graph:
-            return as_planned(captured_alike(self.ranks, capture_call), self.plan)
+            graph = captured_alike(self.ranks, capture_call)
+            if self.plan is None:
+                assert self.planner is not None
+                self._start(self.planner(graph, None))
+            assert self.plan is not None
+            return as_planned(graph, self.plan)
 
         key = (call.signature, self.model.training, self.watch.key, state_key(self.loss_fn))
         return self._graphs.get(key, captured)
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
+        assert self.plan is not None
+        outputs = None if training else tuple(graph.outputs)
+        like = None if training else self._first
+        whole_step = self.plan.step is not None
+
         def cut(plan: Plan) -> StepPrograms:
-            outputs = None if training else tuple(graph.outputs)
-            like = None if training else self._first
-            programs = step_programs(graph, plan, num_microbatches=num_microbatches, outputs=outputs, like=like)
+            programs = step_programs(
+                graph,
+                plan,
+                num_microbatches=num_microbatches,
+                outputs=outputs,
+                like=like,
+                deferral=None if whole_step else self.state.deferral,
+            )
             if like is not None:
                 self._check_weights(programs, like)
             return programs
@@ -208,12 +248,22 @@ class Maker:
         try:
             return cut(self.plan)
         except PlanMismatch:
-            if self.planner is None or self._first is None:
+            if self.planner is None or (whole_step and self._first is None):
                 raise
-            return cut(dataclasses.replace(self.planner(graph, as_seen_by(graph, self.plan)), step=self.step))
+            return cut(self._planned_again(graph))
+
+    def _planned_again(self, graph: Graph) -> Plan:
+        """A plan for a graph with nodes that the plan does not know; what that decided stays."""
+        assert self.plan is not None and self.planner is not None
+        plan = self.planner(graph, as_seen_by(graph, self.plan))
+        if self.plan.step is not None:
+            return dataclasses.replace(plan, step=self.plan.step)
+        self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
+        return plan
 
     def _check_weights(self, programs: StepPrograms, like: StepPrograms) -> None:
         """Raise ValueError, on all ranks alike, if a chunk uses weights that it does not train."""
+        assert self.plan is not None
         for stage, trained in zip(programs.stages, like.stages):
             known, used = map(_paths_of, (trained, stage))
             planned = {path: self.plan.states.get(path) for path in sorted(used - known)}
@@ -232,30 +282,41 @@ class Maker:
 
     def _microbatches_of(self, graph: Graph) -> int:
         """How many micro-batches to cut this batch into: as planned, or the most below that divide it."""
-        ranks = self.places.layout.mesh.size(BATCH_AXIS)
-        sizes = [
-            value.shape[dim]
-            for path, value in zip(graph.input_paths, graph.inputs)
-            for dim in [self._batch_dim(path)]
-            if dim is not None
-        ]
         count = self.step.num_microbatches
+        if count == 1:
+            return 1
+        ranks = self.places.layout.mesh.size(BATCH_AXIS)
+        dims = [(value, self._dim_on(path, BATCH_AXIS)) for path, value in zip(graph.input_paths, graph.inputs)]
+        sizes = [value.shape[dim] for value, dim in dims if dim is not None]
         while count > 1 and any(size % (ranks * count) for size in sizes):
             count -= 1
         return count
 
-    def _batch_dim(self, path: Path) -> int | None:
+    def _dim_on(self, path: Path, axis: str) -> int | None:
+        """The dim of an input that the plan cuts over a mesh axis."""
+        assert self.plan is not None
         planned = self.plan.inputs.get(input_key(path))
-        return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(BATCH_AXIS)])
+        return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(axis)])
 
     def _whole_call(self, call: Call) -> Call:
-        """The call with global shapes, from one with a data group's samples."""
+        """The call with global shapes, from one with local parts."""
+        if self.plan is None:
+            raise ValueError("local_inputs=True needs a plan: give example_inputs (or batch_size) to compile()")
+        mesh = self.places.layout.mesh
         shapes: dict[Path, tuple[int, ...]] = {}
         for path, tensor in call.tensors.items():
-            dim, shape = self._batch_dim(path), list(tensor.shape)
-            if dim is not None:
-                shape[dim] *= self.places.layout.mesh.size(BATCH_AXIS)
+            shape = list(tensor.shape)
+            for axis in local_axes(mesh):
+                dim = self._dim_on(path, axis)
+                if dim is not None:
+                    shape[dim] *= mesh.size(axis)
             shapes[path] = tuple(shape)
+        cut = any(self._dim_on(path, BATCH_AXIS) is not None for path in call.tensors if BATCH_AXIS in mesh.names)
+        if not cut and BATCH_AXIS in mesh.names and mesh.size(BATCH_AXIS) > 1:
+            raise ValueError(
+                f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
+                f"{BATCH_AXIS}: plan with constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}, or pass the whole batch"
+            )
         return call.with_shapes(shapes)
 
     def _assemble(
@@ -263,10 +324,12 @@ class Maker:
     ) -> Prepared:
         stages = []
         mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
-        if training or not self._units:
+        # A call of a whole step uses the units of its training step; on a mesh every program has units of its own.
+        makes_units = training or not self._units or not self._is_whole_step
+        if makes_units:
             self._units.hold_together(mine)
         for stage in mine:
-            stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, training=training))
+            stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, makes_units=makes_units))
         chained(self._units.in_turn(in_order_of_use(stages)))
         totals = None
         if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
@@ -278,14 +341,16 @@ class Maker:
         execution = execution_of(stages, self.step, self.places, last, num_microbatches=programs.num_microbatches)
         return Prepared(tuple(stages), totals, last, programs.num_microbatches, execution, graph.unflatten)
 
-    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, training: bool) -> Stage:
+    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, makes_units: bool) -> Stage:
         runner = ProgramRunner(program, self.state, num_microbatches=num_microbatches)
-        units, shared = make_units(
-            stage, self.state, runner.literals, self._units, training=training or not self._units
-        )
-
+        units, shared = make_units(stage, self.state, runner.literals, self._units, training=makes_units)
         input_of = self.input_of(program)
         return Stage(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
+
+
+def local_axes(mesh: MeshShape) -> tuple[str, ...]:
+    """The axes on which local inputs are cut already: the data axis if there is one, else all."""
+    return (BATCH_AXIS,) if BATCH_AXIS in mesh.names else mesh.names
 
 
 def _paths_of(stage: StageGraph) -> set[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from runtime.engine import skeleton
+from runtime.skeleton import skeleton
 
 
 def compute_dtype(name: str | torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
-from passes.stages.build import BATCH_AXIS, DATA_AXES
+from passes.stages import BATCH_AXIS
 from runtime.first_rank import from_first_rank
 from runtime.launch.groups import flattened_group, group_of
 from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
@@ -50,22 +50,18 @@ class Places(Protocol):
     layout: of the programs' mesh (no pipeline axis).
     stage: this rank's pipeline rank; None if every stage is here.
     num_stages: pipeline ranks.
-    data_group: the ranks that hold the same parameters; None if there is one.
     pipeline_group: the ranks of one pipeline; None if there is one stage, or every stage is here.
-    parameter_axes: names of the programs' axes of several ranks that are no data axes.
-    parameter_mesh: that parameters lie on: ``parameter_axes``, then one axis of all data ranks where there are several,
-        so that what cuts a tensor first is further out, as DTensor reads a mesh; None for virtual ranks.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     stage: int | None
     num_stages: int
-    data_group: dist.ProcessGroup | None
     pipeline_group: dist.ProcessGroup | None
-    data_size: int
-    parameter_axes: tuple[str, ...]
-    parameter_mesh: DeviceMesh | None
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None: ...
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None: ...
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]: ...
 
@@ -108,12 +104,27 @@ class RankPlaces:
         self.num_stages = _size(device_mesh, PIPELINE)
         self.stage: int | None = device_mesh.get_local_rank(PIPELINE) if PIPELINE in names else 0
         self.pipeline_group = device_mesh.get_group(PIPELINE) if PIPELINE in names else None
-        self.data_size = _product(mesh, DATA_AXES)
-        self.data_group = data_group(inner, mesh) if self.data_size > 1 else None
-        self.parameter_axes = _parameter_axes(mesh)
-        self.parameter_mesh: DeviceMesh | None = _parameter_mesh(inner, mesh, self.data_group)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._parameter_meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
+        return _group_over(axes, self.layout, self._groups)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+        """The mesh that parameters lie on: of the programs or, where they are cut into pieces over ``data_axes``, the
+        other axes of several ranks and then one axis of all data ranks.
+
+        What cuts a tensor first is then further out, as DTensor reads a mesh.
+        """
+        if not data_axes:
+            return self.layout.device_mesh
+        if data_axes not in self._parameter_meshes:
+            group = self.group_over(data_axes)
+            self._parameter_meshes[data_axes] = _parameter_mesh(self.layout, data_axes, group)
+        return self._parameter_meshes[data_axes]
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each of ``tensors`` as the first rank of the step has it."""
@@ -184,17 +195,20 @@ class RankPlaces:
 class VirtualPlaces:
     """Every rank of one stage as a ``LocalTensor``; all stages are here, one after the other."""
 
-    def __init__(self, layout: VirtualLayout, *, num_stages: int) -> None:
+    def __init__(self, layout: VirtualLayout, *, num_stages: int = 1) -> None:
         self.layout: Layout = layout
         self._virtual = layout
         self.device_mesh = layout.device_mesh
         self.num_stages = num_stages
         self.stage: int | None = None
         self.pipeline_group: dist.ProcessGroup | None = None
-        self.parameter_axes = _parameter_axes(layout.mesh)
-        self.parameter_mesh: DeviceMesh | None = None
-        self.data_size = _product(layout.mesh, DATA_AXES)
-        self.data_group = data_group(layout.device_mesh, layout.mesh) if self.data_size > 1 else None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        return _group_over(axes, self.layout, self._groups)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+        return None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         return iter(tensors)
@@ -274,23 +288,29 @@ def sum_over_axis(part: torch.Tensor, device_mesh: DeviceMesh, axis: str) -> tor
     return _waited(funcol.all_reduce(part.contiguous(), "sum", device_mesh.get_group(axis)))
 
 
-def data_group(device_mesh: DeviceMesh, mesh: MeshShape) -> dist.ProcessGroup:
-    """The group of this rank's data ranks: all axes of ``DATA_AXES`` together, made once for a mesh."""
-    axes = tuple(axis for axis in DATA_AXES if axis in mesh.names and mesh.size(axis) > 1)
-    if len(axes) == 1:
-        return device_mesh.get_group(axes[0])
-    return flattened_group(device_mesh[axes], "_".join(axes))
+def _group_over(
+    axes: tuple[str, ...], layout: Layout, groups: dict[tuple[str, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    axes = tuple(axis for axis in axes if layout.mesh.size(axis) > 1)
+    if not axes:
+        return None
+    if axes not in groups:
+        mesh = layout.device_mesh
+        groups[axes] = mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh[axes], "_".join(axes))
+    return groups[axes]
 
 
-def _parameter_axes(mesh: MeshShape) -> tuple[str, ...]:
-    axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES and mesh.size(axis) > 1)
+def piece_axes(mesh: MeshShape, data_axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes of ``Places.parameter_mesh`` besides that of the data ranks."""
+    axes = tuple(axis for axis in mesh.names if axis not in data_axes and mesh.size(axis) > 1)
     # A mesh needs an axis.
-    return axes or (mesh.names[:1] if _product(mesh, DATA_AXES) == 1 else ())
+    return axes or (mesh.names[:1] if all(mesh.size(axis) == 1 for axis in data_axes) else ())
 
 
-def _parameter_mesh(inner: DeviceMesh, mesh: MeshShape, data: dist.ProcessGroup | None) -> DeviceMesh:
-    """The mesh ``Places.parameter_mesh``, on the groups that there are."""
-    axes = _parameter_axes(mesh)
+def _parameter_mesh(layout: Layout, data_axes: tuple[str, ...], data: dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh of ``Places.parameter_mesh``, on the groups that there are."""
+    mesh, inner = layout.mesh, layout.device_mesh
+    axes = piece_axes(mesh, data_axes)
     outer = [mesh.names.index(axis) for axis in axes]
     rest = [place for place in range(len(mesh.names)) if place not in outer]
     groups, names, sizes = [inner.get_group(axis) for axis in axes], list(axes), [mesh.size(axis) for axis in axes]
@@ -298,13 +318,6 @@ def _parameter_mesh(inner: DeviceMesh, mesh: MeshShape, data: dist.ProcessGroup 
         groups, names, sizes = [*groups, data], [*names, "data"], [*sizes, data.size()]
     ranks = inner.mesh.permute(*outer, *rest).reshape(sizes)
     return DeviceMesh.from_group(groups, inner.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
-
-
-def _product(mesh: MeshShape, axes: Sequence[str]) -> int:
-    product = 1
-    for axis in axes:
-        product *= mesh.size(axis) if axis in mesh.names else 1
-    return product
 
 
 def _size(device_mesh: DeviceMesh, axis: str) -> int:

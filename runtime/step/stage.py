@@ -12,8 +12,7 @@ from torch import nn
 
 from passes.emit import Program
 from passes.emit.program import ENTRY_POINT, InputSpec
-from passes.stages import StageGraph
-from passes.stages.build import BATCH_AXIS
+from passes.stages import BATCH_AXIS, StageGraph
 from runtime import ops
 from runtime.pipeline import TensorSpec
 from runtime.step.binding import BoundUnit, ChunkUnits

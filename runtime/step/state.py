@@ -4,51 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from passes.ir.types import Placement, R, local_shape
-from passes.plan import Plan
-from passes.stages import StepPrograms
-from passes.stages.build import DATA_AXES
+from passes.ir.types import I, MeshShape, R
+from passes.stages import Deferral
 from runtime.initialise import initialised_tensors, still_on_meta
-from runtime.owned import Owned, is_first_holder, rectangle, torch_placements
-from runtime.step.places import Places, Rectangle, RectangleOf, VirtualPlaces
+from runtime.owned import Owned
+from runtime.step.places import Places, VirtualPlaces
+from runtime.step.state_info import Placing, StateInfo, unplanned
 from runtime.units.group import DataGroup, sum_over
-from runtime.units.pieces import piece_dim, piece_of
-from runtime.units.precision import Dtypes, Precision
 from runtime.weights import Weights
-
-
-@dataclass(frozen=True)
-class StateInfo:
-    """One tensor of the model as a step holds it.
-
-    Attributes:
-        names: its names in the model, the one that programs use first.
-        dtype, owner_dtype, gradient_dtype: that it computes in, that this rank keeps, that gradients are added up in.
-        placement: on the programs' mesh, whole on the data axes.
-        used: whether any program uses it.
-        sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3; without dims there are no pieces).
-        stages: pipeline ranks that have it, in order.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner_dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    placement: Placement
-    is_parameter: bool
-    trainable: bool
-    persistent: bool
-    sharded: bool
-    used: bool
-    stages: tuple[int, ...]
 
 
 class StepState:
@@ -60,113 +28,94 @@ class StepState:
         version: counts how often tensors were replaced.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        programs: StepPrograms,
-        places: Places,
-        *,
-        precision: Precision,
-    ) -> None:
+    def __init__(self, model: nn.Module, places: Places) -> None:
         self.places = places
         self.version = 0
         self.state_names = list(model.state_dict().keys())
         self.infos: dict[str, StateInfo] = {}
         self.weights = Weights()
-        self.weights.train(model.training)
-        stages = stages_of(plan, programs)
-        sharded = sharded_paths(programs)
-        distinct = _distinct(model)
-        for (names, tensor), whole in zip(distinct.items(), places.from_first(distinct.values())):
-            info = self._info(names, tensor, plan, stages, sharded, precision)
+        self._is_training = model.training
+        self.weights.train(self._is_training)
+        self.deferral: Deferral = {}
+        self.placing: Placing | None = None
+        #: Axes over which ZeRO cuts parameters into pieces.
+        self._piece_axes: tuple[str, ...] = ()
+        self._frozen: list[nn.Parameter] = []
+        for names, tensor in _distinct(model).items():
+            persistent = any(name in self.state_names for name in names)
+            info = unplanned(names, tensor, self._mesh, persistent=persistent)
+            self.infos.update(dict.fromkeys(names, info))
+            self._put(info, tensor.detach())
+
+    @property
+    def _mesh(self) -> MeshShape:
+        return self.places.layout.mesh
+
+    def place(self, placing: Placing) -> None:
+        """Cut every tensor of the first rank as a plan says; those that it does not name stay whole."""
+        before, self.placing, self.deferral = list(self.everything()), placing, placing.deferral
+        infos = [placing.placed(info) for info in before]
+        for axes in dict.fromkeys(info.data_axes for info in infos):
+            self.places.group_over(axes)  # Made by all ranks, also by those that have no parameter of these.
+        self._piece_axes = next((info.data_axes for info in infos if info.sharded), ())
+        self.places.parameter_mesh(self._piece_axes)
+        owners = [self.find(info.names[0]) for info in before]
+        self.weights = Weights()
+        self.weights.train(self._is_training)
+        for info, owner, whole in zip(infos, owners, self.places.from_first(owners)):
             self.infos.update(dict.fromkeys(info.names, info))
-            if places.stage is None or places.stage in info.stages:
-                self._put(info, self._cut(info, whole.detach()))
+            if self._is_here(info):
+                self._put(info, self._cut(info, whole.detach()), owner)
+        self._note_frozen()
 
-    def _info(
-        self,
-        names: tuple[str, ...],
-        tensor: torch.Tensor,
-        plan: Plan,
-        stages: Mapping[str, tuple[int, ...]],
-        sharded: frozenset[str],
-        precision: Precision,
-    ) -> StateInfo:
-        known = next((name for name in names if name in plan.states), names[0])
-        planned = plan.states.get(known)
-        placement = tuple(planned.placement) if planned is not None else (R,) * len(plan.mesh.names)
-        dtypes = precision.of(tensor.dtype)
-        if planned is not None and tensor.is_floating_point() and isinstance(tensor, nn.Parameter):
-            # A plan that computes in another dtype than the model's: the model's own is the master.
-            compute = getattr(torch, planned.dtype)
-            if compute != tensor.dtype:
-                dtypes = Dtypes(compute, tensor.dtype, precision.of(compute).gradient)
-        trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        return StateInfo(
-            names=(known, *(name for name in names if name != known)),
-            shape=tuple(tensor.shape),
-            dtype=dtypes.compute if isinstance(tensor, nn.Parameter) else tensor.dtype,
-            owner_dtype=dtypes.master if trains else dtypes.compute,
-            gradient_dtype=dtypes.gradient,
-            placement=tuple(R if axis in DATA_AXES else where for axis, where in zip(plan.mesh.names, placement)),
-            is_parameter=isinstance(tensor, nn.Parameter),
-            trainable=trains,
-            persistent=any(name in self.state_names for name in names),
-            sharded=trains and known in sharded and self.places.data_size > 1 and tensor.dim() > 0,
-            used=known in stages,
-            # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
-            stages=stages.get(known, (0,)),
-        )
+    def adopt(self, placing: Placing) -> None:
+        """Take up another plan's placements of tensors that the plans so far did not use.
 
-    def rectangle(self, info: StateInfo) -> RectangleOf:
-        """Which part of a tensor the rank at a coordinate owns."""
-        mesh = self.places.layout.mesh
+        Raises:
+            ValueError: if it places one that they did use in another way.
+        """
+        assert self.placing is not None
+        known = self.placing.plan.states
+        for info in list(self.everything()):
+            new = placing.placed(info)
+            if new == info or not any(name in placing.plan.states for name in info.names):
+                continue
+            if any(name in known for name in info.names):
+                if not _lie_alike(info, new, self._mesh):
+                    raise ValueError(
+                        f"the new plan places {info.names[0]!r} as {new.placement}, but it is held as {info.placement}"
+                    )
+                continue
+            owner = self.find(info.names[0])
+            whole = torch.empty(info.shape, dtype=info.owner_dtype, device="meta")
+            if not owner.is_meta:
+                whole = self._assembled(info, lambda tensor: tensor)
+            self.places.group_over(new.data_axes)
+            self.infos.update(dict.fromkeys(new.names, new))
+            self._put(new, self._cut(new, whole), owner)
+            self.deferral = {**self.deferral, **{n: placing.deferral[n] for n in new.names if n in placing.deferral}}
+        self._note_frozen()
 
-        def part(coordinate: tuple[int, ...]) -> Rectangle:
-            offsets, sizes = rectangle(info.shape, info.placement, mesh, coordinate)
-            primary = is_first_holder(info.placement, coordinate)
-            if not info.sharded:
-                return Rectangle(offsets, sizes, primary)
-            dim, offset, length = piece_of(sizes, self.places.data_size, self._data_rank(coordinate))
-            moved = tuple(o + offset if d == dim else o for d, o in enumerate(offsets))
-            cut = tuple(length if d == dim else size for d, size in enumerate(sizes))
-            others = tuple(0 if axis in DATA_AXES else index for axis, index in zip(mesh.names, coordinate))
-            return Rectangle(moved, cut, is_first_holder(info.placement, others))
+    def _note_frozen(self) -> None:
+        frozen = (self.find(info.names[0]) for info in self.here() if info.is_parameter and not info.trainable)
+        self._frozen = [parameter for parameter in frozen if isinstance(parameter, nn.Parameter)]
 
-        return part
-
-    def _is_primary(self, info: StateInfo) -> Callable[[tuple[int, ...]], bool]:
-        part = self.rectangle(info)
-        return lambda coordinate: part(coordinate).primary
-
-    def _torch_placements(self, info: StateInfo) -> tuple[TorchPlacement, ...]:
-        """On the axes of ``places.parameter_mesh``."""
-        names = self.places.layout.mesh.names
-        types = [info.placement[names.index(axis)] for axis in self.places.parameter_axes]
-        placements = torch_placements(types)
-        if self.places.data_size == 1:
-            return placements
-        dim = piece_dim(self.unsharded_shape(info), self.places.data_size)
-        return (*placements, Shard(dim) if info.sharded and info.shape else Replicate())
-
-    def _data_rank(self, coordinate: tuple[int, ...]) -> int:
-        mesh, rank = self.places.layout.mesh, 0
-        for name, size, index in zip(mesh.names, mesh.sizes, coordinate):
-            if name in DATA_AXES:
-                rank = rank * size + index
-        return rank
-
-    def unsharded_shape(self, info: StateInfo) -> tuple[int, ...]:
-        """Shape of a tensor as programs use it on this rank."""
-        return local_shape(info.shape, info.placement, self.places.layout.mesh)
+    def _is_here(self, info: StateInfo) -> bool:
+        return self.places.stage is None or self.places.stage in info.stages
 
     def _cut(self, info: StateInfo, whole: torch.Tensor) -> torch.Tensor:
-        return self.places.cut(whole.to(info.owner_dtype), self.rectangle(info))
+        return self.places.cut(whole.to(info.owner_dtype), info.rectangle(self._mesh))
 
-    def _put(self, info: StateInfo, local: torch.Tensor) -> None:
+    def _put(self, info: StateInfo, local: torch.Tensor, owner: torch.Tensor | None = None) -> None:
+        """Hold ``local`` under a tensor's names; a parameter ``owner`` stays the same object, for its optimizer."""
         self.version += 1
         tensor = nn.Parameter(local, requires_grad=info.trainable) if info.is_parameter else local
+        if isinstance(owner, nn.Parameter) and type(local) is torch.Tensor:
+            if local.is_meta == owner.is_meta and local.dtype == owner.dtype:
+                owner.data = local
+            else:
+                torch.utils.swap_tensors(owner, tensor)
+            tensor = owner
         for name in info.names:
             self.weights.put(name, tensor, persistent=name in self.state_names)
 
@@ -213,7 +162,7 @@ class StepState:
         """Every tensor that this rank has something of, each once."""
         done: set[int] = set()
         for info in self.infos.values():
-            if id(info) not in done and (self.places.stage is None or self.places.stage in info.stages):
+            if id(info) not in done and self._is_here(info):
                 done.add(id(info))
                 yield info
 
@@ -225,7 +174,7 @@ class StepState:
         """What this rank holds of every tensor, each once."""
         found = []
         for info in self.here():
-            part = self.places.rectangle(self.rectangle(info))
+            part = self.places.rectangle(info.rectangle(self._mesh))
             first_stage = self.places.stage is None or self.places.stage == info.stages[0]
             found.append(
                 Owned(
@@ -238,9 +187,9 @@ class StepState:
                     trainable=info.trainable,
                     persistent=info.persistent,
                     primary=part.primary and first_stage,
-                    virtual_primary=self.places.layout.marks(self._is_primary(info)),
-                    device_mesh=self.places.parameter_mesh,
-                    placements=self._torch_placements(info),
+                    virtual_primary=self.places.layout.marks(info.is_primary(self._mesh)),
+                    device_mesh=self.places.parameter_mesh(self._piece_axes),
+                    placements=info.torch_placements(self._mesh, self._piece_axes),
                 )
             )
         return tuple(found)
@@ -264,9 +213,12 @@ class StepState:
         }
 
     def _assembled(self, info: StateInfo, part_of: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor:
+        if self.placing is None:
+            (first,) = self.places.from_first([self.find(info.names[0])])
+            return first.detach().clone()
         place = self.places.stage
         mine = part_of(self.find(info.names[0])) if place is None or place == info.stages[0] else None
-        whole: torch.Tensor = self.places.assemble(mine, self.rectangle(info), info.shape, info.owner_dtype)
+        whole: torch.Tensor = self.places.assemble(mine, info.rectangle(self._mesh), info.shape, info.owner_dtype)
         return whole
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -292,16 +244,17 @@ class StepState:
         info = self.infos[name]
         if tuple(whole.shape) != info.shape:
             raise ValueError(f"{name!r} has shape {list(whole.shape)}, the model's has {list(info.shape)}")
-        if self.places.stage is not None and self.places.stage not in info.stages:
+        if not self._is_here(info):
             return
-        tensor, local = self.find(info.names[0]), self._cut(info, whole.detach())
-        if not tensor.is_meta:
+        tensor = self.find(info.names[0])
+        local = whole.detach().to(info.owner_dtype, copy=True)
+        if self.placing is not None:
+            local = self._cut(info, whole.detach())
+        if tensor.is_meta:
+            self._put(info, local, tensor)
+        else:
             with torch.no_grad():
                 tensor.copy_(local)
-        elif info.is_parameter:
-            torch.utils.swap_tensors(tensor, nn.Parameter(local, requires_grad=info.trainable))
-        else:
-            self._put(info, local)
 
     def initialise(self, model: nn.Module, *, seed: int, outside_of_state: bool = False) -> None:
         """See ``ParallelModule.initialise``; ``model`` is the original on meta.
@@ -314,17 +267,28 @@ class StepState:
             if self.find(name).is_meta:
                 self.load(name, whole)
 
+    def joint_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups over several axes that gradients are summed in, called as the axes with ``_`` between them."""
+        axes = dict.fromkeys(info.data_axes for info in self.everything() if len(info.data_axes) > 1)
+        found = {"_".join(some): self.places.group_over(some) for some in axes}
+        return {name: group for name, group in found.items() if group is not None}
+
     def disagreement(self) -> float:
         """Of virtual ranks: the largest difference between those that should hold the same."""
         assert isinstance(self.places, VirtualPlaces)
-        found = (self.places.disagreement(self.find(i.names[0]), self.rectangle(i)) for i in self.everything())
+        found = (self.places.disagreement(self.find(i.names[0]), i.rectangle(self._mesh)) for i in self.everything())
         return max(found, default=0.0)
 
     def check(self) -> None:
-        """Raise ValueError if a tensor has no data yet."""
+        """Raise ValueError if a tensor has no data yet, or a frozen one is to be trained."""
         meta = [info.names[0] for info in self.here() if self.find(info.names[0]).is_meta]
         if meta:
             raise ValueError(still_on_meta(meta, self.state_names))
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen when the model was planned now requires a gradient: "
+                "set requires_grad before planner.compile"
+            )
 
 
 def _distinct(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
@@ -340,35 +304,10 @@ def _distinct(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
     return {tuple(found): tensors[key] for key, found in names.items()}
 
 
-def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
-    """State path → pipeline ranks whose programs use it."""
-    assert plan.step is not None
-    found: dict[str, set[int]] = {}
-    for stage, chunk in zip(programs.stages, plan.step.chunks):
-        for state in stage.sharded.graph.states:
-            found.setdefault(state.path, set()).add(chunk.rank)
-    return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
-
-
-def sharded_paths(programs: StepPrograms) -> frozenset[str]:
-    """Paths of the states that some unit shards over its data ranks, with all others of their units.
-
-    A unit gathers all of its parameters or none, so one that is sharded for another unit's sake takes the rest along.
-    """
-    units = [
-        (unit.policy.zero, frozenset(path for _, _, path in unit.states))
-        for stage in programs.stages
-        for unit in stage.all_units
-    ]
-    found: set[str] = set()
-    for _ in units:
-        before = len(found)
-        for zero, paths in units:
-            if zero or paths & found:
-                found |= paths
-        if len(found) == before:
-            break
-    return frozenset(found)
+def _lie_alike(first: StateInfo, second: StateInfo, mesh: MeshShape) -> bool:
+    """Whether a rank holds the same of both: R and I differ in the gradient only."""
+    pairs = zip(mesh.sizes, first.placement, second.placement)
+    return all(size == 1 or a == b or {a, b} <= {R, I} for size, a, b in pairs)
 
 
 def _few(names: Sequence[str]) -> str:

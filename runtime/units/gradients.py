@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.compat import is_alone_in_memory
+from runtime.compat import has_hooks, is_alone_in_memory
 from runtime.units.flat import FlatLayout, copy_all
 from runtime.units.group import DataGroup
 
@@ -119,7 +119,11 @@ class Gradients:
         totals = self._layout.pieces(reduced, self._owners) if self._pieces else self._layout.wholes(reduced)
         for place in sorted(places):
             owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)
-            if owner.grad is None:
+            if not owner.requires_grad:
+                continue  # Frozen since the plan was made.
+            if has_hooks(owner):
+                torch.autograd.backward(owner, total.clone())
+            elif owner.grad is None:
                 owner.grad = total
             else:
                 owner.grad.add_(total)

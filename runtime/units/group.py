@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from runtime.launch.groups import flattened_group
 
 #: Asynchronous and seen by dispatch modes on every backend; a result may be read after ``wait``.
 _COLLECTIVES = torch.ops._c10d_functional
@@ -58,3 +61,12 @@ def sum_over(owners: Iterable[nn.Parameter], group: DataGroup) -> None:
         group.wait(result)
         if contiguous is not gradient:
             gradient.copy_(contiguous)
+
+
+def everyone_of(device_mesh: DeviceMesh) -> DataGroup:
+    """All ranks of a mesh as one group, made at the first call (which all of them must make)."""
+    if device_mesh.mesh.numel() == 1:
+        return DataGroup()
+    if device_mesh.mesh.ndim == 1:
+        return DataGroup.of(device_mesh.get_group())
+    return DataGroup.of(flattened_group(device_mesh, "ranks"))

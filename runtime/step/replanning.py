@@ -1,0 +1,35 @@
+"""Planning for calls that a plan does not cover: what is decided already stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from passes.ir.graph import Graph
+from passes.ir.types import I, Placement, R, SpmdType
+from passes.plan import Plan
+
+#: Finds a plan for a graph; the second argument is the plan whose decisions are pinned, or None.
+Planner = Callable[[Graph, Plan | None], Plan]
+
+
+def as_seen_by(graph: Graph, plan: Plan) -> Plan:
+    """What to keep of ``plan`` for another graph of the model: a tensor that is whole is R without a gradient, else I.
+
+    Where a gradient comes in that the plan did not know of, its operators are chosen anew: only the shards stay.
+    """
+    with_grad = {state.path for state in graph.states if state.value.requires_grad}
+    used = {state.path for state in graph.states}
+    states = {
+        path: dataclasses.replace(planned, placement=_whole_as(I if path in with_grad else R, planned.placement))
+        if path in used
+        else planned
+        for path, planned in plan.states.items()
+    }
+    if any(path in plan.states and not plan.states[path].trainable for path in with_grad):
+        return dataclasses.replace(plan, states=states, inputs={}, nodes={}, blocks=())
+    return dataclasses.replace(plan, states=states)
+
+
+def _whole_as(whole: SpmdType, placement: Placement) -> Placement:
+    return tuple(whole if spmd_type in (R, I) else spmd_type for spmd_type in placement)
