@@ -18,6 +18,7 @@ from passes.ir.types import I, Placement, R
 from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
 from passes.rules import forward_flops, rule_for
 from passes.rules.rule import AxisChoice, pieces_of_work
+from planner.search.bundles import bundles_of
 from planner.search.extract import Tally, add_to_tally, collectives_of
 from planner.search.liveness import live_nodes, saved_values
 from planner.search.options import FlopsOf, RuleFor, offered
@@ -73,7 +74,7 @@ def price(
         ValueError: if the plan does not hold together: an operator it does not know, a strategy it cannot have, a
             placement that no conversion reaches, or a conversion that nothing uses.
     """
-    found = itemise(graph, plan, Pricing(cost_model, plan.mesh), rules=rules, flops=flops)
+    found = itemise(graph, plan, Pricing(cost_model, plan.mesh, bundles_of(graph)), rules=rules, flops=flops)
     return found.costs, found.collectives
 
 

@@ -15,7 +15,7 @@ from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.views import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
-from passes.ir.types import MeshShape, Placement, shard_dim
+from passes.ir.types import I, MeshShape, Placement, R, shard_dim
 from passes.rules.rule import AxisChoice, ShardingRule
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
@@ -52,11 +52,17 @@ class Collective:
 
 
 class Pricing:
-    """Prices under one cost model and mesh, remembered."""
+    """Prices under one cost model and mesh, remembered.
 
-    def __init__(self, cost_model: Prices, mesh: MeshShape) -> None:
+    Args:
+        bundles: of parameters whose gradients are reduced together, the bytes of all: each is priced as its share of
+            one collective over them.
+    """
+
+    def __init__(self, cost_model: Prices, mesh: MeshShape, bundles: Mapping[str, int] | None = None) -> None:
         self.cost_model = cost_model
         self.mesh = mesh
+        self.bundles = bundles or {}
         self._collectives: dict[tuple[str, int, str], float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
 
@@ -68,7 +74,7 @@ class Pricing:
 
     def family(self, value: Value) -> str:
         """Tells values apart whose conversions are priced differently though their shapes are the same."""
-        return ""
+        return str(self.bundles.get(value.name, ""))
 
     def step_bytes(self, step: Step, value: Value) -> int:
         """Bytes that a step's collectives move, see ``Step.num_bytes``."""
@@ -82,8 +88,16 @@ class Pricing:
         axis, num_bytes = step.axis_name(self.mesh), self.step_bytes(step, value)
         return (
             self.collective(forward, num_bytes, axis) if forward else 0.0,
-            self.collective(backward, num_bytes, axis) if backward and value.requires_grad else 0.0,
+            self._backward(backward, step, value, num_bytes) if backward and value.requires_grad else 0.0,
         )
+
+    def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
+        axis = self.mesh.names[step.axis]
+        together = max(self.bundles.get(value.name, 0), num_bytes)
+        if not num_bytes or (step.source_type, step.target_type) != (I, R):
+            together = num_bytes
+        share = num_bytes / together if together else 1.0
+        return share * self.collective(collective, together, axis)
 
     def step_memory(self, step: Step, value: Value, *, saved: bool) -> int:
         """Bytes of the copy that a step leaves behind for the backward pass."""

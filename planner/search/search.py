@@ -14,6 +14,7 @@ from passes.plan import Certificate, Plan
 from passes.rules import forward_flops, rule_for
 from planner.search.assignment import Assignment, complete, read_choices, used_steps, whole_choices
 from planner.search.baselines import alike, baseline_named, restrict, roles
+from planner.search.bundles import bundles_of
 from planner.search.constraints import (
     cut_every_matmul,
     foldable_runs,
@@ -76,7 +77,7 @@ def search(
     Raises:
         ValueError: if no plan satisfies the constraints; the message names those that conflict.
     """
-    pricing = Pricing(cost_model, mesh)
+    pricing = Pricing(cost_model, mesh, bundles_of(graph))
     pins = constraints or {}
     layers = roles(graph) if baseline is not None else {}
     offers = Offers(graph.values, rule_for=rules, flops_of=flops)
