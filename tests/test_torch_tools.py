@@ -55,5 +55,11 @@ def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
 
 
-def test_hooks_and_penalties_on_parameters_of_a_mesh_plan() -> None:
-    assert on_ranks(2)["hooks"] and on_ranks(2)["penalty"]
+def test_a_penalty_on_parameters_adds_to_their_gradients() -> None:
+    assert on_ranks(2)["penalty"]
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS[2] if not plan.startswith("pp")])
+def test_hooks_see_whole_gradients_and_layers_may_be_frozen(plan: str) -> None:
+    assert on_ranks(2)["hooks"][plan] < 1e-9
+    assert on_ranks(2)["frozen"][plan] < 1e-9

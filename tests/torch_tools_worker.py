@@ -171,27 +171,42 @@ def refusals() -> dict[str, str]:
         "DDP": error_of(lambda: nn.parallel.DistributedDataParallel(parallel)),
         "fully_shard": error_of(lambda: fully_shard(parallel)),
         "FSDP": error_of(lambda: FullyShardedDataParallel(parallel, device_id=torch.device("cpu"))),
-        "hook": error_of(lambda: parameter.register_hook(lambda gradient: gradient * 2)),
         "plain gradient": error_of(lambda: setattr(parameter, "grad", torch.zeros(8, 6))),
     }
-    parallel.inner.bias.requires_grad_(False)
-    found["frozen"] = error_of(lambda: parallel.train_step(**batch))
-    parallel.inner.bias.requires_grad_(True)
     parallel.first._parameters["weight"] = nn.Parameter(torch.zeros(8, 6))
     found["replaced"] = error_of(lambda: parallel.train_step(**batch))
     pipeline = compiled("pp")
     pipeline.train_step(**batch)
+    found["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
     found["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
     found["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))
+    next(iter(pipeline.parameters())).requires_grad_(False)
+    found["frozen"] = error_of(lambda: pipeline.train_step(**batch))
     return found
 
 
-def hooks_see_whole_gradients() -> bool:
-    parallel, single = compiled("tp"), seeded(Odd)
+def hooks_see_whole_gradients(plan: str) -> float:
+    """Gradients after two steps that a hook doubles each, and another undoes in part."""
+    parallel, single = compiled(plan), seeded(Odd)
     for module in (parallel, single):
         module.inner.weight.register_hook(lambda gradient: gradient * 2)
-        module(**odd_batch())["loss"].backward()
-    return difference(parallel.full_gradients(), {"inner.weight": single.inner.weight.grad}) < 1e-9
+        module.last.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+    for _ in range(2):
+        parallel.train_step(**odd_batch())
+        single(**odd_batch())["loss"].backward()
+    return difference(parallel.full_gradients(), {name: p.grad for name, p in single.named_parameters()})
+
+
+def layers_may_be_frozen(plan: str) -> float:
+    """Weights after steps of which the last ones leave a layer as it is."""
+    parallel, single = compiled(plan), seeded(Odd)
+    for module in (parallel, single):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for number in range(4):
+            if number == 2:
+                module.inner.requires_grad_(False)
+            step(module, optimizer, clip=lambda *_: 0.0)
+    return difference(parallel.full_state_dict(), dict(single.state_dict()))
 
 
 def gradients_of_a_penalty_are_added() -> bool:
@@ -216,6 +231,8 @@ if __name__ == "__main__":
     }
     if asked["refusals"]:
         result["refusals"] = refusals()
-        result["hooks"] = hooks_see_whole_gradients()
+        plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
+        result["hooks"] = {plan: hooks_see_whole_gradients(plan) for plan in plans}
+        result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
     answer(result)
