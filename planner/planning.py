@@ -194,11 +194,12 @@ def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = 
     With ``fuse`` the plan is of the fused graph, as ``Plan.fusion`` then says.
     """
     from planner.search import search
+    from planner.step.collectives import step_collectives
 
     graph, fusion = _fused(graph) if fuse else (graph, None)
     cost_model = CostModel(cluster, mesh.as_dict())
     found = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
-    return dataclasses.replace(found, fusion=fusion)
+    return dataclasses.replace(found, fusion=fusion, collectives=step_collectives(graph, found))
 
 
 def refuse_checkpoints(graph: Graph) -> None:

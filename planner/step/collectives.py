@@ -11,6 +11,7 @@ Counted is what the ranks of one pipeline issue together (one rank of every stag
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 from cost_models.dtypes import item_size
@@ -21,8 +22,8 @@ from passes.ir.types import P, R, local_shape, shard_dim
 from passes.plan import CollectivePlan, Plan
 from passes.shard import Compute, Repeat
 from passes.shard.operations import Operation
-from passes.stages import StageGraph, StepPrograms, step_programs
-from passes.stages.build import BATCH_AXIS, DATA_AXES, StageUnit
+from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_of, step_programs
+from passes.stages.build import StageUnit
 from planner.search.extract import Tally, add_to_tally, collectives_of
 from planner.search.liveness import live_nodes
 from planner.step.unit_collectives import (
@@ -49,24 +50,24 @@ def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
     Raises:
         ValueError: as ``passes.stages.step_programs``.
     """
-    trains = graph.loss is not None
+    has_loss = graph.loss is not None
     programs = step_programs(
         graph,
         plan,
-        num_microbatches=None if trains else 1,
-        outputs=None if trains else tuple(graph.outputs),
+        num_microbatches=None if has_loss else 1,
+        outputs=None if has_loss else tuple(graph.outputs),
     )
-    return _Counter(programs, plan, trains=trains and graph.training).count()
+    # On a given mesh a model without a loss may be trained by whoever calls it.
+    return _Counter(programs, plan, trains=graph.training and (has_loss or plan.step is None)).count()
 
 
 class _Counter:
     def __init__(self, programs: StepPrograms, plan: Plan, *, trains: bool) -> None:
-        assert plan.step is not None
-        self.programs, self.plan, self.step, self.trains = programs, plan, plan.step, trains
+        self.programs, self.plan, self.step, self.trains = programs, plan, step_of(plan), trains
         self.times = programs.num_microbatches
         self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
         self.sizes = plan.mesh.as_dict()
-        self.data_axes = tuple(axis for axis in DATA_AXES if self.sizes.get(axis, 1) > 1)
+        self.deferral = deferral_of(plan)
         self.known = _Known(programs.graph)
         self.tally: Tally = {}
 
@@ -80,7 +81,7 @@ class _Counter:
             if self.programs.totals is not None and any(_takes_totals(stage) for stage in stages):
                 self._totals()
         self._sends()
-        if self.trains:
+        if self.trains and self.programs.graph.loss is not None:
             self._tied_gradients()
             self._loss(len(ranks))
         return collectives_of(self.tally)
@@ -123,8 +124,6 @@ class _Counter:
         """What the units of one rank send over the data ranks."""
         from runtime.step.binding import UnitTable, weight_groups
 
-        if not self.data_axes:
-            return
         table = UnitTable()
         table.hold_together(stages)
         uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
@@ -151,9 +150,16 @@ class _Counter:
             return False
         return gathers_in_backward(self.known.kept(block), block.policy.recompute)
 
-    def _trained(self, unit: StageUnit) -> tuple[str, ...]:
-        paths = dict.fromkeys(path for _, _, path in unit.states)
-        return tuple(path for path in paths if path in self.plan.states and self.plan.states[path].trainable)
+    def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
+        """The trained weights of a unit, with the axes over which their gradients are summed."""
+        states = self.plan.states
+        return {path: self._data_axes(path) for _, _, path in unit.states if path in states and states[path].trainable}
+
+    def _data_axes(self, path: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.deferral.get(path, ()) if self.sizes[axis] > 1)
+
+    def _num_data_ranks(self, path: str) -> int:
+        return math.prod(self.sizes[axis] for axis in self._data_axes(path))
 
     def _bundles(self, names: Sequence[str], apart: Collection[str]) -> Iterator[tuple[str, ...]]:
         """Weights that are sent together: of equal dtypes."""
@@ -165,9 +171,9 @@ class _Counter:
     def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
         from runtime.units.flat import FlatLayout
 
-        group, axis = 1, "_".join(self.data_axes)
-        for name in self.data_axes:
-            group *= self.sizes[name]
+        group, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
+        if group == 1:
+            return
         layout = FlatLayout([self._local_shape(name) for name in names], group if zero else 1)
         compute, _, gradient = self._dtypes(names[0])
         elements = layout.row * group if zero else layout.total
@@ -186,22 +192,22 @@ class _Counter:
         """Of a trained weight: of the working copy, of what the optimizer updates, of the gradient that is reduced."""
         import torch
 
-        from runtime.units.precision import Precision
+        from runtime.step.state_info import precision_of
 
-        master = "float32" if self.step.optimizer != "none" else None
-        precision = Precision(master=master, gradient=self.step.gradient_dtype or "float32")
+        precision = precision_of(self.plan)
         dtypes = precision.of(getattr(torch, self.plan.states[name].dtype))
         return tuple(str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.master, dtypes.gradient))  # type: ignore[return-value]
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         """Of a weight as programs use it: whole on the data axes."""
         state, mesh = self.plan.states[name], self.plan.mesh
-        placement = tuple(R if axis in DATA_AXES else where for axis, where in zip(mesh.names, state.placement))
+        deferred = self.deferral.get(name, ())
+        placement = tuple(R if axis in deferred else where for axis, where in zip(mesh.names, state.placement))
         return local_shape(state.shape, placement, mesh)
 
     def _sharded(self) -> frozenset[str]:
         """Weights of which a data rank owns a piece."""
-        from runtime.step.state import sharded_paths
+        from runtime.step.state_info import sharded_paths
 
         paths = sharded_paths(self.programs)
         return frozenset(path for path in paths if path in self.plan.states and self.plan.states[path].shape)
@@ -220,17 +226,14 @@ class _Counter:
 
     def _tied_gradients(self) -> None:
         """Gradients of weights that several stages hold copies of."""
-        from runtime.step.state import stages_of
+        from runtime.step.state_info import stages_of
         from runtime.units.pieces import piece_shape
 
         sharded = self._sharded()
-        group = 1
-        for name in self.data_axes:
-            group *= self.sizes[name]
         for path, ranks in stages_of(self.plan, self.programs).items():
             if len(ranks) == 1 or path not in self.plan.states or not self.plan.states[path].trainable:
                 continue
-            shape = self._local_shape(path)
+            shape, group = self._local_shape(path), self._num_data_ranks(path)
             num_bytes = item_size(self._dtypes(path)[1])
             for size in piece_shape(shape, group, 0) if path in sharded and group > 1 else shape:
                 num_bytes *= size

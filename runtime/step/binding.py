@@ -208,9 +208,7 @@ def _bind(
             fixed[path] = state.find(path)
     if not training:
         return BoundUnit(stage_unit, table.find(chunk, tuple(trained)), fixed)
-    groups = weight_groups(
-        stage_unit, {name: info.data_axes for name, info in trained.items()}, table.held_together
-    )
+    groups = weight_groups(stage_unit, {name: info.data_axes for name, info in trained.items()}, table.held_together)
     units = [
         (table.add(chunk, zero, names, functools.partial(_make_unit, names, zero, state, table.gathered_apart)), names)
         for names, zero in groups

@@ -315,7 +315,7 @@ class Maker:
         if not cut and BATCH_AXIS in mesh.names and mesh.size(BATCH_AXIS) > 1:
             raise ValueError(
                 f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
-                f"{BATCH_AXIS}: plan with constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}, or pass the whole batch"
+                f"{BATCH_AXIS}: pin it (constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}) or pass the whole batch"
             )
         return call.with_shapes(shapes)
 

@@ -134,19 +134,13 @@ class Placing:
     @staticmethod
     def on_mesh(plan: Plan, deferral: Deferral) -> Placing:
         """Of a plan on a given mesh: one stage, nothing in pieces, all in its own dtype."""
-        stages = dict.fromkeys(plan.states, (0,))
-        return Placing(plan, deferral, Precision(master=None, gradient=None), stages, frozenset(), casts=False)
+        return Placing(plan, deferral, precision_of(plan), dict.fromkeys(plan.states, (0,)), frozenset(), casts=False)
 
     @staticmethod
     def of_step(plan: Plan, deferral: Deferral, programs: StepPrograms) -> Placing:
-        """Of a plan of a whole step.
-
-        The optimizer keeps float32 masters of narrow weights unless there is none to keep them.
-        """
-        step = step_of(plan)
-        master = "float32" if step.optimizer != "none" else None
-        precision = Precision(master=master, gradient=step.gradient_dtype or "float32")
-        return Placing(plan, deferral, precision, stages_of(plan, programs), sharded_paths(programs), casts=True)
+        """Of a plan of a whole step."""
+        stages, pieces = stages_of(plan, programs), sharded_paths(programs)
+        return Placing(plan, deferral, precision_of(plan), stages, pieces, casts=True)
 
     def placed(self, info: StateInfo) -> StateInfo:
         """``info`` under the plan."""
@@ -180,6 +174,17 @@ class Placing:
             if compute != info.dtype:
                 return Dtypes(compute, info.dtype, self.precision.of(compute).gradient)
         return self.precision.of(info.dtype)
+
+
+def precision_of(plan: Plan) -> Precision:
+    """Of a whole step: the optimizer keeps float32 masters of narrow weights unless there is none to keep them.
+
+    On a given mesh everything is in the parameter's own dtype, as it would be on one device.
+    """
+    if plan.step is None:
+        return Precision(master=None, gradient=None)
+    master = "float32" if plan.step.optimizer != "none" else None
+    return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")
 
 
 def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
