@@ -57,9 +57,12 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
         found = []
         counted = None
         for step in range(STEPS):
-            with CommunicationCounter(parallel.layout.device_mesh) as counter:
-                loss = parallel(*args, **kwargs).loss
-                loss.backward()
+            with CommunicationCounter(parallel.layout.device_mesh, joint=parallel._state.joint_groups()) as counter:
+                if step == 0:
+                    loss = parallel.train_step(*args, **kwargs)
+                else:
+                    loss = parallel(*args, **kwargs).loss
+                    loss.backward()
             counted = counted or counter.collectives
             gradients = parallel.full_gradients() if step == 0 else {}
             if alone:

@@ -32,7 +32,8 @@ def close(given: torch.Tensor, wanted: torch.Tensor, *, tolerance: float = 1e-9)
 def plans_at_the_first_call() -> bool:
     """An optimizer made before there is a plan trains the shards."""
     model, batch = seeded(Mlp), mlp_batch()
-    parallel = planner.compile(seeded(Mlp), "tp=2", loss_fn=squared_error, **OPTIONS)
+    columns = {"layers.*.up.weight": {"tp": "S(0)"}}
+    parallel = planner.compile(seeded(Mlp), "tp=2", loss_fn=squared_error, constraints=columns, **OPTIONS)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (parallel, model)]
     for _ in range(3):
         parallel(*batch).loss.backward()

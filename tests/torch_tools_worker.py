@@ -186,11 +186,16 @@ def refusals() -> dict[str, str]:
 
 
 def hooks_see_whole_gradients(plan: str) -> float:
-    """Gradients after two steps that a hook doubles each, and another undoes in part."""
+    """Gradients after two steps: one that a hook doubles each time, and one that is halved whenever it is added to."""
+
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
     parallel, single = compiled(plan), seeded(Odd)
     for module in (parallel, single):
         module.inner.weight.register_hook(lambda gradient: gradient * 2)
-        module.last.bias.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+        module.last.bias.register_post_accumulate_grad_hook(halve)
     for _ in range(2):
         parallel.train_step(**odd_batch())
         single(**odd_batch())["loss"].backward()
