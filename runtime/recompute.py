@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from passes.autograd.kernels import EXPENSIVE
 from runtime.compat import mesh_of_thread, saved_tensors_hooks_of_thread, use_mesh
-from runtime.ops import get_random_state, set_random_state
+from runtime.ops import get_random_state, running_again, set_random_state
 
 POLICIES = ("none", "selective", "regather", "full")
 #: What programs call to send.
@@ -206,6 +206,7 @@ class _Again:
             stack.callback(set_random_state, get_random_state())
             set_random_state(self.random_state)
             stack.enter_context(use_mesh(self.mesh))
+            stack.enter_context(running_again())
             for context in self.more:
                 stack.enter_context(context())
             self.stack = stack.pop_all()

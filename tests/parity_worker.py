@@ -57,7 +57,7 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
         found = []
         counted = None
         for step in range(STEPS):
-            with CommunicationCounter(parallel.layout.device_mesh, joint=parallel._state.joint_groups()) as counter:
+            with CommunicationCounter(parallel.layout.device_mesh) as counter:
                 if step == 0:
                     loss = parallel.train_step(*args, **kwargs)
                 else:

@@ -96,6 +96,41 @@ def test_a_part_that_two_ranks_count_is_seen(monkeypatch: pytest.MonkeyPatch, fi
     assert {"norm of all gradients", "weights after 1 steps"} <= wrong
 
 
+class Counting(torch.nn.Module):
+    """Scales by how often it was called, and keeps the largest value that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("largest", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x / self.calls
+        self.calls += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.largest.copy_(torch.maximum(self.largest, x.detach().amax(0)))
+        return (x - self.largest).square().mean()
+
+
+COUNTED = {"x": torch.linspace(-1, 1, 128).reshape(8, 16)}
+
+
+@pytest.mark.parametrize("fix", [None, {"num_microbatches": 1}, {"num_microbatches": 1, "recompute": "full"}])
+def test_buffers_that_forward_writes_are_written_once_a_step(fix: dict[str, Any] | None) -> None:
+    options = {} if fix is None else {"fix": fix}
+    report = planner.verify(seeded(Counting), "dp=2", batch=COUNTED, **options)
+    assert report.ok, report.table()
+    assert {"calls", "largest"} <= {comparison.name for comparison in report.comparisons}
+
+
+def test_buffers_that_forward_writes_need_one_micro_batch() -> None:
+    with pytest.raises(ValueError, match="num_microbatches"):
+        planner.verify(seeded(Counting), "dp=2", batch=COUNTED, fix={"num_microbatches": 2})
+    assert planner.verify(seeded(Counting), "dp=2", batch=COUNTED, fix={"zero": 1}).plan.step.num_microbatches == 1
+
+
 class Keys(torch.nn.Module):
     """Attention over one head: what the keys' bias adds to all scores of a query changes nothing."""
 
@@ -208,12 +243,20 @@ def classification(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tor
     return torch.nn.functional.cross_entropy(outputs, batch["labels"])
 
 
-@pytest.mark.parametrize("constraints", [None, {"images": {"dp": "S(0)"}}])
-def test_running_statistics_are_those_of_the_whole_batch(constraints: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"constraints": {"images": {"dp": "S(0)"}}},
+        {"fix": {"num_microbatches": 1}},
+        {"fix": {"num_microbatches": 1, "recompute": "full", "zero": 3}},
+    ],
+)
+def test_running_statistics_are_those_of_the_whole_batch(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     batch = {"images": torch.randn(8, 3, 12, 12), "labels": torch.randint(10, (8,))}
     model = seeded(ConvNet)
-    report = planner.verify(model, "dp=2,tp=2", batch=batch, loss_fn=classification, constraints=constraints)
+    report = planner.verify(model, "dp=2,tp=2", batch=batch, loss_fn=classification, **options)
     assert report.ok, report.table()
     compared = {comparison.name for comparison in report.comparisons}
     assert {"layers.1.running_mean", "layers.1.running_var", "layers.1.num_batches_tracked"} <= compared

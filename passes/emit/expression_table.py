@@ -49,6 +49,7 @@ FUNCTIONS: dict[str, str] = {
     "aten.type_as.default": "self.type_as",
     "aten.contiguous.default": "self.contiguous()",
     "aten.clone.default": "self.clone()",
+    "aten.copy_.default": "ops.store(self, src)",
     "aten.detach.default": "self.detach()",
     # matrix products
     **_each("mm bmm mv dot outer", "torch."),

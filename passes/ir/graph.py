@@ -102,6 +102,11 @@ class Node:
         return repr(map_refs((self.args, dict(self.kwargs)), lambda ref: Ref("")))
 
     @property
+    def writes_buffer(self) -> bool:
+        """Whether it writes its first input, a buffer of the model: graphs write nothing else in place."""
+        return self.op == "aten.copy_.default"
+
+    @property
     def output(self) -> Value:
         """The first (for most operators, the only) output."""
         return self.outputs[0]

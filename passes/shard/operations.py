@@ -19,3 +19,10 @@ def made_by(operation: Operation) -> tuple[Local, ...]:
     if isinstance(operation, Compute):
         return operation.outputs
     return (operation.target,) if isinstance(operation, Convert) else operation.results
+
+
+def writes_state(operation: Operation) -> bool:
+    """Whether an operation writes a buffer of the model: it is done though nobody needs its result."""
+    if isinstance(operation, Compute):
+        return operation.node.writes_buffer
+    return isinstance(operation, Repeat) and any(map(writes_state, operation.block.section.body))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.ir.graph import Graph, Value
+from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape
 from passes.losses import with_chunked_losses, with_logits_reused
 from passes.losses.scalar import scalar_loss
 from passes.plan import Plan
-from passes.shard import Local, Section, ShardedGraph, StateRef, UnitPolicy, shard
+from passes.shard import Compute, Local, Repeat, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
-from passes.shard.operations import used_by
+from passes.shard.operations import Operation, used_by
 from passes.stages.chain import Part, Whereabouts, parts_of
 from passes.stages.cut import ChunkBody, cut
 from passes.stages.deferral import BATCH_AXIS, Deferral, deferral_of
@@ -132,8 +132,34 @@ def step_programs(
         _stage(index, body, dataclasses.replace(whole, part=_part(plan, cut_as, index, len(bodies))), sums)
         for index, body in enumerate(bodies)
     )
+    _check_buffers(stages)
     totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
     return StepPrograms(stages, totals, count, wanted)
+
+
+def _check_buffers(stages: Sequence[StageGraph]) -> None:
+    """Raise ValueError if a stage writes a buffer that another one has: it would not see what was written."""
+    users: dict[str, set[int]] = {}
+    for stage in stages:
+        for state in stage.sharded.graph.states:
+            users.setdefault(state.path, set()).add(stage.index)
+    for stage in stages:
+        paths = {state.value.name: state.path for state in stage.sharded.graph.states}
+        for node in _nodes_of(stage.sharded.main.body):
+            path = paths.get(node.inputs[0]) if node.writes_buffer else None
+            if path is not None and len(users[path]) > 1:
+                raise ValueError(
+                    f"the model writes its buffer {path!r} in another pipeline chunk than one that reads it: plan "
+                    "without a pipeline"
+                )
+
+
+def _nodes_of(operations: Sequence[Operation]) -> Iterator[Node]:
+    for operation in operations:
+        if isinstance(operation, Repeat):
+            yield from _nodes_of(operation.block.section.body)
+        elif isinstance(operation, Compute):
+            yield operation.node
 
 
 def step_of(plan: Plan) -> StepPlan:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.shard import Local, Repeat, Section, ShardedGraph
-from passes.shard.operations import Operation, made_by, used_by
+from passes.shard.operations import Operation, made_by, used_by, writes_state
 from passes.stages.chain import Part
 from passes.stages.totals import Additive, Total
 from passes.units import made_anywhere
@@ -160,7 +160,7 @@ def _live(operations: Sequence[Operation], results: Iterable[Local]) -> list[tup
     needed = set(results)
     found: list[tuple[Operation, Operation]] = []
     for operation in reversed(operations):
-        if not needed.intersection(made_by(operation)):
+        if not needed.intersection(made_by(operation)) and not writes_state(operation):
             continue
         pruned = _pruned(operation, needed) if isinstance(operation, Repeat) else operation
         needed.update(used_by(pruned))

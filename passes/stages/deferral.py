@@ -27,10 +27,10 @@ def deferral_of(plan: Plan) -> Deferral:
     found: dict[str, dict[str, None]] = {}
     for conversion in plan.conversions:
         kind, _, path = conversion.value.partition(":")
-        axis = plan.mesh.names.index(conversion.axis)
         planned = plan.states.get(path)
-        if kind != "state" or planned is None or not planned.trainable:
-            continue
+        if kind != "state" or planned is None or not planned.trainable or conversion.axis not in plan.mesh.names:
+            continue  # No step over several axes at once is I → R.
+        axis = plan.mesh.names.index(conversion.axis)
         if (conversion.source[axis], conversion.target[axis]) == (I, R) and planned.placement[axis] == I:
             found.setdefault(path, {})[conversion.axis] = None
     ordered = {path: tuple(axis for axis in plan.mesh.names if axis in axes) for path, axes in found.items()}

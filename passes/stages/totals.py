@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from passes.ir.graph import Value
 from passes.ir.types import P, Placement
 from passes.shard import Compute, Convert, Local, Repeat, Section
-from passes.shard.operations import Operation, made_by, used_by
+from passes.shard.operations import Operation, made_by, used_by, writes_state
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
         ValueError: if samples depend on each other in another way than through totals, or a result is no sum over
             samples: such a model must be run in one micro-batch.
     """
+    if any(map(writes_state, main.body)):
+        raise ValueError(
+            "the model writes a buffer in its forward, which every micro-batch would do again: plan with "
+            "num_microbatches=1"
+        )
     changed: dict[Local, Local] = {}
     totals: list[Total] = []
     body: list[Operation] = []

@@ -92,7 +92,7 @@ class Pricing:
         )
 
     def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
-        axis = self.mesh.names[step.axis]
+        axis = step.axis_name(self.mesh)
         together = max(self.bundles.get(value.name, 0), num_bytes)
         if not num_bytes or (step.source_type, step.target_type) != (I, R):
             together = num_bytes

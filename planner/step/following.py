@@ -23,9 +23,15 @@ FREE, SLICE, COUNT_ONCE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 1.0, 1e3, 1e6
 
 @dataclass(frozen=True)
 class Followed:
-    """``labels``: the choice of each operator, by node name; ``types``: of each value where it is made; ``mixing``:
-    names of the values that every sample needs whole. Numbers that inputs alone tell are not among them: they are known
-    before the first sample is run (how many labels are valid)."""
+    """What an axis that cuts samples does.
+
+    Attributes:
+        labels: the choice of each operator, by node name.
+        types: of each value where it is made.
+        mixing: names of the values that every sample needs whole, and of nodes that write a buffer (once a step).
+            Numbers that inputs alone tell are not among them: they are known before the first sample is run (how many
+            labels are valid).
+    """
 
     labels: Mapping[str, str]
     types: Mapping[str, SpmdType]
@@ -64,6 +70,8 @@ def follow_batch(
         if node.constant:
             types.update((value.name, R) for value in node.outputs)
             continue
+        if node.writes_buffer:
+            mixing.append(node.name)
         choice = _best(node, values, types, rules)
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))

@@ -6,6 +6,7 @@ All are written with torch operators that run on real process groups, on a fake 
 
 from runtime.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
+from runtime.ops.buffers import running_again, store, stored_at_end
 from runtime.ops.linear_cross_entropy import linear_cross_entropy
 from runtime.ops.microbatch import (
     Microbatch,
@@ -53,7 +54,10 @@ __all__ = [
     "randn",
     "randn_like",
     "retyped",
+    "running_again",
     "scaled_dot_product_attention",
     "seed",
     "set_random_state",
+    "store",
+    "stored_at_end",
 ]

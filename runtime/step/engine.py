@@ -129,7 +129,12 @@ class Engine:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
         call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
         ops.begin_step(training=True)
-        with self._given(call, prepared, local_inputs), self.state.tied_gradients_summed(), torch.enable_grad():
+        with (
+            self._given(call, prepared, local_inputs),
+            ops.stored_at_end(),
+            self.state.tied_gradients_summed(),
+            torch.enable_grad(),
+        ):
             units = in_order_of_use(prepared.stages)
             for unit, uses in _uses(prepared.stages).items():
                 unit.begin(uses * prepared.num_microbatches)
@@ -144,7 +149,7 @@ class Engine:
         """The model's outputs; with a pipeline, without gradients."""
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
         ops.begin_step(training=False)
-        with self._given(call, prepared, local_inputs):
+        with self._given(call, prepared, local_inputs), ops.stored_at_end():
             if self._stale:
                 for unit in in_order_of_use(prepared.stages):
                     unit.refresh_needed()

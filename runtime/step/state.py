@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from passes.ir.types import I, MeshShape, R
@@ -158,6 +157,11 @@ class StepState:
         found: torch.Tensor = self.weights.find(name)
         return found
 
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is trained: it may have been frozen since the plan was made."""
+        info = self.infos[name]
+        return self.find(name).requires_grad if self._is_here(info) else info.trainable
+
     def here(self) -> Iterator[StateInfo]:
         """Every tensor that this rank has something of, each once."""
         done: set[int] = set()
@@ -266,12 +270,6 @@ class StepState:
         for name, whole in initialised_tensors(model, seed=seed, names=names):
             if self.find(name).is_meta:
                 self.load(name, whole)
-
-    def joint_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups over several axes that gradients are summed in, called as the axes with ``_`` between them."""
-        axes = dict.fromkeys(info.data_axes for info in self.everything() if len(info.data_axes) > 1)
-        found = {"_".join(some): self.places.group_over(some) for some in axes}
-        return {name: group for name, group in found.items() if group is not None}
 
     def disagreement(self) -> float:
         """Of virtual ranks: the largest difference between those that should hold the same."""
