@@ -73,7 +73,7 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
     device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}")
-    return mesh_of_axes(device, torch.arange(shape.num_devices).reshape(shape.sizes), shape.names), shape
+    return mesh_of_axes(device, torch.arange(shape.num_devices, device="cpu").reshape(shape.sizes), shape.names), shape
 
 
 #: Options of ``compile`` that are decisions about a whole step.
@@ -148,7 +148,7 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         names = list(target.mesh_dim_names or ())
         ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
-        ranks = torch.arange(plan.step.num_devices)
+        ranks = torch.arange(plan.step.num_devices, device="cpu")
     order = list(axes)
     placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in STEP_AXES])
     return mesh_of_axes(device, placed, STEP_AXES)

@@ -21,7 +21,7 @@ class Vote:
 
     def __init__(self, group: dist.ProcessGroup | None, number: int | None, weight: float) -> None:
         (bits,) = struct.unpack("q", struct.pack("d", weight + 0.0))  # the bits of -0.0 have no negative
-        self._told = torch.tensor([int(number is None), number or 0, -(number or 0), bits, -bits])
+        self._told = torch.tensor([int(number is None), number or 0, -(number or 0), bits, -bits], device="cpu")
         with without_dispatch_modes():
             self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group=group, async_op=True)
 

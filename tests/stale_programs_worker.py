@@ -173,15 +173,12 @@ def modes_of_submodules_are_followed(pair: Pair) -> bool:
 
 
 def freezing_is_followed_or_refused(pair: Pair) -> bool:
-    """Of a part of the original it is refused; of the parallel module's a plan of a step refuses it."""
+    """Of a part of the original it is refused, of the parallel module's it is followed."""
     results = []
     pair.model.linear.bias.requires_grad_(False)
     results.append("'linear.bias' of the model was frozen after it" in _error_of(lambda: pair.parallel.train_step(x=X)))
     pair.parallel.linear.bias.requires_grad_(False)
-    if pair.parallel.plan.step is None:
-        results.append(pair.same() and pair.parallel.linear.bias.grad is None)
-    else:
-        results.append("trained when the step was planned" in _error_of(lambda: pair.parallel.train_step(x=X)))
+    results.append(pair.same() and pair.parallel.linear.bias.grad is None)
     pair.parallel.linear.bias.requires_grad_(True)
     pair.model.requires_grad_(False)  # a teacher
     pair.parallel.train_step(x=X)
