@@ -106,11 +106,11 @@ class StepState:
         return self.places.cut(whole.to(info.owner_dtype), info.rectangle(self._mesh))
 
     def _put(self, info: StateInfo, local: torch.Tensor, owner: torch.Tensor | None = None) -> None:
-        """Hold ``local`` under a tensor's names; a parameter ``owner`` stays the same object, for its optimizer."""
+        """Hold ``local`` under a tensor's names; ``owner`` stays the same object, for optimizers and programs."""
         self.version += 1
         tensor = nn.Parameter(local, requires_grad=info.trainable) if info.is_parameter else local
-        if isinstance(owner, nn.Parameter) and type(local) is torch.Tensor:
-            if local.is_meta == owner.is_meta and local.dtype == owner.dtype:
+        if owner is not None and type(local) is torch.Tensor:
+            if info.is_parameter and local.is_meta == owner.is_meta and local.dtype == owner.dtype:
                 owner.data = local
             else:
                 torch.utils.swap_tensors(owner, tensor)
