@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -40,9 +40,6 @@ class Layout(Protocol):
         """Each of ``tensors`` as the first rank has it."""
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
-
-    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
-        """``split`` of many, which the host does not wait for."""
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
@@ -81,15 +78,7 @@ class RankLayout:
         return from_first_rank(tensors, self.device_mesh, self.device)
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
-        return self._copied(part_of(whole, placement, self.mesh, self.coordinate))
-
-    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
-        parts = [part_of(whole, placement, self.mesh, self.coordinate) for whole, placement in wholes]
-        if self.copies is None:
-            return [self._copied(part) for part in parts]
-        return self.copies.bring(parts, otherwise=self._copied)
-
-    def _copied(self, part: torch.Tensor) -> torch.Tensor:
+        part = part_of(whole, placement, self.mesh, self.coordinate)
         if part.is_meta:
             return torch.empty(part.shape, dtype=part.dtype, device="meta")
         # A copy: the part must not keep the whole tensor alive.
@@ -148,9 +137,6 @@ class VirtualLayout:
                 for rank in ranks
             }
         return LocalTensor(parts)
-
-    def inputs(self, wholes: Sequence[tuple[torch.Tensor, Placement]]) -> list[torch.Tensor]:
-        return [self.split(whole, placement) for whole, placement in wholes]
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
         with self.plain():

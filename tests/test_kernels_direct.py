@@ -77,6 +77,11 @@ def test_modes_see_the_operator_and_its_gradient() -> None:
     assert RMS_NORM in functions.functions
 
 
+class Listening(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def test_transforms_see_the_operator() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         assert not nobody_listens()
@@ -84,6 +89,10 @@ def test_transforms_see_the_operator() -> None:
 
     torch.func.grad(loss)(torch.ones(2))
     assert nobody_listens()
+    with torch.device("cpu"):
+        assert nobody_listens()
+        with Listening():
+            assert not nobody_listens()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Devices that the operators are registered for.
@@ -37,9 +38,17 @@ def nobody_listens() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
-        or torch._C._len_torch_function_stack()
+        or not all(map(_places_only, range(torch._C._len_torch_function_stack())))
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def _places_only(place: int) -> bool:
+    """Whether a function mode, by its place, does no more than say where tensors are made (``with torch.device``).
+
+    Programs run in one on a GPU; operators of ours make tensors where their operands are.
+    """
+    return type(torch._C._get_function_stack_at(place)) is DeviceContext  # type: ignore[attr-defined]
 
 
 def are_plain(arguments: Sequence[Any]) -> bool:
