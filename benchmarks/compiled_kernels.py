@@ -109,6 +109,9 @@ def cases(*, quick: bool) -> Iterator[Case]:
         yield from operator_cases(
             widths=QUICK_WIDTHS, vocabularies=QUICK_VOCABULARIES, head_dims=QUICK_HEAD_DIMS, dtypes=DTYPES[:1]
         )
+        # Rows that forward passes move along, too.
+        moved = operator_cases(widths=WIDTHS[-1:], vocabularies=(), head_dims=(), dtypes=DTYPES[:1])
+        yield from (case for case in moved if case.operator in ("rms_norm", "layer_norm"))
     else:
         yield from operator_cases()
     whole_rows = [width for width in WIDTHS if width <= WIDEST_ROW]

@@ -12,16 +12,21 @@ import torch
 from torch._dynamo.utils import counters
 
 import planner
+import runtime.step.binding
 from passes.capture import keep_float64
 from planner.library import build_model, load_config, random_batch
 from runtime.compiling import as_compiled, can_be_one_graph
 from runtime.program import Block
-from runtime.recompute import recomputed
+from runtime.step.binding import ChunkUnits
 from tests.ranks import answer, task
 
 #: Beginnings of the operators' names: compiled graphs call variants that write in place.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-Runner = Callable[[Block], Callable[..., Any]]
+#: Columns, then rows, as Megatron cuts a layer: it sends in both passes.
+TENSOR_PARALLEL = {
+    **{f"*.{name}_proj.weight": {"tp": "S(0)"} for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj.weight": {"tp": "S(1)"} for name in ("o", "down")},
+}
 
 
 def main() -> None:
@@ -37,19 +42,17 @@ def compare(dtype: torch.dtype, backend: str, policies: list[str]) -> dict[str, 
     model = build_model(config, device="cpu").to(dtype)
     batch = random_batch(model, batch_size=8, seq_len=12)
     with keep_float64():
-        parallel = planner.compile(model, "tp=2", example_inputs=batch, forbid_replicated_matmul=True)
-    mesh = parallel.layout.device_mesh
-    plain, sent = run(parallel, batch, lambda block: block.forward)
+        parallel = planner.compile(model, "tp=2", example_inputs=batch, constraints=TENSOR_PARALLEL)
+        parallel(**batch)  # its program is made, which sends what is checked
+    plain, sent = run(parallel, batch, "none")
     found: dict[str, Any] = {}
     for policy in policies:
-        eager, eager_sent = run(parallel, batch, partial(_recomputed, policy=policy))
+        eager, eager_sent = run(parallel, batch, policy)
         found[f"eager {policy}"] = {"error": difference(eager, plain), "again": dict(eager_sent - sent)}
         counters.clear()
         torch._dynamo.reset()
         for _ in range(2):  # compiled at the first
-            given, given_sent = run(
-                parallel, batch, partial(as_compiled, device_mesh=mesh, recompute=policy, backend=backend)
-            )
+            given, given_sent = run(parallel, batch, policy, backend=backend)
         found[f"compiled {policy}"] = {
             "error": difference(given, plain),
             "again": dict(given_sent - sent),
@@ -59,21 +62,21 @@ def compare(dtype: torch.dtype, backend: str, policies: list[str]) -> dict[str, 
     return found
 
 
-def _recomputed(block: Block, policy: str) -> Callable[..., Any]:
-    return recomputed(block.forward, policy)
+def run(
+    parallel: Any, batch: Any, policy: str, *, backend: str | None = None
+) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Loss and gradients with layers recomputed by ``policy``, compiled if there is a backend, and what was sent."""
+    run_unit, mesh = ChunkUnits.__call__, parallel.layout.device_mesh
 
-
-def run(parallel: Any, batch: Any, runner: Runner) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Loss and gradients with every layer run by ``runner``, and the collectives sent."""
-
-    def call(block: Block, *tensors: Any) -> Any:
-        if type(block).__name__ == "Program":
-            return block.forward(*tensors)
-        assert can_be_one_graph(block)
-        return runner(block)(*tensors)
+    def call(units: ChunkUnits, block: Block, recompute: str) -> Callable[..., Any]:
+        is_layer = type(block).__name__.endswith("DecoderLayer")
+        assert not is_layer or can_be_one_graph(block)
+        units.compiled_on = mesh if is_layer and backend is not None else None
+        return run_unit(units, block, policy if is_layer else recompute)
 
     parallel.zero_grad()
-    with mock.patch.object(Block, "__call__", call), torch.profiler.profile() as profile:
+    by_backend = mock.patch.object(runtime.step.binding, "as_compiled", partial(as_compiled, backend=backend))
+    with mock.patch.object(ChunkUnits, "__call__", call), by_backend, torch.profiler.profile() as profile:
         loss = parallel(**batch).loss
         loss.backward()
     operators = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]

@@ -17,7 +17,7 @@ def main() -> None:
     set_group_timeout(timedelta(seconds=ranks.task()["seconds"]))
     device_mesh, shape = as_device_mesh(read_target("pp=1,dp=2,cp=2"))
     places = RankPlaces(device_mesh, shape)
-    groups = [device_mesh.get_group(name) for name in shape.names] + [places.data_group, places._everyone]
+    groups = [device_mesh.get_group(name) for name in shape.names] + [places.group_over(("dp", "cp")), places._everyone]
     groups.append(dist.group.WORLD)
     cpu = torch.device("cpu")
     ranks.answer({"seconds": [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]})

@@ -39,7 +39,7 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
         parallel = planner.compile(
             copy.deepcopy(model), cluster, loss_fn=loss_fn, example_inputs=kwargs, fix=case["fix"], **options
         )
-        step, places = parallel.plan.step, parallel._shards.places
+        step, places = parallel.plan.step, parallel._state.places
         assert step is not None
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
         with watched(parallel) as seen:
@@ -120,7 +120,7 @@ def units_of(execution: Any) -> list[Any]:
 
 def _narrow(parallel: Any, name: str, tensor: torch.Tensor) -> bool:
     """Whether what this rank owns of a parameter is a master copy of what it computes with."""
-    return bool(parallel._shards.infos[name].dtype != tensor.dtype)
+    return bool(parallel._state.infos[name].dtype != tensor.dtype)
 
 
 def local_parameters(parallel: Any) -> dict[str, torch.Tensor]:

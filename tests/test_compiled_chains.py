@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtime import kernels
+from runtime.kernels import sharing
 from runtime.recompute import POLICIES, recomputed
 
 
@@ -30,6 +31,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return run
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    # What is written alike was compiled by an earlier test perhaps.
+    monkeypatch.setattr(sharing, "_compiled", {})
     monkeypatch.setattr(kernels.Chain, "_is_on_device", lambda chain, tensors: True)
     return graphs_run
 

@@ -74,6 +74,7 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_job(shape: str, monkeypatch
         with fake_job(num_ranks, rank=77, monkeypatch=monkeypatch) as (store, asked):
             ranks = torch.arange(num_ranks).reshape(sizes)
             places = RankPlaces(mesh_of_axes("cpu", ranks, STEP_AXES), MeshShape(STEP_AXES[1:], sizes[1:]))
+            places.group_over(("dp", "cp"))
             assert all(77 in group for group in asked) and len(set(asked)) == len(asked)
             assert [places.device_mesh.get_group(axis).size() for axis in STEP_AXES] == list(sizes)
             counts.append((len(asked), dict(store.operations)))
