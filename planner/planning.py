@@ -198,8 +198,8 @@ def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = 
 
     graph, fusion = _fused(graph) if fuse else (graph, None)
     cost_model = CostModel(cluster, mesh.as_dict())
-    found = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
-    return dataclasses.replace(found, fusion=fusion, collectives=step_collectives(graph, found))
+    sharding = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
+    return dataclasses.replace(sharding, fusion=fusion, collectives=step_collectives(graph, sharding))
 
 
 def refuse_checkpoints(graph: Graph) -> None:

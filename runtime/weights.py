@@ -82,25 +82,3 @@ class Weights(nn.Module):
         for part in path.split("."):
             node = node[part]
         return node
-
-
-def overlaid(weights: Weights, tensors: dict[str, torch.Tensor]) -> Weights:
-    """``weights`` with more tensors in it, sharing all else: the tree itself stays as it is."""
-    if not tensors:
-        return weights
-    top = _shallow(weights)
-    for path, tensor in tensors.items():
-        node = top
-        for parent in path.split(".")[:-1]:
-            child = node._modules.get(parent)
-            node._modules[parent] = Weights() if child is None else _shallow(child)
-            node = node._modules[parent]  # type: ignore[assignment]
-        node._buffers[path.rpartition(".")[2]] = tensor
-    return top
-
-
-def _shallow(node: Any) -> Weights:
-    copied = Weights()
-    for table in ("_modules", "_parameters", "_buffers"):
-        copied.__dict__[table] = dict(node.__dict__[table])
-    return copied

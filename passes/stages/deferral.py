@@ -24,7 +24,7 @@ def deferral_of(plan: Plan) -> Deferral:
     if plan.step is not None:
         axes = tuple(axis for axis in DATA_AXES if axis in plan.mesh.names)
         return dict.fromkeys(plan.states, axes)
-    found: dict[str, dict[str, None]] = {}
+    partial: dict[str, dict[str, None]] = {}
     for conversion in plan.conversions:
         kind, _, path = conversion.value.partition(":")
         planned = plan.states.get(path)
@@ -32,8 +32,8 @@ def deferral_of(plan: Plan) -> Deferral:
             continue  # No step over several axes at once is I → R.
         axis = plan.mesh.names.index(conversion.axis)
         if (conversion.source[axis], conversion.target[axis]) == (I, R) and planned.placement[axis] == I:
-            found.setdefault(path, {})[conversion.axis] = None
-    ordered = {path: tuple(axis for axis in plan.mesh.names if axis in axes) for path, axes in found.items()}
+            partial.setdefault(path, {})[conversion.axis] = None
+    ordered = {path: tuple(axis for axis in plan.mesh.names if axis in axes) for path, axes in partial.items()}
     return {copy: axes for path, axes in ordered.items() for copy in (path, *_copies(plan, path))}
 
 

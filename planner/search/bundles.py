@@ -32,11 +32,11 @@ def bundles_of(graph: Graph) -> Bundles:
     for name, units in users.items():
         unit = units[0] if len(units) == 1 else name
         bundles.setdefault((unit, parameters[name].dtype), []).append(name)
-    found = {}
+    num_bytes: dict[str, int] = {}
     for (_, dtype), together in bundles.items():
         size = sum(parameters[name].num_elements for name in together) * ITEM_SIZE[dtype]
-        found.update(dict.fromkeys(together, size))
-    return found
+        num_bytes.update(dict.fromkeys(together, size))
+    return num_bytes
 
 
 def _nodes_of_copies(

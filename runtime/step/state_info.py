@@ -189,11 +189,11 @@ def precision_of(plan: Plan) -> Precision:
 
 def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
     """State path → pipeline ranks whose programs use it."""
-    found: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}
     for stage, chunk in zip(programs.stages, step_of(plan).chunks):
         for state in stage.sharded.graph.states:
-            found.setdefault(state.path, set()).add(chunk.rank)
-    return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
+            users.setdefault(state.path, set()).add(chunk.rank)
+    return {path: tuple(sorted(ranks)) for path, ranks in users.items()}
 
 
 def sharded_paths(programs: StepPrograms) -> frozenset[str]:
@@ -206,15 +206,15 @@ def sharded_paths(programs: StepPrograms) -> frozenset[str]:
         for stage in programs.stages
         for unit in stage.all_units
     ]
-    found: set[str] = set()
+    in_pieces: set[str] = set()
     for _ in units:
-        before = len(found)
+        before = len(in_pieces)
         for zero, paths in units:
-            if zero or paths & found:
-                found |= paths
-        if len(found) == before:
+            if zero or paths & in_pieces:
+                in_pieces |= paths
+        if len(in_pieces) == before:
             break
-    return frozenset(found)
+    return frozenset(in_pieces)
 
 
 def _product(mesh: MeshShape, axes: Sequence[str]) -> int:
