@@ -95,3 +95,5 @@ class BlockReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._descriptor)
+        # Freed now: whoever still names this reader opens the next one, which has a block of its own.
+        self._block = memoryview(b"")
