@@ -31,8 +31,7 @@ def check_structure(plan: PlanData) -> None:
             raise ValueError("fusion: expected two numbers, before and after, as operators and as saved_bytes")
         if not 0.0 <= fusion.tolerance <= MAX_TOLERANCE:
             raise ValueError(f"fusion.tolerance: expected 0 to {MAX_TOLERANCE:g}, got {fusion.tolerance:g}")
-    if plan.step is not None:
-        _check_stages(plan.step)
+    _check_stages(plan.step)
 
 
 def _check_shape(where: str, tensor: TensorPlan) -> None:
@@ -90,18 +89,29 @@ def check_placements(plan: PlanData) -> None:
 
 
 def check_step(plan: PlanData) -> None:
-    """The mesh of a plan of a whole step is its step's without the pipeline, and every micro-batch is accounted for."""
+    """The mesh of a plan is its step's without the pipeline, and every sample is in a micro-batch."""
     step = plan.step
-    if step is None:
-        return
     if sorted(step.axes) != sorted(("pp", *plan.mesh.names)):
         raise ValueError(f"step: axes {', '.join(step.axes)} do not go with mesh {plan.mesh}")
     for name, size in plan.mesh.as_dict().items():
         if step.axes[name] != size:
             raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
+    if not step.decides_units:
+        _check_one_chunk(step)
+        return
     samples = step.axes.get("dp", 1) * step.num_microbatches * step.local_batch
     if samples != step.global_batch:
         raise ValueError(
             f"step: {step.num_microbatches} micro-batches of {step.local_batch} on dp={step.axes.get('dp', 1)} are "
             f"{samples} samples, not {step.global_batch}"
         )
+
+
+def _check_one_chunk(step: StepPlan) -> None:
+    """Units are told apart unless one chunk runs the whole batch at once."""
+    if len(step.chunks) != 1 or step.num_microbatches != 1:
+        raise ValueError(
+            f"step.chunks: {len(step.chunks)} chunks and {step.num_microbatches} micro-batches, but no groups of units"
+        )
+    if step.global_batch % step.local_batch:
+        raise ValueError(f"step: {step.local_batch} samples on a device do not divide {step.global_batch}")

@@ -142,7 +142,7 @@ class FusionPlan:
 class PlanData:
     """The fields of a plan; see the module docstring for the naming of its parts.
 
-    With ``step``, the plan is of a whole training step; all other parts but ``collectives`` are of one micro-batch.
+    All parts but ``step`` and ``collectives`` are of one micro-batch.
     """
 
     model: str
@@ -159,8 +159,8 @@ class PlanData:
     collectives: tuple[CollectivePlan, ...]
     costs: Costs
     certificate: Certificate
+    step: StepPlan
     constraints: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    step: StepPlan | None = None
     fusion: FusionPlan | None = None
     version: int = PLAN_VERSION

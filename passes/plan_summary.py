@@ -8,7 +8,7 @@ from cost_models.text import printable_lines
 from passes.ir.types import describe
 from passes.plan_data import PlanData, TensorPlan
 from passes.step_summary import summarise_step
-from passes.tables import format_bytes, format_list, format_seconds, format_table
+from passes.tables import format_bytes, format_seconds, format_table
 
 #: What the operators' part of a plan leaves to its step's part.
 ONE_MICRO_BATCH = "nothing recomputed, nothing sharded by ZeRO"
@@ -17,7 +17,7 @@ ONE_MICRO_BATCH = "nothing recomputed, nothing sharded by ZeRO"
 def summarise(plan: PlanData, *, operators: bool = False) -> str:
     """The plan as a few tables; ``operators`` adds one line for each operator (of a block: of its first copy)."""
     parts = [
-        *(summarise_step(plan, plan.step) if plan.step is not None else [_headline(plan)]),
+        *summarise_step(plan, plan.step),
         _blocks(plan),
         _fusion(plan),
         _tensors("Inputs", plan, plan.inputs),
@@ -26,24 +26,9 @@ def summarise(plan: PlanData, *, operators: bool = False) -> str:
         _collectives(plan),
         _costs(plan),
         _operators(plan) if operators else "",
-        format_list("Notes", plan.notes) if plan.step is None else "",
     ]
     # Names are a model's or a file's.
     return printable_lines("\n\n".join(part for part in parts if part) + "\n")
-
-
-def _headline(plan: PlanData) -> str:
-    certificate = plan.certificate
-    kind = "training" if plan.training else "inference"
-    cluster = plan.cluster.get("name", "an unnamed cluster")
-    return "\n".join(
-        [
-            f"{plan.model}: {kind} on mesh {plan.mesh} ({plan.mesh.num_devices} devices of {cluster})",
-            f"predicted step {format_seconds(certificate.objective)}, lower bound {format_seconds(certificate.bound)}, "
-            f"gap {certificate.gap:.3%} ({certificate.status}; {certificate.solver}, "
-            f"{certificate.num_variables:,} variables, {certificate.num_constraints:,} constraints)",
-        ]
-    )
 
 
 def _blocks(plan: PlanData) -> str:
@@ -75,8 +60,9 @@ def _fusion(plan: PlanData) -> str:
 
 
 def _states_title(plan: PlanData) -> str:
-    divided = plan.step is not None and any(plan.step.zero)
-    return "Parameters and buffers" + (" (while they are used: ZeRO divides them further)" if divided else "")
+    return "Parameters and buffers" + (
+        " (while they are used: ZeRO divides them further)" if any(plan.step.zero) else ""
+    )
 
 
 def _tensors(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:
@@ -95,8 +81,8 @@ def _collectives(plan: PlanData) -> str:
         [item.collective, item.axis, item.phase, f"{item.count:,}", format_bytes(item.num_bytes)]
         for item in plan.collectives
     ]
-    several = plan.step is not None and plan.step.axes.get("pp", 1) > 1
-    title = "Collectives in one step" + (" (of one rank of every stage, together)" if several else "")
+    several = " (of one rank of every stage, together)" if plan.step.axes.get("pp", 1) > 1 else ""
+    title = f"Collectives in one step{several}"
     return format_table(title, ("collective", "axis", "phase", "count", "bytes"), rows)
 
 
@@ -106,12 +92,10 @@ def _costs(plan: PlanData) -> str:
         ["compute", format_seconds(costs.compute_forward), format_seconds(costs.compute_backward)],
         ["communication", format_seconds(costs.communication_forward), format_seconds(costs.communication_backward)],
     ]
-    if plan.step is not None:
-        title = f"Predicted time of one micro-batch through all stages ({ONE_MICRO_BATCH})"
-        return format_table(title, ("", "forward", "backward"), rows)
-    seconds = format_table("Predicted time of one step", ("", "forward", "backward"), rows)
-    memory = [[part.replace("_", " "), format_bytes(size)] for part, size in costs.memory.items()]
-    return seconds + "\n\n" + format_table("Predicted memory of one device", ("part", "bytes"), memory)
+    title = f"Predicted time of one micro-batch through all stages ({ONE_MICRO_BATCH})"
+    if not plan.step.decides_units:
+        title = "Predicted time of one step"
+    return format_table(title, ("", "forward", "backward"), rows)
 
 
 def _operators(plan: PlanData) -> str:

@@ -1,17 +1,20 @@
 """The part of a plan that says how a whole training step runs: layout, micro-batches, stages, recompute, ZeRO.
 
-The rest of the plan is then of one micro-batch: its mesh has the axes ``dp``, ``cp`` and ``tp``, and whatever is
-sharded on ``dp`` is also cut into ``num_microbatches`` parts in time, first by ``dp``.
+The rest of the plan is of one micro-batch, on a mesh without the pipeline axis. Where a whole step was searched its
+axes are ``dp``, ``cp`` and ``tp``, and whatever is sharded on ``dp`` is also cut into ``num_microbatches`` parts in
+time, first by ``dp``. On a mesh that was given every axis cuts what pays, and the batch runs at once in one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 #: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
 #: makes each chunk's a second time in the backward pass. Of the rest it keeps all, as under ``none``.
 CHUNKED_LOSS = "chunked_loss"
+#: The optimizer of a plan on a given mesh: whatever its caller steps with, on the parameters as they are. Its time is
+#: not predicted; memory counts AdamW's state.
+CALLERS = "callers"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class StepPlan:
         axes: mesh axis → size over the whole cluster, outermost first.
         global_batch, local_batch, num_microbatches: samples of a step, of one micro-batch on one device, and how many.
         schedule, chunks_per_rank: of the pipeline; ``chunks`` in model order.
-        optimizer, gradient_dtype, compiled: how parameters are trained (``""``: gradients in float32 or wider).
+        optimizer, gradient_dtype, compiled: how parameters are trained (``""``: gradients in float32 or wider; with the
+            optimizer ``CALLERS``, in the parameters' dtypes).
         memory: by pipeline rank; ``memory_limit``: bytes that were allowed, without ``headroom``, the share of a
             device that was left to the allocator, communicators and CUDA graphs.
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
@@ -125,6 +129,12 @@ class StepPlan:
         return total
 
     @property
+    def decides_units(self) -> bool:
+        """Whether each unit has a chunk, a recompute policy and a ZeRO stage of its own; else all run in one chunk,
+        nothing is recomputed, and ZeRO shards nothing."""
+        return any(chunk.groups for chunk in self.chunks)
+
+    @property
     def recompute(self) -> tuple[str, ...]:
         """Policies in use, in model order."""
         return tuple(dict.fromkeys(group.recompute for chunk in self.chunks for group in chunk.groups))
@@ -133,26 +143,3 @@ class StepPlan:
     def zero(self) -> tuple[int, ...]:
         """ZeRO stages in use, in model order."""
         return tuple(dict.fromkeys(group.zero for chunk in self.chunks for group in chunk.groups))
-
-
-def step_on_mesh(axes: Mapping[str, int]) -> StepPlan:
-    """How a step runs on a mesh that was given: one stage, the batch at once, nothing recomputed or sharded by ZeRO.
-
-    Its only chunk names no groups: every unit of the model is in it. Nothing of it is predicted here.
-    """
-    costs = StepCosts(*(0.0,) * len(StepCosts.__dataclass_fields__))
-    return StepPlan(
-        axes=dict(axes),
-        global_batch=1,
-        local_batch=1,
-        num_microbatches=1,
-        schedule="gpipe",
-        chunks_per_rank=1,
-        chunks=(ChunkPlan(0, (), 0.0, 0.0),),
-        optimizer="none",
-        gradient_dtype="",
-        compiled=False,
-        costs=costs,
-        memory=(),
-        memory_limit=0.0,
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
 from passes.plan_data import PlanData
-from passes.step_plan import Alternative, RankMemory, StepPlan
+from passes.step_plan import CALLERS, Alternative, RankMemory, StepPlan
 from passes.step_stages import memory_table, stage_table
 from passes.tables import format_bytes, format_list, format_seconds, format_table
 
@@ -25,9 +25,9 @@ def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
         _headline(plan, step),
         _layout(plan, step),
         _batch(step),
-        stage_table(step, plan.blocks),
+        stage_table(step, plan.blocks) if step.decides_units else "",
         memory_table(step),
-        _time(step),
+        _time(step) if step.decides_units else "",
         format_list("Why", list(_why(plan, step))),
         _search(plan, step),
         _alternatives(step),
@@ -88,14 +88,23 @@ def _links(cluster: Mapping[str, Any], *, stride: int, size: int) -> Iterator[st
 
 def _batch(step: StepPlan) -> str:
     dp, m = step.axes.get("dp", 1), step.num_microbatches
-    lines = [f"Batch: {step.global_batch:,} samples = dp {dp:,} × {m:,} micro-batches × {step.local_batch:,} samples"]
+    if step.decides_units:
+        cut = f"= dp {dp:,} × {m:,} micro-batches × {step.local_batch:,} samples"
+    else:
+        cut = f"at once, {step.local_batch:,} on each device"
+    lines = [f"Batch: {step.global_batch:,} samples {cut}"]
     if step.axes.get("pp", 1) > 1:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         lines.append(f"Schedule: {step.schedule}{chunks}")
-    gradients = step.gradient_dtype or "float32 or wider"
     kernels = "fused by torch.compile" if step.compiled else "one kernel an operator"
-    lines.append(f"Training: {step.optimizer}, gradients in {gradients}; {kernels}")
+    lines.append(f"Training: {_training(step)}; {kernels}")
     return "\n".join(lines)
+
+
+def _training(step: StepPlan) -> str:
+    if step.optimizer == CALLERS:
+        return "the caller's optimizer (memory counts AdamW's state, time none), gradients in the parameters' dtypes"
+    return f"{step.optimizer}, gradients in {step.gradient_dtype or 'float32 or wider'}"
 
 
 def busy_seconds(step: StepPlan) -> float:
@@ -154,7 +163,9 @@ def _memory_reason(step: StepPlan) -> str:
     full = memory.total / step.memory_limit if step.memory_limit else 0.0
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest_parts(memory))
     where = f"rank {rank} is" if len(step.memory) > 1 else "each device is"
-    verdict = "memory binds" if full >= NEARLY_FULL else "memory does not bind"
+    verdict = (
+        "memory does not suffice" if full > 1.0 else "memory binds" if full >= NEARLY_FULL else "memory does not bind"
+    )
     paid = [policy for policy in step.recompute if policy != "none"]
     price = f"; recomputed to fit or to save time: {', '.join(paid)}" if paid else ""
     return f"{verdict}: {where} {full:.1%} full (most of it {largest}){price}"
@@ -188,16 +199,15 @@ def _more(other: float, ours: float) -> str:
 def _search(plan: PlanData, step: StepPlan) -> str:
     certificate = plan.certificate
     counts = "; ".join(f"{name} {count:,}" for name, count in step.search.items())
-    return "\n".join(
-        [
-            "Certificate",
-            f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
-            f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
-            f"  {certificate.solver}; stages: {certificate.num_variables:,} variables, "
-            f"{certificate.num_constraints:,} constraints",
-            f"  layouts × micro-batches × schedules: {counts}",
-        ]
-    )
+    program = "stages" if step.decides_units else "shardings"
+    lines = [
+        "Certificate",
+        f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
+        f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
+        f"  {certificate.solver}; {program}: {certificate.num_variables:,} variables, "
+        f"{certificate.num_constraints:,} constraints",
+    ]
+    return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
 
 
 def _alternatives(step: StepPlan) -> str:

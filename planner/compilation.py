@@ -19,13 +19,14 @@ from passes.plan import Plan
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
+from planner.step.demands import fixed_axes
 from planner.targets import (
     Target,
     as_device_mesh,
-    asks_for_step,
+    axis_sizes,
     check_options,
-    fixed_axes,
     join_process_group,
+    plans_step,
     read_target,
     step_device_mesh,
 )
@@ -107,7 +108,7 @@ def compile(
     }
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
     check_compiled_alike(ranks, model, target=target, plan=given, loss_fn=loss_fn, options={**compared, **options})
-    step = precision is not None or (given is None and _plans_step(target, options))
+    step = precision is not None or (given is None and plans_step(target, options))
     check_options(options, step=None if given is not None or isinstance(target, Plan) else step)
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if isinstance(optimizer, str):
@@ -124,9 +125,9 @@ def compile(
         given = plan_on_devices(
             captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse, **demands
         )
-    if given is not None and options.get("compiled") and not (given.step is not None and given.step.compiled):
+    if given is not None and options.get("compiled") and not given.step.compiled:
         raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
-    if given is not None and given.step is not None:
+    if given is not None and given.step.decides_units:
         places = RankPlaces(step_device_mesh(given, target), given.mesh)
         find_plan = None
     else:
@@ -205,7 +206,7 @@ def plan_on_devices(
         needed = options.get("num_devices") or target.num_devices
         wanted = dict(fix or {})
     else:
-        wanted = {**fixed_axes(target), **(fix or {})}
+        wanted = fixed_axes(axis_sizes(target), fix)
         needed = target.mesh.numel() if isinstance(target, DeviceMesh) else target.num_devices
         cluster = as_cluster(hardware, num_devices=needed) if hardware is not None else None
     device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
@@ -217,10 +218,6 @@ def plan_on_devices(
         return make_plan(model, priced, example_inputs=example_inputs, fix=wanted, **given)
 
     return agreed_plan(find, device_mesh=everyone)
-
-
-def _plans_step(target: DeviceMesh | MeshShape | Cluster | Plan, options: Mapping[str, Any]) -> bool:
-    return not isinstance(target, Plan) and asks_for_step(target, options)
 
 
 def _refuse_with_cluster(**given: Any) -> None:
@@ -251,7 +248,7 @@ def parallelise(
         if plan.mesh != places.layout.mesh:
             raise ValueError(f"the plan is for mesh {plan.mesh}, this mesh is {places.layout.mesh}: plan again for it")
         check_same_model(model, plan)
-        if plan.step is not None and example_inputs is None:
+        if plan.step.decides_units and example_inputs is None:
             example_inputs = planned_inputs(plan)
         if planner is None:
             planner = _within_a_stage(plan, places)

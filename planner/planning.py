@@ -54,7 +54,8 @@ def plan(
 
     Without ``mesh`` everything is decided: how many ways of data, tensor, context and pipeline parallelism and on which
     links, micro-batches and schedule, where the pipeline is cut, and for every layer how it is sharded, what is
-    recomputed, and its ZeRO stage. With ``mesh``, only how every operator and parameter is split over its axes.
+    recomputed, and its ZeRO stage. With ``mesh``, only how every operator and parameter is split over its axes; with
+    ``mesh`` and a pipeline axis or any option of whole steps (``fix``, ``headroom``, …), the rest of a step on it.
 
     Args:
         model: an ``nn.Module`` (meta tensors will do), a Hugging Face config, the path of a config, or a name from
@@ -72,11 +73,12 @@ def plan(
         forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
         time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
-            ``pp``, ``dp``, ``cp``, ``tp``, ``micro_batch`` (samples on a device at a time), ``num_microbatches``,
-            ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit that has none of the recompute policies
-            allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that computes the loss, so that
-            ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there. A model with
-            ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless this names ``recompute``.
+            ``pp``, ``dp``, ``cp``, ``tp`` (the axes that a mesh beside them may have), ``micro_batch`` (samples on a
+            device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit
+            that has none of the recompute policies allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that
+            computes the loss, so that ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of
+            both there. A model with ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless
+            this names ``recompute``.
         headroom: share of each device's memory to leave to what a plan does not count (the allocator's fragmentation,
             communicators, CUDA graphs); None: 6%, see ``cost_models.memory.HEADROOM``.
         num_devices: plan for so many of the cluster's devices.
@@ -92,22 +94,11 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
-    from planner.step.demands import check_count, read_demands
+    from planner.step.demands import asks_for_step, check_count, fixed_axes, read_demands, said
     from planner.step.planning import check_objective, plan_step
     from planner.step.training import Training
 
-    if mesh is not None:
-        only_steps: dict[str, Any] = {
-            "fix": fix,
-            "forbid": forbid,
-            "headroom": headroom is not None,
-            "num_devices": num_devices,
-        }
-        only_steps |= {"target_seconds": target_seconds, "gradient_dtype": gradient_dtype, "compiled": compiled}
-        only_steps |= {"objective": objective != "time", "num_alternatives": num_alternatives != 1}
-        _refuse("mesh is not given", {**only_steps, "optimizer": optimizer != "adamw"})
-    else:
-        _refuse("mesh is given", {"forbid_collectives": forbid_collectives})
+    of_step = said(locals())
     check_objective(objective, target_seconds)
     for name, value in {
         "batch_size": batch_size, "global_batch": global_batch, "seq_len": seq_len, "num_devices": num_devices
@@ -117,9 +108,20 @@ def plan(
     if constraints is not None and not isinstance(constraints, Mapping):
         raise ValueError(f"constraints must be {{pattern: {{axis: demand}}}}, got {constraints!r}")
     shape = None if mesh is None else as_mesh_shape(mesh)
-    hardware = as_cluster(cluster, num_devices=(num_devices or 1) if shape is None else shape.num_devices)
-    if num_devices is not None:
-        hardware = hardware.subset(num_devices)
+    needed = num_devices if shape is None else shape.num_devices
+    hardware = as_cluster(cluster, num_devices=needed or 1)
+    if shape is not None and asks_for_step(shape.names, of_step):
+        if num_devices not in (None, shape.num_devices):
+            raise ValueError(
+                f"num_devices is {num_devices}, but mesh {shape} has {shape.num_devices}: drop one of them"
+            )
+        fix, shape = fixed_axes(shape.as_dict(), fix), None
+    if shape is None and forbid_collectives:
+        raise ValueError(
+            "forbid_collectives means something only if a mesh is given and no option of whole steps: drop one of them"
+        )
+    if shape is None and needed is not None:
+        hardware = hardware.subset(needed)
     demands = read_demands(
         fix,
         forbid,
@@ -179,13 +181,6 @@ def _one_of(batch_size: int | None, global_batch: int | None) -> int | None:
             f"batch_size {batch_size} and global_batch {global_batch} are the same thing: give one of them"
         )
     return batch_size if batch_size is not None else global_batch
-
-
-def _refuse(condition: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of ``options`` that is set: they only mean something if ``condition``."""
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name} means something only if {condition}: drop one of the two")
 
 
 def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = False, **options: Any) -> Plan:

@@ -17,14 +17,11 @@ from cost_models.fields import suggest
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
-from planner.step.demands import check_time_limit
+from planner.step.demands import asks_for_step, check_time_limit, fixed_axes
+from planner.step.layout import AXES
 from runtime.launch.groups import mesh_of_axes
 from runtime.launch.place import find_place
 from runtime.launch.process import init
-
-#: The axes of a step's mesh.
-PIPELINE = "pp"
-STEP_AXES = (PIPELINE, "dp", "cp", "tp")
 
 #: What ``planner.compile`` takes to say where a model runs.
 Target = DeviceMesh | MeshShape | Mapping[str, int] | Plan | Cluster | str | Path
@@ -76,22 +73,22 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
     return mesh_of_axes(device, torch.arange(shape.num_devices, device="cpu").reshape(shape.sizes), shape.names), shape
 
 
-#: Options of ``compile`` that are decisions about a whole step.
-_STEP_OPTIONS = ("fix", "forbid", "headroom", "objective", "optimizer", "gradient_dtype", "compiled")
 #: Parameters of ``planner.plan`` and ``planner.search.search`` that ``compile`` fills in itself.
 _OF_COMPILE = {"model", "cluster", "mesh", "batch_size", "global_batch", "seq_len", "example_inputs", "loss_fn",
                "dtype", "training", "memory_limit", "constraints", "fuse", "graph", "cost_model", "cluster_info",
                "pinned", "rules", "flops"}  # fmt: skip
 
 
-def asks_for_step(target: DeviceMesh | MeshShape | Cluster, options: Mapping[str, Any]) -> bool:
+def plans_step(target: DeviceMesh | MeshShape | Cluster | Plan, options: Mapping[str, Any]) -> bool:
     """Whether a whole step is to be planned: on a cluster, with a pipeline axis, or where options are about steps."""
-    if isinstance(target, Cluster):
-        return True
-    names = target.mesh_dim_names if isinstance(target, DeviceMesh) else target.names
-    return PIPELINE in (names or ()) or any(
-        options.get(name) is not None and options[name] is not False for name in _STEP_OPTIONS
-    )
+    return not isinstance(target, Plan) and (isinstance(target, Cluster) or asks_for_step(axis_sizes(target), options))
+
+
+def axis_sizes(target: DeviceMesh | MeshShape) -> dict[str, int]:
+    """Axis → size."""
+    if isinstance(target, DeviceMesh):
+        return dict(zip(target.mesh_dim_names or (), target.mesh.shape))
+    return target.as_dict()
 
 
 def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
@@ -115,43 +112,27 @@ def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
         raise ValueError(f"compile has no option {name!r}{suggest(name, allowed)}: it has {', '.join(sorted(allowed))}")
 
 
-def fixed_axes(target: DeviceMesh | MeshShape) -> dict[str, int]:
-    """Axis sizes of a mesh as ``planner.plan`` takes them in ``fix``; an axis that it does not have has size 1.
-
-    Raises:
-        ValueError: for an axis that is none of a step's.
-    """
-    if isinstance(target, DeviceMesh):
-        sizes = dict(zip(target.mesh_dim_names or (), target.mesh.shape))
-    else:
-        sizes = target.as_dict()
-    unknown = [name for name in sizes if name not in STEP_AXES]
-    if unknown:
-        raise ValueError(f"a step has no mesh axis {unknown[0]!r}: its axes are {', '.join(STEP_AXES)}")
-    return {axis: sizes.get(axis, 1) for axis in STEP_AXES}
-
-
 def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
-    """The mesh of a step over all its axes (``STEP_AXES``), with ranks numbered in the order of the plan's axes.
+    """The mesh of a step over all its axes (``AXES``), with ranks numbered in the order of the plan's axes.
 
     So each axis runs on the links that it was planned for. A given ``DeviceMesh`` says which rank stands where.
 
     Raises:
         ValueError: if there is another number of processes, or the given mesh has other sizes.
     """
-    assert plan.step is not None
     axes = plan.step.axes
     device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
     if isinstance(target, DeviceMesh):
-        if fixed_axes(target) != {axis: axes.get(axis, 1) for axis in STEP_AXES}:
-            raise ValueError(f"the plan is for axes {axes}, the mesh has {fixed_axes(target)}: plan again for it")
+        sizes = fixed_axes(axis_sizes(target))
+        if sizes != {axis: axes.get(axis, 1) for axis in AXES}:
+            raise ValueError(f"the plan is for axes {axes}, the mesh has {sizes}: plan again for it")
         names = list(target.mesh_dim_names or ())
         ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
         ranks = torch.arange(plan.step.num_devices, device="cpu")
     order = list(axes)
-    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in STEP_AXES])
-    return mesh_of_axes(device, placed, STEP_AXES)
+    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in AXES])
+    return mesh_of_axes(device, placed, AXES)
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:

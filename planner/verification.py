@@ -23,7 +23,7 @@ from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.rounding import judged_by_rounding
-from planner.targets import asks_for_step, fixed_axes
+from planner.step.demands import asks_for_step, fixed_axes
 from planner.training_run import Results, Training, compare, run_alone, run_sharded
 from planner.verify_report import VerifyReport
 from runtime.counter import CommunicationCounter
@@ -96,20 +96,20 @@ def verify(
         hardware = slow_devices(shape.num_devices)
         if cluster is not None:
             hardware = as_cluster(cluster, num_devices=shape.num_devices)
-        if asks_for_step(shape, options):
-            fix = {**fixed_axes(shape), **options.pop("fix", {})}
+        if asks_for_step(shape.names, options):
+            fix = fixed_axes(shape.as_dict(), options.pop("fix", None))
             with keep_float64():
                 given = make_plan(
                     single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
                 )
     if given is not None:
-        _check_size(given.step.num_devices if given.step is not None else given.mesh.num_devices, given.mesh)
+        _check_size(given.step.num_devices, given.mesh)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
     with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
-        num_stages = given.step.axes["pp"] if given is not None and given.step is not None else 1
+        num_stages = 1 if given is None else given.step.axes.get("pp", 1)
         places = VirtualPlaces(layout, num_stages=num_stages)
         parallel = parallelise(
             copy.deepcopy(single),

@@ -99,11 +99,10 @@ class VerifyReport:
         """What is planned and not issued, or the other way round."""
         found = sorted(set(self.planned) ^ set(self.counted), key=lambda one: (one.collective, one.axis, one.phase))
         step = self.plan.step
-        together = step is not None and step.axes.get("pp", 1) > 1
-        compiled = step is not None and step.compiled
+        together = step.axes.get("pp", 1) > 1
 
         def is_judged(one: CollectivePlan) -> bool:
             is_of_weights = together and set(one.axis.split("_")) <= set(DATA_AXES)
-            return one.phase != AFTER and not is_of_weights and not (compiled and one.phase == "backward")
+            return one.phase != AFTER and not is_of_weights and not (step.compiled and one.phase == "backward")
 
         return [one for one in found if is_judged(one)]

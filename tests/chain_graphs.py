@@ -17,9 +17,11 @@ from passes.ir.types import MeshShape
 from passes.plan import Certificate, Costs, NodePlan, Plan, TensorPlan
 from passes.plan_data import FusionPlan
 from passes.shard import Repeat, Section, ShardedGraph, shard
+from planner.search.mesh_step import step_on_mesh
 from runtime.weights import Weights
 
 MESH = MeshShape(("dp",), (1,))
+NO_COSTS = Costs(0.0, 0.0, 0.0, 0.0, {})
 FUSION = FusionPlan((), (), (0, 0), (0, 0))
 
 
@@ -114,8 +116,9 @@ def sharded_of(graph: Graph) -> ShardedGraph:
         conversions=(),
         blocks=(),
         collectives=(),
-        costs=Costs(0.0, 0.0, 0.0, 0.0, {}),
+        costs=NO_COSTS,
         certificate=Certificate(0.0, 0.0, 0.0, "by hand", "none", 0, 0),
+        step=step_on_mesh(graph, mesh=MESH, inputs={}, costs=NO_COSTS, cluster={}, memory_limit=None),
         fusion=FUSION,
     )
     return shard(graph, plan)

@@ -22,6 +22,7 @@ from passes.plan import (
 )
 from passes.rules import rule_for
 from passes.shard.context import input_placement, offered_choices, output_placement
+from planner.search.mesh_step import step_on_mesh
 
 
 def mlp_graph(*, layers: int = 2, batch: int = 4, hidden: int = 8, dtype: str = "float64") -> Graph:
@@ -103,8 +104,9 @@ def hand_plan(
             for run, placements in zip(maker.runs, carried)
         ),
         collectives=collectives_of(conversions),
-        costs=Costs(0.0, 0.0, 0.0, 0.0, {}),
+        costs=(costs := Costs(0.0, 0.0, 0.0, 0.0, {})),
         certificate=Certificate(0.0, 0.0, 0.0, "by hand", "none", 0, 0),
+        step=step_on_mesh(graph, mesh=mesh, inputs={}, costs=costs, cluster={}, memory_limit=None),
     )
 
 

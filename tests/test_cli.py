@@ -28,7 +28,7 @@ def test_plan_prints_saves_and_shows_the_same_plan(tmp_path: Path, capsys: pytes
     target = tmp_path / "plan.json"
     assert main(["plan", *TINY, "-o", str(target)]) == 0
     printed = capsys.readouterr().out
-    assert "LlamaForCausalLM: training on mesh dp=2,tp=2 (4 devices" in printed
+    assert "LlamaForCausalLM: a training step on 4 devices of cpu-local:4 (pp=1,dp=2,tp=2)" in printed
     assert main(["show", str(target)]) == 0
     assert capsys.readouterr().out in printed
     assert Plan.load(target).mesh.num_devices == 4
@@ -54,6 +54,13 @@ def test_without_a_mesh_the_whole_step_is_planned(tmp_path: Path) -> None:
     assert found.step is not None and found.step.axes["pp"] == 2
     assert found.step.schedule in ("1f1b", "gpipe") and not {2, 3} & set(found.step.zero)
     assert found.summary() in done.stdout
+
+
+def test_a_mesh_with_what_only_steps_have_is_a_step_on_that_mesh(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    assert main(["plan", *TINY, "--fix", "zero=1", "-o", str(target)]) == 0
+    step = Plan.load(target).step
+    assert step.axes == {"pp": 1, "dp": 2, "cp": 1, "tp": 2} and step.zero == (1,)
 
 
 def test_what_is_asked_of_the_search_is_in_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +121,9 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *STEP, "--objective", "devices"], "target_seconds"),
         (["plan", *STEP, "--alternatives", "0"], "num_alternatives"),
         (["plan", *STEP, "--optimizer", "adamm"], "adamw"),
-        (["plan", *TINY, "--fix", "tp=2"], "fix means something only if mesh is not given"),
-        (["plan", *TINY, "--compiled"], "compiled means something only if"),
-        (["plan", *TINY, "--forbid", "tp=2"], "a collective's name"),
+        (["plan", *TINY, "--forbid", "recompute=full", "--forbid", "all_gather"], "with --mesh alone"),
+        (["plan", *TINY, "--compiled", "--memory", "none"], "--memory none goes with --mesh alone"),
+        (["plan", *TINY, "--devices", "8"], "num_devices is 8, but mesh dp=2,tp=2 has 4"),
         (["plan", *TINY, "--forbid", "all_gathr"], "all_gather"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),
         (["run", "--nproc", "2", "no-such-script.py"], "no-such-script.py"),

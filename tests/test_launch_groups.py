@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 
 from passes.ir.types import MeshShape
-from planner.targets import STEP_AXES
+from planner.step.layout import AXES
 from runtime.launch.groups import mesh_of_axes
 from runtime.step.places import RankPlaces
 from tests.ranks import run_on_ranks
@@ -73,10 +73,10 @@ def test_what_a_rank_asks_for_does_not_grow_with_the_job(shape: str, monkeypatch
         sizes = (pp, num_ranks // (pp * cp * tp), cp, tp)
         with fake_job(num_ranks, rank=77, monkeypatch=monkeypatch) as (store, asked):
             ranks = torch.arange(num_ranks).reshape(sizes)
-            places = RankPlaces(mesh_of_axes("cpu", ranks, STEP_AXES), MeshShape(STEP_AXES[1:], sizes[1:]))
+            places = RankPlaces(mesh_of_axes("cpu", ranks, AXES), MeshShape(AXES[1:], sizes[1:]))
             places.group_over(("dp", "cp"))
             assert all(77 in group for group in asked) and len(set(asked)) == len(asked)
-            assert [places.device_mesh.get_group(axis).size() for axis in STEP_AXES] == list(sizes)
+            assert [places.device_mesh.get_group(axis).size() for axis in AXES] == list(sizes)
             counts.append((len(asked), dict(store.operations)))
     several = sum(size > 1 for size in sizes)
     # An axis of all ranks is the job's own group.

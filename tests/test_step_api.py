@@ -76,9 +76,11 @@ def test_the_least_memory_is_less_than_the_fastest_takes() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mesh": "dp=4", "fix": {"tp": 2}}, "fix means something only if mesh is not given"),
-        ({"mesh": "dp=4", "num_alternatives": 2}, "num_alternatives means something only if"),
-        ({"forbid_collectives": ("all_gather",)}, "forbid_collectives means something only if mesh is given"),
+        ({"mesh": "dp=4", "fix": {"zero": 1}, "forbid_collectives": ("all_gather",)}, "forbid_collectives means"),
+        ({"mesh": "dp=4", "fix": {"tp": 2}}, "fix says tp=2, but the mesh has tp=1"),
+        ({"mesh": "dp=4", "num_devices": 2}, "num_devices is 2, but mesh dp=4 has 4"),
+        ({"mesh": "x=4", "fix": {"zero": 1}}, "a step has no mesh axis 'x'"),
+        ({"forbid_collectives": ("all_gather",)}, "forbid_collectives means something only if a mesh is given"),
         ({"objective": "money"}, "time, devices, memory"),
         ({"target_seconds": 1.0}, "give both or neither"),
         ({"batch_size": 4, "global_batch": 8}, "same thing"),

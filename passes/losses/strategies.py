@@ -90,7 +90,7 @@ def with_chunked_losses(
     Args:
         results: values that must come out of the graph. Logits among them are computed as they are.
     """
-    if plan.step is None or CHUNKED_LOSS not in plan.step.recompute:
+    if CHUNKED_LOSS not in plan.step.recompute:
         return graph, plan
     runs = folded_runs(graph, plan.blocks)
     if runs is None:

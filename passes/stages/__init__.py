@@ -5,7 +5,7 @@ loss what depends on the whole batch (``totals``), tells which operators belong 
 between chunks (``cut``). Whoever runs the chunks adds up losses and gradients over micro-batches and data ranks.
 """
 
-from passes.stages.build import StageGraph, StepPrograms, step_of, step_programs
+from passes.stages.build import StageGraph, StepPrograms, step_programs
 from passes.stages.deferral import BATCH_AXIS, DATA_AXES, Deferral, deferral_of
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "StageGraph",
     "StepPrograms",
     "deferral_of",
-    "step_of",
     "step_programs",
 ]

@@ -18,7 +18,7 @@ from passes.stages.chain import Part, Whereabouts, parts_of
 from passes.stages.cut import ChunkBody, cut
 from passes.stages.deferral import BATCH_AXIS, Deferral, deferral_of
 from passes.stages.totals import Additive, additive
-from passes.step_plan import StepPlan, step_on_mesh
+from passes.step_plan import StepPlan
 
 #: The ZeRO stage from which on weights are gathered for every use.
 _GATHERED_PER_USE = 3
@@ -105,7 +105,7 @@ def step_programs(
         ValueError: as ``shard``; if there is no loss and no outputs are named; if the samples of several micro-batches
             depend on each other.
     """
-    step = step_of(plan)
+    step = plan.step
     count = step.num_microbatches if num_microbatches is None else num_microbatches
     kept = _kept_outputs(graph, outputs)
     wanted = graph.replace(outputs={path: graph.outputs[path] for path in kept})
@@ -162,19 +162,14 @@ def _nodes_of(operations: Sequence[Operation]) -> Iterator[Node]:
             yield operation.node
 
 
-def step_of(plan: Plan) -> StepPlan:
-    """How a plan runs a step: as it says, or, on a given mesh, all at once."""
-    return step_on_mesh(plan.mesh.as_dict()) if plan.step is None else plan.step
-
-
 def _part(plan: Plan, cut_as: str, index: int, count: int) -> str:
     """Which part of a step a chunk is, for people; nothing where there are no parts."""
-    return "" if plan.step is None else f"{cut_as}, chunk {index + 1} of {count}"
+    return f"{cut_as}, chunk {index + 1} of {count}" if plan.step.decides_units else ""
 
 
 def _whereabouts(step: StepPlan, programs: StepPrograms | None) -> Whereabouts | None:
     """Where weights are; None where the plan's groups say it."""
-    if not any(chunk.groups for chunk in step.chunks):
+    if not step.decides_units:
         return {}
     if programs is None:
         return None

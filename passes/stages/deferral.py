@@ -18,10 +18,11 @@ Deferral = Mapping[str, tuple[str, ...]]
 def deferral_of(plan: Plan) -> Deferral:
     """The axes of every parameter and buffer of a plan on which its gradient is reduced outside of programs.
 
-    Of a whole step: the data axes. On a given mesh: those on which the plan converts a parameter that is whole there
-    (I → R) for an operator that gives partial sums of its gradient; the conversion and its backward collective go.
+    Where a whole step was searched: the data axes. On a given mesh: those on which the plan converts a parameter that
+    is whole there (I → R) for an operator that gives partial sums of its gradient; the conversion and its backward
+    collective go.
     """
-    if plan.step is not None:
+    if plan.step.decides_units:
         axes = tuple(axis for axis in DATA_AXES if axis in plan.mesh.names)
         return dict.fromkeys(plan.states, axes)
     partial: dict[str, dict[str, None]] = {}

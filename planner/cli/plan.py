@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models.files import check_writable
 from cost_models.text import printable
@@ -18,6 +18,9 @@ from planner.cli.arguments import (
     subparser,
 )
 from planner.collection import no_collection
+
+if TYPE_CHECKING:
+    from cost_models import Cluster
 
 _EXAMPLES = (
     "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
@@ -51,14 +54,16 @@ def add_plan(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE,…",
-        help="values that a choice must not take (names as for --fix); with --mesh: a collective not to use",
+        help="values that a choice must not take (names as for --fix); with --mesh alone: a collective not to use",
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     parser.set_defaults(command=run_plan)
-    _add_step_arguments(parser.add_argument_group("planning a whole step (without --mesh)"))
-    mesh = parser.add_argument_group("splitting tensors only")
+    _add_step_arguments(
+        parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
+    )
+    mesh = parser.add_argument_group("a given mesh")
     mesh.add_argument("--mesh", metavar="AXIS=SIZE,…", help=f"do not choose the mesh: {MESH_HELP}")
 
 
@@ -101,7 +106,7 @@ def run_plan(options: argparse.Namespace) -> int:
     # What can be wrong with the options is told before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
-    request = {**_common(options), **(_on_mesh(options) if options.mesh is not None else _whole_step(options))}
+    request = {**_common(options), **_where(options)}
     with progress_bar() as progress:
         found = plan(options.model, progress=progress, **request)
     if options.output is not None:
@@ -125,7 +130,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of a whole step; with a mesh ``plan`` refuses those that are set."""
+    """Options of a whole step; with a mesh, any that is set asks for one."""
     return {
         "fix": read_choices(options.fix, option="--fix"),
         "headroom": options.headroom,
@@ -139,34 +144,40 @@ def _step_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _on_mesh(options: argparse.Namespace) -> dict[str, Any]:
-    from cost_models.memory import HEADROOM
+def _where(options: argparse.Namespace) -> dict[str, Any]:
+    """Cluster, mesh, memory, and what is forbidden: choices of a whole step, or collectives on a given mesh."""
     from planner.planning import as_cluster, as_mesh_shape
+    from planner.step.demands import asks_for_step, said
 
-    for text in options.forbid:
-        if "=" in text:
-            raise ValueError(f"--forbid {text} is for planning a whole step: with --mesh it takes a collective's name")
-    shape = as_mesh_shape(options.mesh)
-    cluster = as_cluster(options.cluster, num_devices=shape.num_devices)
-    memory: float | None = cluster.device.usable_bytes * (1.0 - HEADROOM)
-    if options.memory is not None:
-        memory = None if options.memory == "none" else read_gib(options.memory)
-    return {"cluster": cluster, "mesh": shape, "memory_limit": memory, "forbid_collectives": tuple(options.forbid)}
+    shape = None if options.mesh is None else as_mesh_shape(options.mesh)
+    num_devices = (options.devices or 1) if shape is None else shape.num_devices
+    cluster = as_cluster(options.cluster, num_devices=num_devices)
+    where = {"cluster": cluster, "mesh": shape}
+    forbids_choice = any("=" in text for text in options.forbid)
+    if shape is None or forbids_choice or asks_for_step(shape.names, said(_step_options(options))):
+        return {**where, **_of_step(options)}
+    return {**where, "memory_limit": _memory(options, cluster), "forbid_collectives": tuple(options.forbid)}
 
 
-def _whole_step(options: argparse.Namespace) -> dict[str, Any]:
-    from planner.planning import as_cluster
+def _memory(options: argparse.Namespace, cluster: Cluster) -> float | None:
+    """The bound on a given mesh, where nothing else keeps a plan within its devices."""
+    from cost_models.memory import HEADROOM
 
+    if options.memory is None:
+        return cluster.device.usable_bytes * (1.0 - HEADROOM)
+    return None if options.memory == "none" else read_gib(options.memory)
+
+
+def _of_step(options: argparse.Namespace) -> dict[str, Any]:
     for text in options.forbid:
         if "=" not in text:
             raise ValueError(
                 f"--forbid takes NAME=VALUE[,VALUE…] (recompute=full), got {text!r}; a collective can be forbidden "
-                "with --mesh"
+                "with --mesh alone"
             )
     if options.memory == "none":
-        raise ValueError("--memory none goes with --mesh: a step has to fit in the devices' memory")
+        raise ValueError("--memory none goes with --mesh alone: a step has to fit in the devices' memory")
     return {
-        "cluster": as_cluster(options.cluster, num_devices=options.devices or 1),
         "memory_limit": None if options.memory is None else read_gib(options.memory),
         "forbid": read_choices(options.forbid, option="--forbid"),
     }

@@ -19,7 +19,9 @@ from passes.plan import (
     Plan,
     TensorPlan,
 )
+from passes.step_plan import StepPlan
 from planner.search.assignment import Assignment, Conversion
+from planner.search.mesh_step import step_on_mesh
 from planner.search.pricing import Pricing
 from planner.search.problem import Element, Problem, Stream
 
@@ -35,24 +37,34 @@ def make_plan(
     certificate: Certificate,
     cluster: Mapping[str, Any],
     constraints: Mapping[str, Any],
+    step: StepPlan | None = None,
+    memory_limit: float | None = None,
 ) -> Plan:
-    """The plan that says what ``assignment`` decided, with its costs by part."""
-    graph = problem.graph
+    """The plan that says what ``assignment`` decided, with its costs by part.
+
+    Without ``step``, of the whole batch at once; ``memory_limit``: bytes that it was then allowed on a device.
+    """
+    graph, inputs, costs = problem.graph, _inputs(problem.graph, assignment), _costs(problem, assignment, pricing)
+    if step is None:
+        step = step_on_mesh(
+            graph, mesh=pricing.mesh, inputs=inputs, costs=costs, cluster=cluster, memory_limit=memory_limit
+        )
     return Plan(
         model=graph.model_name,
         fingerprint=fingerprint(graph),
         mesh=pricing.mesh,
         cluster=dict(cluster),
         training=graph.training,
-        inputs=_inputs(graph, assignment),
+        inputs=inputs,
         states=_states(problem, assignment, pricing),
         outputs=_outputs(problem, assignment),
         nodes=_nodes(problem, assignment),
         conversions=tuple(_conversions(problem, assignment, pricing)),
         blocks=tuple(_block(problem, assignment, index, run) for index, run in enumerate(problem.runs)),
         collectives=collectives_of(_tally(problem, assignment, pricing)),
-        costs=_costs(problem, assignment, pricing),
+        costs=costs,
         certificate=certificate,
+        step=step,
         constraints=dict(constraints),
         notes=_notes(problem, assignment),
     )

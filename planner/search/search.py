@@ -123,6 +123,7 @@ def search(
         certificate=_certificate(solved),
         cluster=cluster_info,
         constraints=pins,
+        memory_limit=memory_limit,
     )
 
 

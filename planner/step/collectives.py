@@ -22,7 +22,7 @@ from passes.ir.types import P, R, local_shape, shard_dim
 from passes.plan import CollectivePlan, Plan
 from passes.shard import Compute, Repeat
 from passes.shard.operations import Operation
-from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_of, step_programs
+from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.stages.build import StageUnit
 from planner.search.extract import Tally, add_to_tally, collectives_of
 from planner.search.liveness import live_nodes
@@ -58,12 +58,12 @@ def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
         outputs=None if has_loss else tuple(graph.outputs),
     )
     # On a given mesh a model without a loss may be trained by whoever calls it.
-    return _Counter(programs, plan, trains=graph.training and (has_loss or plan.step is None)).count()
+    return _Counter(programs, plan, trains=graph.training and (has_loss or not plan.step.decides_units)).count()
 
 
 class _Counter:
     def __init__(self, programs: StepPrograms, plan: Plan, *, trains: bool) -> None:
-        self.programs, self.plan, self.step, self.trains = programs, plan, step_of(plan), trains
+        self.programs, self.plan, self.step, self.trains = programs, plan, plan.step, trains
         self.times = programs.num_microbatches
         self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
         self.sizes = plan.mesh.as_dict()

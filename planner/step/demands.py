@@ -10,6 +10,7 @@ from typing import Any
 from cost_models.fields import suggest
 from cost_models.schedules import SCHEDULES
 from planner.step.layout import AXES
+from planner.step.pricing import PIPELINE
 from planner.step.training import POLICIES, ZERO_STAGES, Training
 
 #: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
@@ -59,6 +60,47 @@ class Demands:
 
     def among(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(value for value in values if self.allows(name, value))
+
+
+#: Options of ``planner.plan`` that only a search of whole steps takes, with what they are if nothing is said.
+STEP_OPTIONS: Mapping[str, Any] = {
+    "fix": None,
+    "forbid": None,
+    "headroom": None,
+    "num_devices": None,
+    "objective": "time",
+    "target_seconds": None,
+    "num_alternatives": 1,
+    "optimizer": "adamw",
+    "gradient_dtype": None,
+    "compiled": False,
+}
+
+
+def said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of whole steps that are not as they are if nothing is said."""
+    return {name: options[name] for name, default in STEP_OPTIONS.items() if options.get(name, default) != default}
+
+
+def asks_for_step(axes: Iterable[str], options: Mapping[str, Any]) -> bool:
+    """Whether a whole step is to be searched on a given mesh: it has a pipeline axis, or options are about steps."""
+    return PIPELINE in axes or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
+
+
+def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``fix`` with the axis sizes of a mesh; an axis that it does not have has size 1.
+
+    Raises:
+        ValueError: for an axis that is none of a step's, or that ``fix`` gives another size.
+    """
+    unknown = [name for name in sizes if name not in AXES]
+    if unknown:
+        raise ValueError(f"a step has no mesh axis {unknown[0]!r}: its axes are {', '.join(AXES)}")
+    fixed = {axis: sizes.get(axis, 1) for axis in AXES}
+    for axis, size in fixed.items():
+        if (fix or {}).get(axis, size) != size:
+            raise ValueError(f"fix says {axis}={(fix or {})[axis]}, but the mesh has {axis}={size}: drop one of them")
+    return {**(fix or {}), **fixed}
 
 
 def read_demands(

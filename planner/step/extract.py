@@ -12,12 +12,11 @@ from cost_models.schedules import rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import PipelineStep
 from cost_models.step_time import step_memory, step_seconds
-from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
-from passes.rules import forward_flops
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from planner.search.extract import make_plan
+from planner.search.model_figures import compute_dtype, model_flops
 from planner.search.solver import default_solver
 from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.collectives import step_collectives
@@ -26,8 +25,6 @@ from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Search
 from planner.step.stages.problem import as_step
 
-#: Forward and backward of a model are three forward passes: one product forward, two backward (Narayanan et al. 2021).
-PASSES = 3.0
 #: What a certificate says whose bound is of plans that split all copies of a repeated block alike.
 ALIKE = " with alike copies"
 
@@ -75,11 +72,11 @@ def extract(
         certificate=certificate,
         cluster=cluster.to_dict(),
         constraints=dict(constraints),
+        step=_step_plan(search, outcome, best, others),
     )
     layout = candidate.layout
     mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
-    step = _step_plan(search, outcome, best, others)
-    plan = dataclasses.replace(plan, mesh=mesh, step=step, notes=(*plan.notes, *_uncalibrated(cluster)))
+    plan = dataclasses.replace(plan, mesh=mesh, notes=(*plan.notes, *_uncalibrated(cluster)))
     return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
 
 
@@ -154,7 +151,7 @@ def _costs(search: Search, best: Judged) -> StepCosts:
     report = best.report
     flops = model_flops(search.level_one.space.graph)
     cluster = search.cluster
-    dtype = _compute_dtype(search.level_one.space.graph)
+    dtype = compute_dtype(search.level_one.space.graph)
     peak = cluster.device.peak_flops(dtype) * cluster.num_devices
     return StepCosts(
         seconds=seconds.total,
@@ -168,35 +165,6 @@ def _costs(search: Search, best: Judged) -> StepCosts:
         utilisation=flops / (report.seconds * peak) if report.seconds and peak else 0.0,
         samples_per_second=search.level_one.global_batch / report.seconds if report.seconds else 0.0,
     )
-
-
-def model_flops(graph: Graph) -> float:
-    """Floating point operations of one step on the global batch, forward and backward, attention counted whole.
-
-    That is the convention of model flops utilisation (Chowdhery et al. 2022, appendix B): nothing recomputed, and
-    causal attention not halved.
-    """
-    values = graph.values
-    total = 0.0
-    for node in graph.nodes:
-        flops = forward_flops(node, values) if not node.constant else 0.0
-        if flops and "scaled_dot_product_attention" in node.op and node.kwargs.get("is_causal", _causal(node.args)):
-            flops *= 2.0
-        total += flops
-    return total * (PASSES if graph.training and graph.loss is not None else 1.0)
-
-
-def _causal(args: tuple[Any, ...]) -> bool:
-    """``is_causal`` among positional arguments of attention."""
-    return len(args) > 5 and args[5] is True
-
-
-def _compute_dtype(graph: Graph) -> str:
-    """The dtype of most parameters' bytes."""
-    sizes: dict[str, int] = {}
-    for state in graph.parameters:
-        sizes[state.value.dtype] = sizes.get(state.value.dtype, 0) + state.value.num_bytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
 def memory_by_rank(search: Search, solution: Solution, step: PipelineStep) -> tuple[RankMemory, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, P, R, SpmdType, shard, shard_dim
 from passes.rules.rule import AxisChoice, axis_choices
+from planner.search.model_figures import batch_size_of
 from planner.search.options import RuleFor
 
 #: What it takes, in order of preference, to bring an input from the type it has to the type a choice needs. A number
@@ -36,12 +37,6 @@ class Followed:
     labels: Mapping[str, str]
     types: Mapping[str, SpmdType]
     mixing: tuple[str, ...]
-
-
-def batch_size_of(graph: Graph) -> int:
-    """Samples of the captured batch: the first dim that most inputs share (1 if no input has a dim)."""
-    sizes = [value.shape[0] for value in graph.inputs if value.shape]
-    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 1
 
 
 def follow_batch(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
+from planner.search.model_figures import batch_size_of
 from planner.step.figures import KeptSpace, UnitFigures, unit_figures
-from planner.step.following import batch_size_of
 from planner.step.layout import Layout, Links
 from planner.step.pricing import CONTEXT, DATA, TENSOR, BatchPrices
 from planner.step.sharding import Cut, Shardings, ShardingSpace, Variant

@@ -139,7 +139,6 @@ class _Planner:
             if not outcome.solutions:
                 continue
             plan = longer.chosen_of(cluster, demands, search, outcome)
-            assert plan.step is not None and best.step is not None
             if plan.step.costs.simulated < best.step.costs.simulated * (1.0 - BETTER):
                 best = plan
             if not UnlikeCopies(search).may_gain(outcome):
@@ -206,7 +205,6 @@ class _Planner:
             plan = (self.fastest if last else self.fastest_if_any)(cluster.subset(size), self.demands)
             if plan is None:
                 continue
-            assert plan.step is not None
             if plan.step.costs.seconds <= target:
                 return plan
             slowest = plan.step.costs.seconds
@@ -218,7 +216,6 @@ class _Planner:
     def least_memory(self, cluster: Cluster) -> Plan:
         """Bisect the memory limit down to what still fits."""
         found = self.fastest(cluster, self.demands)
-        assert found.step is not None
         low, high = 0.0, max(rank.total for rank in found.step.memory)
         while high - low > MEMORY_STEP * high:
             middle = (low + high) / 2
@@ -227,7 +224,6 @@ class _Planner:
             if less is None:
                 low = middle
                 continue
-            assert less.step is not None
             found, high = less, min(middle, max(rank.total for rank in less.step.memory))
         return found
 

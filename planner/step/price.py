@@ -58,7 +58,7 @@ def price_step(graph: Graph, plan: Plan, cluster: Cluster) -> PricedStep:
         ValueError: if the plan is not of a whole step or does not hold together: units that the graph does not have,
             or what ``planner.search.price`` finds.
     """
-    if plan.step is None:
+    if not plan.step.decides_units:
         raise ValueError(f"the plan of {plan.model!r} is not of a whole step: price it with planner.search.price")
     return _Pricer(as_planned(graph, plan), plan, plan.step, cluster).run()
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, default_collate
 
 from cost_models import Cluster
 from passes.plan import Plan
-from planner.targets import Target, asks_for_step, read_target
+from planner.targets import Target, axis_sizes, plans_step, read_target
 from runtime.layout import DATA
 
 
@@ -64,10 +63,7 @@ def example_batch(dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]
 def data_pins(example: Any, batch_size: int, mesh: Target, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Constraints that give every data-parallel group its own samples, as a planned step does of itself."""
     target = read_target(mesh)
-    if isinstance(target, (Plan, Cluster)) or asks_for_step(target, options):
-        return {}
-    names = target.mesh_dim_names if isinstance(target, DeviceMesh) else target.names
-    if DATA not in (names or ()):
+    if isinstance(target, (Plan, Cluster)) or plans_step(target, options) or DATA not in axis_sizes(target):
         return {}
     tensors = tensors_of(example)
     cut = [name for name, value in tensors.items() if value.dim() and len(value) == batch_size]

@@ -63,8 +63,7 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
 
 def _every_rank_reads_labels(trainer: Training) -> bool:
     """Not so with a pipeline: its stages read only what they use."""
-    step = trainer.parallel.plan.step
-    return step is None or step.axes.get("pp", 1) == 1
+    return trainer.parallel.plan.step.axes.get("pp", 1) == 1
 
 
 def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool = False) -> Iterator[tuple[Any, int]]:

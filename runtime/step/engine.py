@@ -73,7 +73,7 @@ class Engine:
         self._stale = True
         self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
         # Ranks of a pipeline need not pass what their own stage does not read.
-        self._may_leave_out = plan is not None and plan.step is not None
+        self._may_leave_out = plan is not None and plan.step.decides_units
         self.calls = CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=self._may_leave_out)
         self.state = StepState(model, places)
         self._maker = Maker(

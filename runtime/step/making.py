@@ -18,7 +18,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, shard_dim
 from passes.plan import Plan
 from passes.shard import PlanMismatch, input_key
-from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_of, step_programs
+from passes.stages import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.step_plan import StepPlan
 from runtime.agreement import Ranks
 from runtime.calls import Call, Path, read_call
@@ -125,10 +125,10 @@ class Maker:
     def _start(self, plan: Plan) -> None:
         """Take up the plan: cut the weights as it says."""
         self.plan = plan
-        if plan.step is None:
+        if not plan.step.decides_units:
             self.state.place(Placing.on_mesh(plan, deferral_of(plan)))
             return
-        assert self._example is not None, "a plan of a whole step needs an example"
+        assert self._example is not None, "a plan that decides units needs an example"
         with self.places.layout.plain():
             graph = self._capture(self._example)
             training = graph.loss is not None
@@ -146,7 +146,7 @@ class Maker:
     def step(self) -> StepPlan:
         """How the plan runs a step."""
         assert self.plan is not None
-        return step_of(self.plan)
+        return self.plan.step
 
     @property
     def _is_whole_step(self) -> bool:
@@ -230,7 +230,7 @@ class Maker:
         assert self.plan is not None
         outputs = None if training else tuple(graph.outputs)
         like = None if training else self._first
-        whole_step = self.plan.step is not None
+        whole_step = self.plan.step.decides_units
 
         def cut(plan: Plan) -> StepPrograms:
             programs = step_programs(
@@ -256,7 +256,7 @@ class Maker:
         """A plan for a graph with nodes that the plan does not know; what that decided stays."""
         assert self.plan is not None and self.planner is not None
         plan = self.planner(graph, as_seen_by(graph, self.plan))
-        if self.plan.step is not None:
+        if self.plan.step.decides_units:
             return dataclasses.replace(plan, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
         return plan

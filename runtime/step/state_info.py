@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.plan import Plan
-from passes.stages import Deferral, StepPrograms, step_of
+from passes.stages import Deferral, StepPrograms
+from passes.step_plan import CALLERS
 from runtime.owned import is_first_holder, rectangle, torch_placements
 from runtime.step.places import Rectangle, RectangleOf, piece_axes
 from runtime.units.pieces import piece_dim, piece_of
@@ -177,11 +178,11 @@ class Placing:
 
 
 def precision_of(plan: Plan) -> Precision:
-    """Of a whole step: the optimizer keeps float32 masters of narrow weights unless there is none to keep them.
+    """The optimizer keeps float32 masters of narrow weights unless there is none to keep them.
 
-    On a given mesh everything is in the parameter's own dtype, as it would be on one device.
+    With the caller's own optimizer everything is in the parameter's own dtype, as it would be on one device.
     """
-    if plan.step is None:
+    if plan.step.optimizer == CALLERS:
         return Precision(master=None, gradient=None)
     master = "float32" if plan.step.optimizer != "none" else None
     return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")
@@ -190,7 +191,7 @@ def precision_of(plan: Plan) -> Precision:
 def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
     """State path → pipeline ranks whose programs use it."""
     users: dict[str, set[int]] = {}
-    for stage, chunk in zip(programs.stages, step_of(plan).chunks):
+    for stage, chunk in zip(programs.stages, plan.step.chunks):
         for state in stage.sharded.graph.states:
             users.setdefault(state.path, set()).add(chunk.rank)
     return {path: tuple(sorted(ranks)) for path, ranks in users.items()}
