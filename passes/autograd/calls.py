@@ -8,7 +8,6 @@ call, so that a model of many equal layers costs one layer.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,8 +19,10 @@ from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, attention_kernel
 from passes.autograd.record import CallRecord, Made, Operand
 from passes.capture.interpret import run_node
 from passes.ir.graph import Node, Ref, map_refs
+from passes.ir.recent_results import RecentResults
 
 _Tensors = Sequence[torch.Tensor]
+_records: RecentResults[CallRecord | None] = RecentResults(8192)
 
 
 def record_call(node: Node, operands: Mapping[str, Operand], *, grad: bool, kernels: str) -> CallRecord | None:
@@ -44,27 +45,14 @@ def record_call(node: Node, operands: Mapping[str, Operand], *, grad: bool, kern
         module_class="",
         key="",
     )
-    key = repr((plain.op, plain.args, plain.kwargs))
-    return _record(key, tuple(operands[name] for name in names), grad, kernels, _Hidden(plain))
+    shapes = tuple(operands[name] for name in names)
+    key = (repr((plain.op, plain.args, plain.kwargs)), shapes, grad, kernels)
+    return _records.get(key, lambda: _record(plain, shapes, grad, kernels))
 
 
-class _Hidden:
-    """An argument that a cache does not look at: whatever it holds follows from the others."""
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=8192)
-def _record(key: str, operands: tuple[Operand, ...], grad: bool, kernels: str, call: _Hidden) -> CallRecord | None:
+def _record(call: Node, operands: Sequence[Operand], grad: bool, kernels: str) -> CallRecord | None:
     inputs = [_tensor(operand) for operand in operands]
-    function = _function(call.node, inputs, kernels)
+    function = _function(call, inputs, kernels)
     packed: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,12 @@ from passes.capture.interpret import operator
 from passes.fuse.notation import Call, Constant, Literal, Tensor, Tree
 from passes.fuse.notation import Sequence as Listed
 from passes.ir.graph import Node, Ref, Value, iterate_refs, map_refs
+from passes.ir.recent_results import RecentResults
 from passes.rules.call import schema_of
 
 #: Shape and dtype.
 Spec = tuple[tuple[int, ...], str]
+_output_specs: RecentResults[tuple[Spec, ...]] = RecentResults(4096)
 
 
 class CannotBuild(Exception):
@@ -69,29 +70,16 @@ def outputs_of(
     inputs = [values[ref.name] for ref in iterate_refs((tuple(args), tuple(kwargs.values())))]
     places = iter(range(len(inputs)))
     numbered = map_refs((tuple(args), dict(kwargs)), lambda _: Ref(str(next(places))))
-    specs = _specs(op, repr(numbered), tuple((value.shape, value.dtype) for value in inputs), _Hidden(numbered))
+    input_specs = tuple((value.shape, value.dtype) for value in inputs)
+    specs = _output_specs.get((op, repr(numbered), input_specs), lambda: _specs(op, numbered, input_specs))
     grad = any(value.requires_grad for value in inputs)
     names = [name] if len(specs) == 1 else [f"{name}_{place}" for place in range(len(specs))]
     return tuple(Value(each, shape, dtype, requires_grad=grad) for each, (shape, dtype) in zip(names, specs))
 
 
-class _Hidden:
-    """Arguments that a cache does not look at: their text is its key."""
-
-    def __init__(self, arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=4096)
-def _specs(op: str, text: str, inputs: tuple[Spec, ...], hidden: _Hidden) -> tuple[Spec, ...]:
+def _specs(op: str, arguments: Any, inputs: Sequence[Spec]) -> tuple[Spec, ...]:
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in inputs]
-    args, kwargs = _plain(map_refs(hidden.arguments, lambda ref: tensors[int(ref.name)]))
+    args, kwargs = _plain(map_refs(arguments, lambda ref: tensors[int(ref.name)]))
     try:
         with torch.no_grad():
             result = operator(op)(*args, **kwargs)

@@ -7,17 +7,18 @@ size becomes a small one of its own wherever it stands, also in the arguments.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from passes.capture.interpret import run_node
 from passes.ir.graph import Node, Ref, Value, map_refs
+from passes.ir.recent_results import RecentResults
 
 #: Sizes up to this stay as they are.
 LARGE = 4
@@ -34,6 +35,8 @@ _FORCED = "MESHWRIGHT_KERNELS"
 #: Shape and dtype of an input.
 _Spec = tuple[tuple[int, ...], str]
 _Nodes = Sequence[Node]
+#: Differences, or why there is none.
+_outcomes: RecentResults[float | str] = RecentResults(1024)
 
 
 class CannotRun(Exception):
@@ -73,10 +76,10 @@ def difference(
             _Side(tuple(_small(node, sizes, names) for node in nodes), tuple(names[name] for name in wanted))
             for nodes, wanted in zip((matched, fused), results)
         )
-        found = _compared(repr(sides), specs, _Hidden(sides))
-        if not isinstance(found, str):
-            return found
-        failure = found
+        outcome = _outcomes.get((repr(sides), specs), partial(_compared, sides, specs))
+        if not isinstance(outcome, str):
+            return outcome
+        failure = outcome
     raise CannotRun(failure)
 
 
@@ -135,24 +138,10 @@ class _Side:
     results: tuple[str, ...]
 
 
-class _Hidden:
-    """The two sides, which a cache does not look at: their text is its key."""
-
-    def __init__(self, sides: tuple[_Side, ...]) -> None:
-        self.sides = sides
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hidden)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=1024)
-def _compared(text: str, specs: tuple[_Spec, ...], hidden: _Hidden) -> float | str:
+def _compared(sides: tuple[_Side, ...], specs: tuple[_Spec, ...]) -> float | str:
     try:
         with _alone():
-            return max(_difference_at(scale, specs, hidden.sides) for scale in _SCALES)
+            return max(_difference_at(scale, specs, sides) for scale in _SCALES)
     except Exception as error:  # whatever an operator raises for shapes that it does not take
         return f"cannot be run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
