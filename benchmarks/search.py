@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from cost_models import Cluster, CostModel
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
+from planner.auditing.graph_walk import price
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.search import price, search
+from planner.search import search
 
 Result = TypeVar("Result")
 

@@ -30,11 +30,11 @@ from cost_models.step import PipelineStep
 from cost_models.step_time import layer_sum
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from planner.auditing.step_prices import reprice
 from planner.library import config_names, load_config
 from planner.planning import capture_for_planning
 from planner.step.demands import read_demands
 from planner.step.planning import plan_step
-from planner.step.price import price_step
 
 #: Bytes of training state for each parameter, and what of a device's memory they may take.
 STATE_BYTES, SHARE_OF_MEMORY = 18.0, 0.5
@@ -98,7 +98,7 @@ def row(model: str, graph: Graph, plan: Plan, cluster: Cluster) -> Row:
     """The figures of one plan, which is first written to JSON and read back."""
     loaded = Plan.from_dict(json.loads(plan.to_json()))
     assert loaded.step is not None
-    priced = price_step(graph, loaded, cluster)
+    priced = reprice(graph, loaded, cluster)
     objective = loaded.certificate.objective
     memory = (again / rank.total - 1 for again, rank in zip(priced.memory, loaded.step.memory))
     return Row(

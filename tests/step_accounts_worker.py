@@ -14,7 +14,8 @@ import torch.distributed as dist
 import planner
 from cost_models.schedules import actions
 from passes.capture import capture, keep_float64
-from planner.step.price import price_step
+from passes.fuse import as_planned
+from planner.auditing.step_prices import reprice
 from planner.verification import slow_devices
 from runtime.step.execution import InOrder, Pipelined
 from runtime.step.stage import Stage
@@ -55,7 +56,8 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
         }
         if step.axes["pp"] > 1:
             graph = capture(model, args=args, kwargs=kwargs, loss_fn=loss_fn)
-            found |= sent_and_run(execution, step, price_step(graph, parallel.plan, cluster).step)
+            priced = reprice(as_planned(graph, parallel.plan), parallel.plan, cluster)
+            found |= sent_and_run(execution, step, priced.step)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return everyone

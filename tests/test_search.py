@@ -12,7 +12,8 @@ import pytest
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from planner.search import price, search
+from planner.auditing.graph_walk import price
+from planner.search import search
 from planner.search.baselines import BASELINES
 from tests.search_cases import Layer, Linears, Stack, UnitCosts, capture_on, plan_with_unit_costs
 

@@ -15,7 +15,8 @@ from passes.ir.graph import Graph, Node, Ref, State, Value, assign_keys
 from passes.ir.types import MeshShape, Placement
 from passes.rules import forward_flops, rule_for
 from passes.rules.rule import AxisChoice, axis_choices
-from planner.search import price, search
+from planner.auditing.graph_walk import price
+from planner.search import search
 from planner.search.pricing import Pricing
 from tests.search_cases import UnitCosts
 

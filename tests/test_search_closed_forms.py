@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.search import price
+from planner.auditing.graph_walk import price
 from tests.search_cases import (
     Attention,
     Layer,

@@ -14,8 +14,9 @@ from passes.blocks import find_blocks, grouped
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.auditing.graph_walk import price
 from planner.planning import plan_graph
-from planner.search import price, search
+from planner.search import search
 from tests.search_cases import Linears, Stack, UnitCosts, capture_on
 
 TP = {"tp": 2}

@@ -11,8 +11,9 @@ from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.auditing.graph_walk import price
 from planner.planning import capture_for_planning
-from planner.search import price, search
+from planner.search import search
 from planner.search.baselines import BASELINES
 from planner.verification import slow_devices
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error

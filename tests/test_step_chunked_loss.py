@@ -21,11 +21,11 @@ from passes.ir.graph import Graph, Node, Ref, Value
 from passes.losses import loss_pairs
 from passes.plan import Plan
 from passes.stages import step_programs
+from planner.auditing.step_prices import reprice
 from planner.library import load_config
 from planner.planning import capture_for_planning
 from planner.step.demands import read_demands
 from planner.step.planning import plan_step
-from planner.step.price import price_step
 from planner.verification import slow_devices
 from runtime.kernels.linear_cross_entropy import tokens_at_a_time
 
@@ -204,7 +204,7 @@ def test_it_costs_what_the_search_says(fix: dict[str, Any]) -> None:
     plan = plan_step(graph, cluster, read_demands({**fix, "cp": 1, "recompute": "chunked_loss"}))
     assert plan.step is not None and plan.step.recompute[-1] == "chunked_loss"
     assert "chunked_loss" in plan.summary()
-    again = price_step(graph, Plan.from_dict(json.loads(plan.to_json())), cluster)
+    again = reprice(graph, Plan.from_dict(json.loads(plan.to_json())), cluster)
     assert again.seconds.total == pytest.approx(plan.certificate.objective, rel=1e-6)
     assert again.simulated().seconds == pytest.approx(plan.step.costs.simulated, rel=1e-6)
     assert again.memory == pytest.approx([rank.total for rank in plan.step.memory], rel=1e-6)

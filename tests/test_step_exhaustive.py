@@ -17,11 +17,11 @@ import pytest
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
+from planner.auditing.step_prices import reprice
 from planner.step.candidates import candidates
 from planner.step.demands import read_demands
 from planner.step.outcome import Outcome
 from planner.step.planning import plan_step
-from planner.step.price import price_step
 from planner.step.search import Search
 from planner.step.stages.problem import StageProblem, UnitChoice, UnitRun, as_step
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
@@ -109,7 +109,7 @@ def test_every_copy_converts_what_it_takes_also_right_behind_another_row_of_bloc
         parts = problem.parts(problem.streams[f"carry:{run}#0"])
         assert {(phase, copies) for phase, copies, _ in parts} == {("forward", count), ("backward", count)}
     plan = plan_step(known.space.graph, known.cluster, read_demands({"tp": 2}))
-    priced = price_step(known.space.graph, plan, known.cluster)
+    priced = reprice(known.space.graph, plan, known.cluster)
     assert plan.certificate.objective == pytest.approx(priced.seconds.total, rel=1e-9)
 
 

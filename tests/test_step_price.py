@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -17,12 +17,12 @@ from torch import nn
 from cost_models import Cluster
 from passes.capture import capture
 from passes.ir.graph import Graph
-from passes.plan import Plan
+from passes.plan import ConversionPlan, Plan
+from planner.auditing.step_prices import RepricedStep, reprice
 from planner.library import load_config
 from planner.planning import capture_for_planning
 from planner.step.demands import read_demands
 from planner.step.planning import plan_step
-from planner.step.price import PricedStep, price_step
 from planner.verification import slow_devices
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
@@ -79,9 +79,13 @@ def captured(model: str) -> Graph:
     return capture_for_planning(config, batch_size=32, seq_len=32)
 
 
-def priced(graph: Graph, plan: Plan, cluster: Cluster) -> PricedStep:
+def priced(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     """From nothing but what a file would hold."""
-    return price_step(graph, Plan.from_dict(json.loads(plan.to_json())), cluster)
+    return reprice(graph, Plan.from_dict(json.loads(plan.to_json())), cluster)
+
+
+def counted(conversions: Iterable[ConversionPlan]) -> list[ConversionPlan]:
+    return sorted(conversions, key=lambda each: (each.value, each.target))
 
 
 def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
@@ -96,7 +100,10 @@ def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
     assert again.seconds.total == pytest.approx(plan.step.costs.seconds, rel=1e-6)
     assert again.simulated().seconds == pytest.approx(plan.step.costs.simulated, rel=1e-6)
     assert again.memory == pytest.approx([rank.total for rank in plan.step.memory], rel=1e-6)
-    assert again.microbatch.total == pytest.approx(plan.costs.total, rel=1e-6)
+    for ours, said, total in zip(again.parts, plan.step.memory, again.memory):
+        assert dataclasses.astuple(ours) == pytest.approx(dataclasses.astuple(said), abs=1e-6 * total)
+    assert counted(again.walk.conversions) == counted(plan.conversions)
+    assert again.walk.costs.total == pytest.approx(plan.costs.total, rel=1e-6)
     forward = [sum(costs.forward * count for costs, count in chunk.layers) for chunk in again.step.chunks]
     assert forward == pytest.approx([chunk.forward for chunk in plan.step.chunks], rel=1e-6)
     return True
@@ -144,7 +151,10 @@ def test_chunks_that_the_graph_does_not_have_are_refused() -> None:
     first, last = plan.step.chunks
     short = dataclasses.replace(plan.step, chunks=(first, dataclasses.replace(last, groups=last.groups[:-1])))
     with pytest.raises(ValueError, match="chunks end at"):
-        price_step(graph, dataclasses.replace(plan, step=short), cluster)
+        reprice(graph, dataclasses.replace(plan, step=short), cluster)
     swapped = dataclasses.replace(plan.step, chunks=(last, first))
+    with pytest.raises(ValueError, match="chunk 0 on rank 1, schedule '1f1b' on 0"):
+        reprice(graph, dataclasses.replace(plan, step=swapped), cluster)
+    renumbered = (dataclasses.replace(last, rank=0), dataclasses.replace(first, rank=1))
     with pytest.raises(ValueError, match="the graph"):
-        price_step(graph, dataclasses.replace(plan, step=swapped), cluster)
+        reprice(graph, dataclasses.replace(plan, step=dataclasses.replace(plan.step, chunks=renumbered)), cluster)

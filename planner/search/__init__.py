@@ -1,6 +1,5 @@
 """The sharding search: pick one strategy per operator so that a training step takes least time (see ``ilp``)."""
 
-from planner.search.price import price
 from planner.search.search import search
 
-__all__ = ["price", "search"]
+__all__ = ["search"]

@@ -1,10 +1,10 @@
-"""What every unit costs under a saved plan, read off a walk of the unfolded graph, with nothing of the search.
+"""Price every unit of a saved plan of a step from a walk of the unfolded graph, with nothing of the search.
 
 Operators are charged to the copy of the unit that they stand in. A conversion is charged to the copy that makes the
 value; of a value that a copy takes from the one before, to the taker; of what comes from outside (inputs, parameters,
 constants), to the first that uses it. Copies of a repeated block differ in their conversions (the last one hands on
 to something else, the first one takes from something else), and a chunk may begin at any of them: a copy's figures are
-the mean over all copies, so that all copies together cost exactly what the walk found.
+the mean over all copies, so that all copies together cost exactly what the walk counted.
 
 Shared with the search are only the unit prices (``planner.step.pricing``), what a unit is (``passes.units``), and
 what autograd keeps of operators (``passes.autograd``).
@@ -27,8 +27,8 @@ from passes.losses import Placed, strategies
 from passes.plan import Plan
 from passes.step_plan import CHUNKED_LOSS
 from passes.units import Unit, find_units
+from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.search.liveness import live_nodes
-from planner.search.price import Charge, Itemised
 from planner.step.chunked import chunked_units
 from planner.step.pricing import StepPricing, weight_share
 
@@ -57,20 +57,20 @@ class PricedPolicy:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _UnitOperators:
     """Operators of a unit as they run: what autograd keeps of them, by name the placements that they take, and by value
     the placement that it is made in."""
 
-    known: Activations
+    activations: Activations
     nodes: tuple[str, ...]
     inputs: Mapping[str, list[Placement]]
-    made: Mapping[str, Placement]
+    placements: Mapping[str, Placement]
 
 
 class UnitPrices:
     """Figures of the units of a plan: one copy, one micro-batch, one device."""
 
-    def __init__(self, graph: Graph, plan: Plan, pricing: StepPricing, walked: Itemised, *, compiled: bool) -> None:
+    def __init__(self, graph: Graph, plan: Plan, pricing: StepPricing, walked: GraphWalk, *, compiled: bool) -> None:
         self.graph, self.plan, self.pricing, self.walked, self.compiled = graph, plan, pricing, walked, compiled
         self.values = graph.values
         self.nodes = {node.name: node for node in graph.nodes}
@@ -79,14 +79,14 @@ class UnitPrices:
         self.place = dict(self._places())
         self.maker = {value.name: node.name for node in graph.nodes for value in node.outputs}
         self.users = self._users()
-        self.made = dict(self._made())
+        self.placements = dict(self._placements())
         self.operators = {charge.name: charge for charge in walked.charges if charge.step is None}
         self.conversions: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.forward_step: dict[tuple[str, tuple[int, int] | None, Placement], tuple[Placement, float]] = {}
         for charge in walked.charges:
             self._convert(charge)
         inside = [name for unit in self.units for name in unit.nodes]
-        self.known = Activations.of(graph, live_nodes(graph), inside)
+        self.activations = Activations.of(graph, live_nodes(graph), inside)
 
     # -- who pays -----------------------------------------------------------------------------------------------
 
@@ -156,49 +156,51 @@ class UnitPrices:
         if name == CHUNKED_LOSS:
             return self._chunked_loss(index)
         unit = self.units[index]
-        run = _Run(self.known, unit.nodes, self.walked.inputs, self.made)
+        run = _UnitOperators(self.activations, unit.nodes, self.walked.inputs, self.placements)
         return self._policy(index, name, run, again=0.0)
 
     def _chunked_loss(self, index: int) -> PricedPolicy:
         """The unit with its logits made a chunk at a time, twice."""
         chunked = chunked_units(self.graph, self.runs, self.units)
-        inputs, made = dict(self.walked.inputs), dict(self.made)
+        inputs, placements = dict(self.walked.inputs), dict(self.placements)
         for pair in chunked.pairs.get(index, ()):
             placed = {
                 node.name: Placed(tuple(inputs[node.name]), tuple(self.walked.outputs[node.name]))
                 for node in pair.replaced
             }
-            found = strategies(pair, chunked.graph.values, placed)
-            if found is None:
+            choices = strategies(pair, chunked.graph.values, placed)
+            if choices is None:
                 raise ValueError(
                     f"the plan computes a loss in chunks of which it converts the logits: {pair.loss.key!r}"
                 )
             for node in pair.made:
-                inputs[node.name] = list(found[node.name].placed.inputs)
-                made[node.output.name] = found[node.name].placed.outputs[0]
+                inputs[node.name] = list(choices[node.name].placed.inputs)
+                placements[node.output.name] = choices[node.name].placed.outputs[0]
         if index not in chunked.pairs:
             raise ValueError(f"the plan computes the loss of {self.units[index].name!r} in chunks: there is none")
-        known = Activations.of(chunked.graph, live_nodes(chunked.graph), chunked.nodes[index])
+        activations = Activations.of(chunked.graph, live_nodes(chunked.graph), chunked.nodes[index])
         again = sum(self.operators[pair.linear.name].compute[0] for pair in chunked.pairs[index])
-        return self._policy(index, "none", _Run(known, chunked.nodes[index], inputs, made), again=again)
+        return self._policy(
+            index, "none", _UnitOperators(activations, chunked.nodes[index], inputs, placements), again=again
+        )
 
-    def _policy(self, index: int, name: str, run: _Run, *, again: float) -> PricedPolicy:
+    def _policy(self, index: int, name: str, run: _UnitOperators, *, again: float) -> PricedPolicy:
         unit = self.units[index]
 
         def local_bytes(value: Value) -> float:
-            return float(self.pricing.local_bytes(value, run.made[value.name]))
+            return float(self.pricing.local_bytes(value, run.placements[value.name]))
 
         def extra_bytes(extra: Extra) -> float:
-            like = run.known.values[extra.like]
-            elements = self.pricing.local_elements(like, run.made[extra.like])
+            like = run.activations.values[extra.like]
+            elements = self.pricing.local_elements(like, run.placements[extra.like])
             return extra.num_bytes * elements / max(1, like.num_elements)
 
         base = "none" if name == "regather" else name
-        rule = kept_under(run.known, run.nodes, base, compiled=self.compiled)
+        rule = kept_under(run.activations, run.nodes, base, compiled=self.compiled)
         copies = dict(self._converted(unit, run))
         roots = {root for root in rule.values if self._answers_for(unit, root)}
         if name == "none":
-            roots -= {run.known.roots[value] for value, _ in copies} - self._kept_as_made(run)
+            roots -= {run.activations.roots[value] for value, _ in copies} - self._kept_as_made(run)
         saved = sum(local_bytes(self.values[root]) for root in roots) + sum(map(extra_bytes, rule.extras))
         if name == "none":
             saved += sum(self.pricing.local_bytes(self.values[value], where) for value, where in copies)
@@ -209,7 +211,7 @@ class UnitPrices:
         elif name != "none":
             seconds += sum(copies.values())
         peak = working_peak(
-            run.known, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
+            run.activations, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
         )
         return PricedPolicy(seconds, saved, peak)
 
@@ -217,16 +219,16 @@ class UnitPrices:
         """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""
         return root in unit.carried or self.maker.get(root) in unit.nodes
 
-    def _kept_values(self, run: _Run) -> Iterator[tuple[str, Placement]]:
+    def _kept_values(self, run: _UnitOperators) -> Iterator[tuple[str, Placement]]:
         """Inputs that an operator of the unit keeps, in the placement that it takes them in."""
         for name in run.nodes:
-            kept = run.known.kept.get(name)
+            kept = run.activations.kept.get(name)
             if kept is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(run.known.nodes[name].inputs), reversed(run.inputs[name])))
+            taken = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
             yield from ((value, taken[value]) for value in kept.values if value in taken)
 
-    def _converted(self, unit: Unit, run: _Run) -> Iterator[tuple[tuple[str, Placement], float]]:
+    def _converted(self, unit: Unit, run: _UnitOperators) -> Iterator[tuple[tuple[str, Placement], float]]:
         """Kept values that a collective has brought to where they are kept, and its seconds."""
         for value, taken in self._kept_values(run):
             seconds, moved, place = 0.0, False, taken
@@ -248,22 +250,24 @@ class UnitPrices:
         carried = any(names[0] == value for names in self.runs[unit.run].carried)
         return (unit.run, 0) if carried else None
 
-    def _kept_as_made(self, run: _Run) -> set[str]:
+    def _kept_as_made(self, run: _UnitOperators) -> set[str]:
         """Storages that some operator keeps as they were made: its outputs, and inputs that nothing had to convert."""
-        found = set()
+        roots = set()
         for name in run.nodes:
-            kept = run.known.kept.get(name)
+            kept = run.activations.kept.get(name)
             if kept is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(run.known.nodes[name].inputs), reversed(run.inputs[name])))
-            found |= {
-                run.known.roots[value] for value in kept.values if value not in taken or taken[value] == run.made[value]
+            taken = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
+            roots |= {
+                run.activations.roots[value]
+                for value in kept.values
+                if value not in taken or taken[value] == run.placements[value]
             }
-        return found
+        return roots
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def _made(self) -> Iterator[tuple[str, Placement]]:
+    def _placements(self) -> Iterator[tuple[str, Placement]]:
         whole = ("R",) * len(self.pricing.mesh.names)
         for path, value in zip(self.graph.input_paths, self.graph.inputs):
             yield value.name, self.plan.inputs[".".join(map(str, path))].placement
@@ -278,7 +282,7 @@ class UnitPrices:
 
     def local_bytes(self, value: Value) -> float:
         """Where it is made; of what a copy takes from the one before, as it is handed on."""
-        return float(self.pricing.local_bytes(value, self.made[value.name]))
+        return float(self.pricing.local_bytes(value, self.placements[value.name]))
 
     def entering_bytes(self, index: int) -> float:
         """What a pipeline sends to a chunk that begins with this unit, each micro-batch."""
@@ -291,7 +295,7 @@ class UnitPrices:
 
         One that several units use belongs to the first of them, or with ``tied_apart`` to each.
         """
-        found: dict[int, list[StateOfUnit]] = {index: [] for index in range(len(self.units))}
+        states: dict[int, list[StateOfUnit]] = {index: [] for index in range(len(self.units))}
         for state in self.graph.states:
             if state.value.kind not in ("parameter", "buffer"):
                 continue
@@ -302,8 +306,8 @@ class UnitPrices:
             for unit in units if apart else units[:1]:
                 copies = [copy for owner, copy in users if owner == unit]
                 if copies[0] == 0:
-                    found[unit].append(StateOfUnit(state.value, elements, len(copies), len(units) > 1))
-        return found
+                    states[unit].append(StateOfUnit(state.value, elements, len(copies), len(units) > 1))
+        return states
 
     def _readers(self, name: str) -> Iterator[str]:
         """Operators of units that use a state, also through views and casts of it."""

@@ -1,69 +1,95 @@
-"""Price a saved plan of a whole training step again from scratch: a check that the search lost no cost.
+"""Price a saved plan again from scratch: seconds, bytes, and the step itself for the simulator.
 
 Only the graph, the data of the plan and the cluster are looked at. Seconds of operators and conversions come from a
-walk of the unfolded graph (``planner.step.price_units``); parameters are counted state by state, and their collectives
-priced over the devices of ``dp`` and ``cp``; the stages are put together from the chunks of the plan and priced by the
-closed form of ``cost_models.step_time``, which is tested against the simulator by itself. Shared with the search are
-besides that only unit prices: of one operator, one collective, one pass through memory.
+walk of the unfolded graph (``planner.auditing.graph_walk``); parameters are counted state by state, and their
+collectives priced over the devices of ``dp`` and ``cp``; the stages are put together from the chunks of the plan and
+priced by the closed form of ``cost_models.step_time``, which is tested against the simulator by itself. Shared with the
+search are besides that only unit prices: of one operator, one collective, one pass through memory.
+
+A plan on a given mesh is a step of one stage, one micro-batch and ZeRO 0, whose one chunk costs what the walk charged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models import Cluster, CostModel
 from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS, zero_state_bytes
-from cost_models.schedules import SCHEDULES
+from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import Chunk, LayerCosts, PipelineStep
-from cost_models.step_time import StepSeconds, step_memory, step_seconds
-from passes.fuse import as_planned
+from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, step_memory, step_seconds
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from passes.plan_data import Costs
-from passes.step_plan import ChunkPlan, GroupPlan, StepPlan
-from planner.search.price import itemise
+from passes.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
+from planner.auditing.graph_walk import GraphWalk, walk_graph
+from planner.auditing.unit_prices import StateOfUnit, UnitPrices
+from planner.search.bundles import bundles_of
+from planner.search.pricing import Pricing
 from planner.step.fusion import fuse
 from planner.step.layout import Layout, Links
-from planner.step.price_units import StateOfUnit, UnitPrices
 from planner.step.pricing import CONTEXT, DATA, PIPELINE, TENSOR, BatchPrices, Fusion, StepPricing, state_derived
 from planner.step.training import Training
 
 
 @dataclass(frozen=True)
-class PricedStep:
-    """What a plan costs: seconds of the step by part, bytes by pipeline rank, and the step itself.
+class RepricedStep:
+    """What a plan costs.
 
-    ``microbatch`` are the costs of one micro-batch through the whole model as ``Plan.costs`` has them.
+    Attributes:
+        seconds: of the step, by part.
+        memory: bytes by pipeline rank at its peak; ``parts``: the same by part.
+        step: what the closed form and the simulator take.
+        walk: every charge of one micro-batch through the whole model; ``walk.costs`` as ``Plan.costs`` has them.
     """
 
     seconds: StepSeconds
     memory: tuple[float, ...]
+    parts: tuple[RankMemory, ...]
     step: PipelineStep
-    microbatch: Costs
+    walk: GraphWalk
 
     def simulated(self) -> StepReport:
         """The same step played by the simulator."""
         return simulate(self.step)
 
 
-def price_step(graph: Graph, plan: Plan, cluster: Cluster) -> PricedStep:
-    """Price ``plan`` for ``graph`` (captured at the plan's global batch) on ``cluster``.
+def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
+    """Price ``plan`` on ``cluster``; ``graph`` is the one that it was made of: of the global batch, fused as it says.
 
     Raises:
-        ValueError: if the plan is not of a whole step or does not hold together: units that the graph does not have,
-            or what ``planner.search.price`` finds.
+        ValueError: if the plan does not hold together: units that the graph does not have, chunks on ranks where the
+            schedule has others, or what ``walk_graph`` refuses.
     """
     if not plan.step.decides_units:
-        raise ValueError(f"the plan of {plan.model!r} is not of a whole step: price it with planner.search.price")
-    return _Pricer(as_planned(graph, plan), plan, plan.step, cluster).run()
+        return _on_mesh(graph, plan, cluster)
+    return _StepPricer(graph, plan, plan.step, cluster).run()
 
 
-class _Pricer:
+def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
+    """One chunk, one micro-batch: the closed form and the simulator add nothing to what the walk charged."""
+    pricing = Pricing(CostModel(cluster, plan.mesh.as_dict()), plan.mesh, bundles_of(graph))
+    walk = walk_graph(graph, plan, pricing)
+    costs, num_bytes = walk.costs, walk.costs.memory
+    saved = num_bytes["activations"] + num_bytes["converted"]
+    parts = RankMemory(num_bytes["parameters"], num_bytes["gradients"], num_bytes["optimizer"], saved, 0.0)
+    layer = LayerCosts(
+        forward=costs.compute_forward + costs.communication_forward,
+        backward=costs.compute_backward + costs.communication_backward,
+        state_bytes=parts.parameters + parts.gradients + parts.optimizer,
+        saved_bytes=saved,
+    )
+    chunk = Chunk(layers=((layer, 1),))
+    step = PipelineStep(schedule="gpipe", num_microbatches=1, num_ranks=1, chunks=(chunk,))
+    return RepricedStep(step_seconds(step), step_memory(step), (parts,), step, walk)
+
+
+class _StepPricer:
     def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
         self.step = step
         sizes = step.axes
@@ -77,19 +103,20 @@ class _Pricer:
         pricing = StepPricing(
             self._prices(), mesh, states=state_derived(graph), fusion=fuse(graph) if step.compiled else Fusion()
         )
-        self.walked = itemise(graph, dataclasses.replace(plan, mesh=mesh), pricing)
+        self.walked = walk_graph(graph, dataclasses.replace(plan, mesh=mesh), pricing)
         self.units = UnitPrices(graph, plan, pricing, self.walked, compiled=step.compiled)
         apart = self.layout.pipeline > 1 and SCHEDULES[self.schedule].placement != "vee"
         self.tied_apart = apart
         self.states = self.units.states(tied_apart=apart)
         self.layers: dict[tuple[int, str, int], LayerCosts] = {}
+        self._groups: dict[int, list[tuple[int, GroupPlan]]] = defaultdict(list)
 
     def _prices(self) -> BatchPrices:
         latency, bandwidth = self.links.samples
         whole_batch = self.step.num_microbatches == 1
         return BatchPrices(self.links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=whole_batch)
 
-    def run(self) -> PricedStep:
+    def run(self) -> RepricedStep:
         chunks = self._with_transfers(list(self._chunks()))
         step = PipelineStep(
             schedule=self.schedule,
@@ -97,14 +124,38 @@ class _Pricer:
             num_ranks=self.layout.pipeline,
             chunks=tuple(chunks),
         )
-        return PricedStep(step_seconds(step), step_memory(step), step, self.walked.costs)
+        memory = step_memory(step)
+        return RepricedStep(step_seconds(step), memory, tuple(self._parts(step, memory)), step, self.walked)
+
+    # -- memory by part -----------------------------------------------------------------------------------------
+
+    def _parts(self, step: PipelineStep, totals: Sequence[float]) -> Iterator[RankMemory]:
+        """Bytes of each rank by part; a parameter that several of its units use is on a rank once."""
+        states = self.units.states(tied_apart=True)
+        held = in_flight(
+            step.schedule,
+            num_ranks=step.num_ranks,
+            num_microbatches=step.num_microbatches,
+            num_chunks=len(step.chunks),
+        )
+        for total, mine in zip(totals, chunks_of_ranks(step)):
+            parts, tied = [0.0, 0.0, 0.0], set[str]()
+            for index in mine:
+                for unit, group in self._groups[index]:
+                    own = [state for state in states[unit] if state.value.name not in tied]
+                    tied.update(state.value.name for state in own if state.tied)
+                    num_bytes = _UnitParameters(self, own, group.zero).state_parts()
+                    parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
+            saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in mine)
+            yield RankMemory(parts[0], parts[1], parts[2], saved, max(0.0, total - sum(parts) - saved))
 
     # -- stages -------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> Iterator[tuple[int, Chunk]]:
         """The unit that each chunk begins with, and the chunk."""
         unit, done = 0, 0
-        for planned in self.step.chunks:
+        for index, planned in enumerate(self.step.chunks):
+            self._check_rank(index, planned)
             first = unit
             layers: list[tuple[LayerCosts, int]] = []
             for group in planned.groups:
@@ -113,17 +164,24 @@ class _Pricer:
                 self._check(group, unit, done)
                 first = unit if not layers else first
                 layers.append((self._layer(unit, group), group.count))
+                self._groups[index].append((unit, group))
                 done += group.count
             yield first, Chunk(layers=tuple(layers))
         if unit != len(self.units.units) - 1 or done != self.units.units[unit].count:
             raise ValueError(f"the plan's chunks end at unit {unit}, the graph has {len(self.units.units)}")
 
+    def _check_rank(self, index: int, chunk: ChunkPlan) -> None:
+        ranks, chunks = self.layout.pipeline, len(self.step.chunks)
+        rank = rank_of_chunk(self.schedule, index, num_ranks=ranks, num_chunks=chunks)
+        if chunk.rank != rank:
+            raise ValueError(f"the plan has chunk {index} on rank {chunk.rank}, schedule {self.schedule!r} on {rank}")
+
     def _check(self, group: GroupPlan, unit: int, done: int) -> None:
         if unit >= len(self.units.units):
             raise ValueError(f"the graph has no unit for {group.unit!r}")
-        found = self.units.units[unit]
-        name = found.name if found.run is None else " ".join(self.walked.runs[found.run].roots[done])
-        if name != group.unit or done != group.first or done + group.count > found.count:
+        planned = self.units.units[unit]
+        name = planned.name if planned.run is None else " ".join(self.walked.runs[planned.run].roots[done])
+        if name != group.unit or done != group.first or done + group.count > planned.count:
             raise ValueError(
                 f"the plan has {group.count} of {group.unit!r} from copy {group.first}, the graph {name!r} from {done}"
             )
@@ -131,14 +189,14 @@ class _Pricer:
     def _with_transfers(self, chunks: list[tuple[int, Chunk]]) -> list[Chunk]:
         """Chunks that take activations from another rank, and gradients back over the same cut."""
         planned: Sequence[ChunkPlan] = self.step.chunks
-        found = [chunk for _, chunk in chunks]
-        for index in range(1, len(found)):
+        linked = [chunk for _, chunk in chunks]
+        for index in range(1, len(linked)):
             if planned[index].rank != planned[index - 1].rank:
                 num_bytes = self.units.entering_bytes(chunks[index][0])
                 seconds = self.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE)
-                found[index] = dataclasses.replace(found[index], receive_forward=seconds)
-                found[index - 1] = dataclasses.replace(found[index - 1], receive_backward=seconds)
-        return found
+                linked[index] = dataclasses.replace(linked[index], receive_forward=seconds)
+                linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=seconds)
+        return linked
 
     # -- one unit -----------------------------------------------------------------------------------------------
 
@@ -149,7 +207,7 @@ class _Pricer:
         return self.layers[key]
 
     def _priced_layer(self, unit: int, recompute: str, zero: int) -> LayerCosts:
-        states, policy = _Parameters(self, unit, zero), self.units.policy(unit, recompute)
+        states, policy = _UnitParameters(self, self.states[unit], zero), self.units.policy(unit, recompute)
         forward, backward = self.units.seconds(unit)
         adding = states.accumulation()
         backward += policy.seconds + adding
@@ -173,12 +231,11 @@ class _Pricer:
         )
 
 
-class _Parameters:
+class _UnitParameters:
     """The parameters of one copy of a unit under one ZeRO stage (Rajbhandari et al. 2020)."""
 
-    def __init__(self, pricer: _Pricer, unit: int, zero: int) -> None:
-        self.pricer, self.zero, self.group = pricer, zero, pricer.group
-        self.states = pricer.states[unit]
+    def __init__(self, pricer: _StepPricer, states: Sequence[StateOfUnit], zero: int) -> None:
+        self.pricer, self.states, self.zero, self.group = pricer, states, zero, pricer.group
         self.trained = [state for state in self.states if state.value.requires_grad]
         self.whole = sum(self.share(s) * s.elements * item_size(s.value.dtype) for s in self.trained)
         self.gradients = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained)
@@ -232,25 +289,29 @@ class _Parameters:
         return axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")
 
     def held_bytes(self) -> float:
+        buffers = [state for state in self.states if state.value.kind == "buffer"]
+        return sum(self.state_parts()) + sum(state.elements * item_size(state.value.dtype) for state in buffers)
+
+    def state_parts(self) -> tuple[int, int, int]:
+        """Bytes of parameters, gradients and optimizer state, each rounded to whole ones."""
         parts = [0.0, 0.0, 0.0]
-        buffers = 0.0
         for state in self.states:
             if state.value.kind == "buffer":
-                buffers += state.elements * item_size(state.value.dtype)
-            elif not state.value.requires_grad:
+                continue
+            if not state.value.requires_grad:
                 parts[0] += self.share(state) * state.elements * item_size(state.value.dtype)
-            else:
-                held = zero_state_bytes(
-                    state.elements,
-                    state.value.dtype,
-                    stage=self.zero,
-                    group_size=self.group,
-                    gradient_dtype=self.pricer.training.gradients(state.value.dtype),
-                    optimizer=self.pricer.step.optimizer,
-                )
-                for index, part in enumerate((held.parameters, held.gradients, held.optimizer)):
-                    parts[index] += self.share(state) * part
-        return sum(map(round, parts)) + buffers
+                continue
+            held = zero_state_bytes(
+                state.elements,
+                state.value.dtype,
+                stage=self.zero,
+                group_size=self.group,
+                gradient_dtype=self.pricer.training.gradients(state.value.dtype),
+                optimizer=self.pricer.step.optimizer,
+            )
+            for index, part in enumerate((held.parameters, held.gradients, held.optimizer)):
+                parts[index] += self.share(state) * part
+        return round(parts[0]), round(parts[1]), round(parts[2])
 
     def transient_bytes(self) -> float:
         """Whole gradients before they are scattered; whole parameters of this layer and the one gathered ahead."""

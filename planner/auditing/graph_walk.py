@@ -1,13 +1,14 @@
-"""Price a plan again from scratch, with nothing of the ILP: a check that the search lost no cost.
+"""Walk a graph node by node under a plan and charge every operator and every conversion, with nothing of the ILP.
 
-The graph is walked node by node, every copy of every block as it stands there, unfolded. A value's conversions are
-those of the plan's tree that its uses in that very copy go through, each done once however many uses share it.
-Every operator and every conversion is written down as a ``Charge``; the costs are their sum.
+Every copy of every block is walked as it stands in the graph, unfolded. A value's conversions are those of the plan's
+tree that its uses in that very copy go through, each done once however many uses share it. Every operator and every
+conversion is written down as a ``Charge``; the costs are their sum.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,10 +25,10 @@ from planner.search.liveness import live_nodes, saved_values
 from planner.search.options import FlopsOf, RuleFor, offered
 from planner.search.pricing import Prices, Pricing, is_view
 
-__all__ = ["Charge", "Itemised", "itemise", "price"]
-
-#: (source, target) of a step, and whether a gradient comes back through it.
+#: (source, target) of a step.
 Edge = tuple[Placement, Placement]
+#: (block, copy): a copy of a repeated block.
+Copy = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,17 @@ class Charge:
     compute: tuple[float, float] = (0.0, 0.0)
     communication: tuple[float, float] = (0.0, 0.0)
     step: Edge | None = None
-    copy: tuple[int, int] | None = None
+    copy: Copy | None = None
 
 
 @dataclass(frozen=True)
-class Itemised:
-    """What a walk of the graph found.
+class GraphWalk:
+    """What the walk counted.
 
     Attributes:
         costs, collectives: of one step.
-        charges: all that ``costs`` counts in seconds.
+        charges: everything that ``costs`` counts in seconds.
+        conversions: the plan's, as often as the walk did them.
         inputs, outputs: by node name, the placements that it takes and gives.
         runs: the repeated blocks that the plan folds, in its order.
     """
@@ -60,6 +62,7 @@ class Itemised:
     costs: Costs
     collectives: tuple[CollectivePlan, ...]
     charges: tuple[Charge, ...]
+    conversions: tuple[ConversionPlan, ...]
     inputs: dict[str, list[Placement]]
     outputs: dict[str, list[Placement]]
     runs: tuple[BlockRun, ...]
@@ -68,30 +71,31 @@ class Itemised:
 def price(
     graph: Graph, plan: Plan, cost_model: Prices, *, rules: RuleFor = rule_for, flops: FlopsOf = forward_flops
 ) -> tuple[Costs, tuple[CollectivePlan, ...]]:
-    """Costs and collectives of one step of ``plan`` on ``graph``.
+    """Costs and collectives of one step of ``plan``, a plan on a given mesh, under any cost model.
+
+    Raises:
+        ValueError: as ``walk_graph``.
+    """
+    walk = walk_graph(graph, plan, Pricing(cost_model, plan.mesh, bundles_of(graph)), rules=rules, flops=flops)
+    return walk.costs, walk.collectives
+
+
+def walk_graph(
+    graph: Graph, plan: Plan, pricing: Pricing, *, rules: RuleFor = rule_for, flops: FlopsOf = forward_flops
+) -> GraphWalk:
+    """Walk ``graph`` under ``plan`` with unit prices from ``pricing`` (of the plan's mesh).
 
     Raises:
         ValueError: if the plan does not hold together: an operator it does not know, a strategy it cannot have, a
             placement that no conversion reaches, or a conversion that nothing uses.
     """
-    found = itemise(graph, plan, Pricing(cost_model, plan.mesh, bundles_of(graph)), rules=rules, flops=flops)
-    return found.costs, found.collectives
-
-
-def itemise(
-    graph: Graph, plan: Plan, pricing: Pricing, *, rules: RuleFor = rule_for, flops: FlopsOf = forward_flops
-) -> Itemised:
-    """The same with unit prices from ``pricing`` (of the plan's mesh), item by item.
-
-    Raises:
-        ValueError: as ``price``.
-    """
-    return _Pricer(graph, plan, pricing, rules, flops).run()
+    return _Walker(graph, plan, pricing, rules, flops).run()
 
 
 @dataclass
-class _Tree:
-    """The conversions of one value (of one copy): its placement, the step into each other one, and which are done."""
+class _ConversionTree:
+    """The conversions of one value of one copy: the placement it is made in, the step into each other one, and those
+    that are done (with whether a gradient comes back)."""
 
     value: Value
     root: Placement
@@ -111,7 +115,7 @@ class _Tree:
             placement = step.source
 
 
-class _Pricer:
+class _Walker:
     def __init__(self, graph: Graph, plan: Plan, pricing: Pricing, rules: RuleFor, flops: FlopsOf) -> None:
         self.graph, self.plan, self.pricing, self.rules, self.flops = graph, plan, pricing, rules, flops
         self.values = graph.values
@@ -129,7 +133,7 @@ class _Pricer:
         self.steps: dict[str, dict[Placement, ConversionPlan]] = defaultdict(dict)
         for conversion in plan.conversions:
             self.steps[conversion.value][conversion.target] = conversion
-        self.trees: dict[object, _Tree] = {}
+        self.trees: dict[object, _ConversionTree] = {}
         self.origins = dict(self._all_origins())
         self.charges: list[Charge] = []
         self.inputs: dict[str, list[Placement]] = {}
@@ -147,7 +151,7 @@ class _Pricer:
             )
         return runs
 
-    def run(self) -> Itemised:
+    def run(self) -> GraphWalk:
         self._states()
         for node in self.graph.nodes:
             if not node.constant:
@@ -159,11 +163,12 @@ class _Pricer:
             if path == self.graph.loss or self.graph.loss is None:
                 self._check_whole(path, self.values[name], placement)
             self._tree(name).reach(placement, live=live)
-        self._conversions()
-        return Itemised(
+        conversions = self._conversions()
+        return GraphWalk(
             self._costs(),
             collectives_of(self.tally),
             tuple(self.charges),
+            conversions,
             self.inputs,
             self.outputs,
             self.runs,
@@ -181,20 +186,20 @@ class _Pricer:
     def _states(self) -> None:
         for state in self.graph.states:
             if state.value.kind in ("parameter", "buffer"):
-                found = self.pricing.state_bytes(state.value, self.plan.states[state.path].placement)
-                self.memory["parameters"] += found.parameters
-                self.memory["gradients"] += found.gradients
-                self.memory["optimizer"] += found.optimizer
+                num_bytes = self.pricing.state_bytes(state.value, self.plan.states[state.path].placement)
+                self.memory["parameters"] += num_bytes.parameters
+                self.memory["gradients"] += num_bytes.gradients
+                self.memory["optimizer"] += num_bytes.optimizer
 
     def _choices(self, node: Node, planned: NodePlan) -> tuple[AxisChoice, ...]:
         rule = self.rules(node, self.values)
-        found = []
+        strategy = []
         for label, choices in zip(planned.strategy, offered(node, self.values, rule, self.plan.mesh)):
             by_label = {choice.label: choice for choice in choices}
             if label not in by_label:
                 raise ValueError(f"{node.op} ({node.key!r}) has no strategy {label!r}")
-            found.append(by_label[label])
-        return tuple(found)
+            strategy.append(by_label[label])
+        return tuple(strategy)
 
     def _node(self, node: Node) -> None:
         planned = self.plan.nodes.get(self.keys[node.name])
@@ -223,7 +228,7 @@ class _Pricer:
                 if value.name in self.saved:
                     self.memory["activations"] += self.pricing.local_bytes(value, placement)
 
-    def _tree_seen_by(self, node: Node, name: str) -> _Tree:
+    def _tree_seen_by(self, node: Node, name: str) -> _ConversionTree:
         """The tree of an input: in a block, what comes from the copy before is already in its carried placement."""
         place = self.copy_of.get(node.name)
         if place is not None:
@@ -232,26 +237,23 @@ class _Pricer:
                 if names[copy] == name:
                     root = self.plan.blocks[run].carried[slot]
                     key = f"carry:{run}#{slot}"
-                    return self._made((key, copy), key, self.values[name], root)
+                    return self._tree_of((key, copy), key, self.values[name], root)
         return self._tree(name)
 
-    def _tree(self, name: str) -> _Tree:
-        """The tree of a value rooted where it is made."""
+    def _tree(self, name: str) -> _ConversionTree:
+        """The tree of a value rooted where it is computed."""
         if name in self.trees:
             return self.trees[name]
-        key, root = self._origin(name)
-        return self._made(name, key, self.values[name], root)
+        key, root = self.origins[name]
+        return self._tree_of(name, key, self.values[name], root)
 
-    def _made(self, tree: object, key: str, value: Value, root: Placement) -> _Tree:
+    def _tree_of(self, tree: object, key: str, value: Value, root: Placement) -> _ConversionTree:
         if tree not in self.trees:
-            self.trees[tree] = _Tree(value, root, self.steps.get(key, {}), {})
+            self.trees[tree] = _ConversionTree(value, root, self.steps.get(key, {}), {})
         return self.trees[tree]
 
-    def _origin(self, name: str) -> tuple[str, Placement]:
-        """The plan's key of a value and the placement it is made in."""
-        return self.origins[name]
-
     def _all_origins(self) -> Iterator[tuple[str, tuple[str, Placement]]]:
+        """Value name → the plan's key of the value, and the placement it is made in."""
         whole = (R,) * len(self.plan.mesh.names)
         for path, value in zip(self.graph.input_paths, self.graph.inputs):
             key = ".".join(map(str, path))
@@ -264,8 +266,8 @@ class _Pricer:
         for node in self.graph.nodes:
             planned = self.plan.nodes.get(self.keys[node.name])
             for index, value in enumerate(node.outputs):
-                made = whole if node.constant or planned is None else planned.outputs[index]
-                yield value.name, (f"node:{self.keys[node.name]}#{index}", made)
+                root = whole if node.constant or planned is None else planned.outputs[index]
+                yield value.name, (f"node:{self.keys[node.name]}#{index}", root)
 
     def _hand_on(self) -> None:
         """What each copy takes from outside (or from the copy before) is first brought to its carried placement."""
@@ -280,38 +282,46 @@ class _Pricer:
             return False
         return any(n in self.live and names[0] in self.nodes[n].inputs for n in run.copies[0])
 
-    def _conversions(self) -> None:
-        used: set[tuple[str, Placement]] = set()
+    def _conversions(self) -> tuple[ConversionPlan, ...]:
+        """Charge every conversion that was reached; the plan's conversions as they were counted."""
+        copies: Counter[tuple[str, Placement]] = Counter()
+        counted: dict[tuple[str, Placement], ConversionPlan] = {}
         for tree, key, copy in self._trees_with_keys():
             for (source, target), live in tree.done.items():
-                used.add((key, target))
-                self._step(tree, source, target, live, copy)
-        idle = {(c.value, c.target) for c in self.plan.conversions} - used
+                copies[key, target] += 1
+                conversion = self._step(tree, key, source, target, live, copy)
+                if (key, target) not in counted or conversion.backward is not None:
+                    counted[key, target] = conversion
+        idle = {(c.value, c.target) for c in self.plan.conversions} - copies.keys()
         if idle:
             raise ValueError(f"the plan has conversions that nothing uses: {sorted(idle)[:3]}")
+        return tuple(dataclasses.replace(each, copies=copies[key]) for key, each in counted.items())
 
-    def _trees_with_keys(self) -> Iterator[tuple[_Tree, str, tuple[int, int] | None]]:
+    def _trees_with_keys(self) -> Iterator[tuple[_ConversionTree, str, Copy | None]]:
         for name, tree in self.trees.items():
             if isinstance(name, tuple):
                 key, copy = name
                 yield tree, key, (int(key.removeprefix("carry:").partition("#")[0]), copy)
             else:
-                yield tree, self._origin(str(name))[0], None
+                yield tree, self.origins[str(name)][0], None
 
     def _step(
-        self, tree: _Tree, source: Placement, target: Placement, live: bool, copy: tuple[int, int] | None
-    ) -> None:
+        self, tree: _ConversionTree, key: str, source: Placement, target: Placement, live: bool, copy: Copy | None
+    ) -> ConversionPlan:
+        """Charge one conversion of one copy of a value; the plan's entry that says so."""
         step, value = step_between(source, target), tree.value
         if not is_legal(step, value.shape, self.plan.mesh):
             raise ValueError(f"{value.name} cannot be converted from {source} to {target} in one step")
         seconds = self.pricing.step(step, value)
         num_bytes = self.pricing.step_bytes(step, value)
-        backward = seconds[1] if live and value.requires_grad else 0.0
-        self.charges.append(Charge(value.name, communication=(seconds[0], backward), step=(source, target), copy=copy))
-        for phase, (name, collective) in enumerate(zip(("forward", "backward"), step.collectives)):
-            if phase and not (live and value.requires_grad):
-                continue
-            if collective:
-                add_to_tally(self.tally, (collective, step.axis_name(self.plan.mesh), name), 1, num_bytes)
-        saved = value.name in self.saved
-        self.memory["converted"] += self.pricing.step_memory(step, value, saved=saved)
+        live = live and value.requires_grad
+        forward, backward = step.collectives
+        axis = step.axis_name(self.plan.mesh)
+        communication = (seconds[0], seconds[1] if live else 0.0)
+        self.charges.append(Charge(value.name, communication=communication, step=(source, target), copy=copy))
+        if forward:
+            add_to_tally(self.tally, (forward, axis, "forward"), 1, num_bytes)
+        if backward and live:
+            add_to_tally(self.tally, (backward, axis, "backward"), 1, num_bytes)
+        self.memory["converted"] += self.pricing.step_memory(step, value, saved=value.name in self.saved)
+        return ConversionPlan(key, axis, source, target, 1, forward, backward if live else None, num_bytes)
