@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +80,10 @@ def _by_name(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments given their names; what only ``*args`` takes stays positional."""
-    signature = inspect.signature(forward)
-    parameters = signature.parameters.values()
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    # A loss function may ask for more of the batch than the model does.
+    signature, names, takes_any = _signature_of(forward)
+    if not args and names is not None:
+        # Those of the signature, in its order; a loss function may ask for more of the batch than the model does.
+        return (), {**{name: kwargs[name] for name in names if name in kwargs}, **kwargs}
     extra = {} if takes_any else {name: kwargs[name] for name in kwargs if name not in signature.parameters}
     try:
         bound = signature.bind_partial(*args, **{name: kwargs[name] for name in kwargs if name not in extra})
@@ -101,6 +103,29 @@ def _by_name(
         before = [named.pop(name) for name in list(bound.arguments) if name in named and name not in kwargs]
         return (*before, *rest), {**named, **extra}
     return (), {**named, **extra}
+
+
+#: What is read of a signature: itself; names of arguments, None if some are only taken by position; any others.
+_Signature = tuple[inspect.Signature, tuple[str, ...] | None, bool]
+_signatures: weakref.WeakKeyDictionary[Any, _Signature] = weakref.WeakKeyDictionary()
+
+
+def _signature_of(forward: Callable[..., Any]) -> _Signature:
+    """The signature of ``forward``; that of a method is read once for its function."""
+    if not isinstance(forward, types.MethodType):
+        return _read_signature(forward)
+    if forward.__func__ not in _signatures:
+        _signatures[forward.__func__] = _read_signature(forward)
+    return _signatures[forward.__func__]
+
+
+def _read_signature(forward: Callable[..., Any]) -> _Signature:
+    signature = inspect.signature(forward)
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = tuple(name for name, kind in kinds.items() if kind in named)
+    only_by_place = inspect.Parameter.POSITIONAL_ONLY in kinds.values()
+    return signature, None if only_by_place else names, inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def positional_of(plan: Plan | None, loss_fn: Callable[..., Any] | None) -> int | None:

@@ -19,6 +19,7 @@ from runtime.layout import DATA, Layout
 from runtime.modes import SubmoduleModes
 from runtime.owned import Owned
 from runtime.parameters import ParameterTree
+from runtime.parameters.sharded import ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.step.engine import Engine
 from runtime.units.norm import clip_gradients
@@ -175,6 +176,17 @@ class ParallelModule(Unwrappable, nn.Module):
         """Names of the inputs that this rank's programs read; None if that is not known before the first call."""
         return self._engine.needed_inputs
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that are dropped are not shown as DTensors first."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for parameter in self.parameters():
+            if isinstance(parameter, ShardedParameter):
+                parameter.drop_gradient()
+            else:
+                parameter.grad = None
+
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
         self._engine.model.train(mode)
@@ -195,7 +207,7 @@ class ParallelModule(Unwrappable, nn.Module):
                 "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
                 "planner.compile, or choose the mesh's device_type"
             )
-        self._state.weights._apply(fn, recurse)
+        self._state.apply(fn, recurse)
         self._engine.forget_constants()
         self._tree.update()
         return self

@@ -76,6 +76,11 @@ class Weights(nn.Module):
             node = child  # type: ignore[assignment]
         return node
 
+    def look_up_at_once(self) -> None:
+        """Let Python find what is held as plain attributes, not by ``nn.Module``'s search, which a block repeats."""
+        for node in self.modules():
+            node.__dict__.update({**node._modules, **node._buffers})
+
     def find(self, path: str) -> Any:
         """What stands at ``path``."""
         node: Any = self

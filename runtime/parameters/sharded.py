@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from runtime.owned import Owned
 from runtime.parameters.compat import dtensor_over, dtensor_spec, part_on_mesh
-from runtime.parameters.tensors import ParameterTensor, of_parameter
+from runtime.parameters.tensors import ParameterTensor, of_parameter_over
 
 #: Optimizer state that counts steps or the like: one number for a parameter, whatever its shape.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -60,9 +60,10 @@ class ShardedParameter(ParameterTensor):
 
     def placed(self, local: torch.Tensor) -> DTensor:
         """``local``, shaped as ``owner``, as a DTensor of this parameter's placements."""
-        spec = dtensor_spec(self.shape, local.dtype, self.device_mesh, self.placements)
-        tensor: DTensor = of_parameter(dtensor_over(DTensor, local, spec), self)
-        return tensor
+        spec = self._spec
+        if spec.tensor_meta is None or local.dtype != spec.tensor_meta.dtype:
+            spec = dtensor_spec(self.shape, local.dtype, self.device_mesh, self.placements)
+        return of_parameter_over(local, spec, self)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part, in this parameter's placements, of a DTensor of this parameter's shape.
@@ -84,6 +85,11 @@ class ShardedParameter(ParameterTensor):
         """Follow ``owner`` to other memory."""
         if self._local_tensor.data_ptr() != self.owner.data_ptr():
             self._local_tensor = self.owner.detach()
+
+    def drop_gradient(self) -> None:
+        """Set the gradient to None without showing it as a DTensor first."""
+        _BASE.grad.__set__(self, None)
+        self.owner.grad = self._shown_gradient = None
 
     def take_gradient(self) -> None:
         """Move a gradient that autograd left at the DTensor itself to ``owner``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
@@ -79,9 +80,12 @@ use_foreach_on(ParameterTensor)
 
 def of_parameter(value: Any, source: ParameterTensor) -> Any:
     """``value``, if it is a DTensor, as one that was computed from the parameter that ``source`` was."""
-    if not isinstance(value, DTensor):
-        return value
-    tensor: ParameterTensor = dtensor_over(ParameterTensor, value._local_tensor, value._spec)
+    return of_parameter_over(value._local_tensor, value._spec, source) if isinstance(value, DTensor) else value
+
+
+def of_parameter_over(local: torch.Tensor, spec: Any, source: ParameterTensor) -> ParameterTensor:
+    """A DTensor over ``local`` as one that was computed from the parameter that ``source`` was."""
+    tensor: ParameterTensor = dtensor_over(ParameterTensor, local, spec)
     tensor.path, tensor.of_stage = source.path, source.of_stage
     return tensor
 

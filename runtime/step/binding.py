@@ -34,12 +34,16 @@ class BoundUnit:
         units: what gathers them, each with the full names of its weights in order. Usually one; several where a call
             is cut into other units than training.
         fixed: the unit's other tensors, by full name.
+
+    Attributes:
+        keeps_weights: whether autograd may keep the working weights: they are there all the time.
     """
 
     def __init__(
         self, stage_unit: StageUnit, units: Sequence[tuple[Unit, Sequence[str]]], fixed: dict[str, torch.Tensor]
     ) -> None:
         self.units = tuple(unit for unit, _ in units)
+        self.keeps_weights = all(unit.zero < _GATHERED_PER_USE for unit in self.units)
         self._names = tuple(name for _, names in units for name in names)
         count = 1 + max((root for root, _, _ in stage_unit.states), default=0)
         self.trees = [Weights() for _ in range(count)]
@@ -49,10 +53,12 @@ class BoundUnit:
             if full not in fixed:
                 parent, _, name = path.rpartition(".")
                 node = self.trees[root].find(parent) if parent else self.trees[root]
-                slots.setdefault(full, []).append((node._buffers, name))
+                slots.setdefault(full, []).append((node.__dict__, name))
         self._slots = [slots.get(name, []) for name in self._names]
+        for tree in self.trees:
+            tree.look_up_at_once()
 
-    def run(self, block: Block, tensors: Sequence[torch.Tensor], forward: Callable[..., Any] | None = None) -> Any:
+    def run(self, block: Block, *tensors: torch.Tensor, forward: Callable[..., Any] | None = None) -> Any:
         """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
         for slots, weight in zip(self._slots, self._weights()):
             for table, name in slots:
@@ -75,10 +81,6 @@ class BoundUnit:
     def _weights(self) -> list[torch.Tensor]:
         with always_again():
             return [weight for unit in self.units for weight in unit.use()]
-
-    def keeps_weights(self) -> bool:
-        """Whether autograd may keep the working weights: they are there all the time."""
-        return all(unit.zero < _GATHERED_PER_USE for unit in self.units)
 
 
 class UnitTable:
@@ -154,21 +156,23 @@ class ChunkUnits:
     def __call__(self, block: Block, recompute: str) -> Callable[..., Any]:
         bound = self.bound[self._next]
         self._next += 1
-        microbatch, mesh, device = ops.current_microbatch(), mesh_of_thread(), torch.get_default_device()
 
         # What recomputes inside of a compiled block is in its graph. Weights gathered for each use stay outside of it,
         # and a block of several graphs runs again as a whole, with its weights.
-        inside = self.compiled_on is not None and bound.keeps_weights() and can_be_one_graph(block)
+        inside = self.compiled_on is not None and bound.keeps_weights and can_be_one_graph(block)
         forward = self._compiled(block, recompute if inside else "none", whole=inside or recompute in ("none", "full"))
         outside = "none" if inside else recompute
+
+        if not torch.is_grad_enabled() or (outside == "none" and bound.keeps_weights):  # Runs once, here and now.
+            return functools.partial(bound.run, block, forward=forward)
+        microbatch, mesh, device = ops.current_microbatch(), mesh_of_thread(), torch.get_default_device()
 
         def run(*tensors: torch.Tensor) -> Any:
             on_device = contextlib.nullcontext() if device.type == "cpu" else device
             with ops.in_microbatch(microbatch), use_mesh(mesh), on_device:
-                return bound.run(block, tensors, forward)
+                return bound.run(block, *tensors, forward=forward)
 
-        gathers = not bound.keeps_weights()
-        return recomputed(run, outside, gathers_weights=gathers) if torch.is_grad_enabled() else run
+        return recomputed(run, outside, gathers_weights=not bound.keeps_weights)
 
     def _compiled(self, block: Block, recompute: str, *, whole: bool) -> Callable[..., Any] | None:
         if self.compiled_on is None or not whole:

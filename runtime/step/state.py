@@ -40,6 +40,9 @@ class StepState:
         #: Axes over which ZeRO cuts parameters into pieces.
         self._piece_axes: tuple[str, ...] = ()
         self._frozen: list[nn.Parameter] = []
+        #: The versions that were looked through, and what was there: nothing on meta, copies on other pipeline ranks.
+        self._version_with_data = self._version_of_tied = -1
+        self._tied: list[tuple[list[nn.Parameter], DataGroup]] = []
         for names, tensor in _distinct(model).items():
             persistent = any(name in self.state_names for name in names)
             info = unplanned(names, tensor, self._mesh, persistent=persistent)
@@ -124,7 +127,9 @@ class StepState:
 
         Gradients of earlier steps that were not zeroed hold the other ranks' parts already, so they are set aside.
         """
-        tied = self._tied_across_stages()
+        if self._version_of_tied != self.version:
+            self._tied, self._version_of_tied = self._tied_across_stages(), self.version
+        tied = self._tied
         earlier = [(owner, owner.grad) for owners, _ in tied for owner in owners]
         for owner, _ in earlier:
             owner.grad = None
@@ -149,6 +154,11 @@ class StepState:
                 owners = [self.find(info.names[0]) for info in infos]
                 tied.append(([owner for owner in owners if isinstance(owner, nn.Parameter)], DataGroup.of(group)))
         return tied
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
+        """``nn.Module._apply`` of all tensors, which may replace them."""
+        self.weights._apply(function, recurse)
+        self.version += 1
 
     # -- what a parallel module asks ------------------------------------------------------------------------------
 
@@ -279,9 +289,11 @@ class StepState:
 
     def check(self) -> None:
         """Raise ValueError if a tensor has no data yet, or a frozen one is to be trained."""
-        meta = [info.names[0] for info in self.here() if self.find(info.names[0]).is_meta]
-        if meta:
-            raise ValueError(still_on_meta(meta, self.state_names))
+        if self._version_with_data != self.version:
+            meta = [info.names[0] for info in self.here() if self.find(info.names[0]).is_meta]
+            if meta:
+                raise ValueError(still_on_meta(meta, self.state_names))
+            self._version_with_data = self.version
         if any(parameter.requires_grad for parameter in self._frozen):
             raise ValueError(
                 "a parameter that was frozen when the model was planned now requires a gradient: "

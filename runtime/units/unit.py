@@ -130,6 +130,8 @@ class Unit:
 
     def begin(self, num_uses: int) -> None:
         """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
+        if self._plain:
+            return
         # A step that failed halfway may have left something.
         for bundle in self._bundles:
             bundle.gradients.discard()
@@ -171,6 +173,8 @@ class Unit:
 
     def finish(self) -> None:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
+        if self._plain:
+            return
         for bundle in self._bundles:
             bundle.gradients.launch()
         for bundle in self._bundles:
