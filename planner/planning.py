@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster, CostModel
+from cost_models.files import check_writable
 from cost_models.memory import HEADROOM
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
@@ -48,6 +49,8 @@ def plan(
     gradient_dtype: str | None = None,
     compiled: bool = False,
     fuse: bool = True,
+    solver: str | None = None,
+    write_lp: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how a training step of ``model`` runs on ``cluster``.
@@ -88,12 +91,18 @@ def plan(
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
         fuse: plan and run the fused operators of ``runtime.kernels`` wherever a pattern of them is found.
+        solver: who solves the integer programs: ``"HiGHS"`` (None), or any other that PuLP can call on this machine
+            (``"CBC"``, ``"GUROBI"``, …). PuLP passes on no bound of theirs: with those the plan's bound rests on linear
+            relaxations, which HiGHS solves.
+        write_lp: an LP file to write the plan's program to, in microseconds; of a whole step ``plan.lp`` stands for
+            ``plan.sharding.lp`` and ``plan.stages.lp``, and ``plan.context.lp`` where that axis was searched by itself.
         progress: called with a ``planner.step.progress.Report`` at every phase and now and then while searching.
 
     Raises:
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
+    from planner.search.pulp_solver import solver_named
     from planner.step.demands import asks_for_step, check_count, fixed_axes, read_demands, said
     from planner.step.planning import check_objective, plan_step
     from planner.step.training import Training
@@ -131,7 +140,10 @@ def plan(
         compiled=compiled,
         num_alternatives=num_alternatives,
         time_limit=time_limit,
+        solver=solver_named(solver),
     )
+    if write_lp is not None:
+        check_writable(write_lp)
     graph = capture_for_planning(
         model,
         batch_size=_one_of(batch_size, global_batch),
@@ -152,6 +164,8 @@ def plan(
             constraints=constraints,
             forbid_collectives=forbid_collectives,
             time_limit=time_limit,
+            solver=solver,
+            write_lp=write_lp,
             fuse=fuse,
         )
     if graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
@@ -165,6 +179,7 @@ def plan(
         objective=objective,
         target_seconds=target_seconds,
         progress=progress,
+        write_lp=write_lp,
     )
     return dataclasses.replace(found, fusion=fusion)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost_models.text import printable, printable_lines
-from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, count, subparser
+from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
 from planner.cli.plan import add_plan
 from planner.cli.run import add_run
 
@@ -100,6 +100,7 @@ def _add_verify(commands: Any) -> None:
     )
     add_model_arguments(parser, batch_size=8, seq_len=16)
     parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,…", help=f"{MESH_HELP}; or a saved plan")
+    add_solver_argument(parser)
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (default: 3)")
     parser.set_defaults(command=_verify)
 
@@ -113,6 +114,7 @@ def _add_demo(commands: Any) -> None:
     )
     parser.add_argument("--steps", type=count, default=40, help="training steps (default: 40)")
     parser.add_argument("--nproc", type=count, default=4, help="processes (default: 4)")
+    add_solver_argument(parser)
     parser.set_defaults(command=_demo)
 
 
@@ -133,6 +135,7 @@ def _verify(options: argparse.Namespace) -> int:
         seq_len=options.seq_len,
         dtype=options.dtype,
         steps=options.steps,
+        solver=options.solver,
     )
     print(printable_lines(report.table()))
     return 0 if report.ok else 1
@@ -141,4 +144,5 @@ def _verify(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from planner.cli.launch import launch
 
-    return launch(["-m", "planner.cli.demo", "--steps", str(options.steps)], num_processes=options.nproc)
+    solver = ["--solver", options.solver] if options.solver else []
+    return launch(["-m", "planner.cli.demo", "--steps", str(options.steps), *solver], num_processes=options.nproc)

@@ -63,6 +63,13 @@ def add_model_arguments(
     parser.add_argument("--dtype", type=float_dtype, help="parameter dtype (plan: bfloat16; verify: float64)")
 
 
+def add_solver_argument(parser: argparse.ArgumentParser) -> None:
+    """Who solves the integer programs."""
+    parser.add_argument(
+        "--solver", metavar="NAME", help="HiGHS (default), or any other that PuLP can call here: CBC, GUROBI, …"
+    )
+
+
 def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | str]]:
     """``["tp=4,8", "pp=1,dp=2"]`` as ``{"tp": [4, 8], "pp": [1], "dp": [2]}``; the same name twice adds values.
 

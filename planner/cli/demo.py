@@ -69,7 +69,9 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    steps = parser.parse_args().steps
+    parser.add_argument("--solver")
+    options = parser.parse_args()
+    steps = options.steps
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -80,7 +82,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     reference = copy.deepcopy(model) if rank == 0 else None
-    parallel = planner.compile(model, mesh, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+    parallel = planner.compile(model, mesh, batch_size=BATCH_SIZE, seq_len=SEQ_LEN, solver=options.solver)
     console.print(parallel.plan.summary(), markup=False, highlight=False, soft_wrap=True)
 
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)

@@ -10,6 +10,7 @@ from cost_models.text import printable
 from planner.cli.arguments import (
     MESH_HELP,
     add_model_arguments,
+    add_solver_argument,
     count,
     read_choices,
     read_gib,
@@ -58,6 +59,12 @@ def add_plan(commands: Any) -> None:
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    add_solver_argument(parser)
+    parser.add_argument(
+        "--write-lp",
+        metavar="FILE.lp",
+        help="write the program that the plan solves (of a whole step FILE.sharding.lp and FILE.stages.lp)",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
     parser.set_defaults(command=run_plan)
     _add_step_arguments(
@@ -125,6 +132,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "constraints": read_pins(options.pin),
         "time_limit": options.time_limit,
         "fuse": not options.no_fuse,
+        "solver": options.solver,
+        "write_lp": options.write_lp,
         **_step_options(options),
     }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 #: ``Solution.status`` of a solution that is proved to be the best; of one that a limit stopped.
 OPTIMAL, EFFORT_LIMIT, TIME_LIMIT = "optimal", "stopped by effort limit", "stopped by time limit"
 STOPPED = (EFFORT_LIMIT, TIME_LIMIT)
+#: ``Solution.status`` where the solver ended by itself, but not at the bound.
+UNPROVED = "not proved to be the best"
 #: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About so much takes a second.
 SECOND = 1.6e8
 
@@ -40,6 +42,14 @@ class LinearProgram:
     @property
     def num_entries(self) -> int:
         return len(self.columns)
+
+    def cost_of(self, values: Sequence[float]) -> float:
+        """The objective of a solution."""
+        return sum(cost * value for cost, value in zip(self.costs, values))
+
+    def relaxed(self) -> LinearProgram:
+        """The program with no variable integer."""
+        return replace(self, integers=[False] * self.num_variables)
 
     def variable(self, cost: float = 0.0, *, upper: float = math.inf, integer: bool = False) -> int:
         """Add a variable ≥ 0 and return its column."""
@@ -73,7 +83,7 @@ class Solution:
     """What a solver found.
 
     ``values`` is None without a feasible point; ``bound`` is a proved lower bound of the objective (of the program
-    as given); ``infeasible`` says that there is no feasible point at all; ``effort`` is what it took (0 for CBC).
+    as given); ``infeasible`` says that there is no feasible point at all; ``effort`` is what it took (HiGHS only).
     """
 
     values: list[float] | None

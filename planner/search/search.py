@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from passes.blocks import BlockRun, find_blocks
@@ -32,6 +33,8 @@ from planner.search.linear import OPTIMAL, Solution
 from planner.search.options import FlopsOf, Offers, RuleFor
 from planner.search.pricing import Prices, Pricing
 from planner.search.problem import Problem, build_structure
+from planner.search.program_files import write_sharding_program
+from planner.search.pulp_solver import solver_named
 from planner.search.solver import solve
 from planner.search.space import fill_options
 
@@ -52,6 +55,7 @@ def search(
     pinned: Plan | None = None,
     fold: bool = True,
     solver: str | None = None,
+    write_lp: str | Path | None = None,
     baseline: str | None = None,
     rules: RuleFor = rule_for,
     flops: FlopsOf = forward_flops,
@@ -70,13 +74,16 @@ def search(
         time_limit: seconds for the solver; when it runs out the best plan so far is returned with its gap.
         pinned: keep the parameter placements of this plan, and its strategies where they are still possible.
         fold: solve repeated blocks once, or a few copies as one where that is better, see ``planner.search.folding``.
-        solver: ``"highs"`` or ``"cbc"``; None for the first that there is.
+        solver: who solves the program: ``"HiGHS"`` (None), or another that PuLP can call here (``"CBC"``, …).
+        write_lp: an LP file to write the plan's program to, in microseconds.
         baseline: only plans of this kind, see ``planner.search.baselines``.
         rules, flops: the sharding rule and the forward flops of a node.
 
     Raises:
-        ValueError: if no plan satisfies the constraints; the message names those that conflict.
+        ValueError: if no plan satisfies the constraints, and the message names those that conflict; for a solver that
+            is not installed.
     """
+    solver = solver_named(solver)
     pricing = Pricing(cost_model, mesh, bundles_of(graph))
     pins = constraints or {}
     layers = roles(graph) if baseline is not None else {}
@@ -116,6 +123,8 @@ def search(
         solved = dataclasses.replace(solved, bound=bound)
     if runs and pinned is None and baseline is None:
         solved = best_folding(solved, runs, solve_folded, time_limit=time_limit)
+    if write_lp is not None:
+        write_sharding_program(solved.ilp, write_lp)
     return make_plan(
         solved.ilp.problem,
         solved.assignment,
@@ -149,7 +158,7 @@ def _collectives(names: Collection[str]) -> tuple[str, ...]:
 
 
 def _solve(
-    problem: Problem, lattices: Lattices, *, memory_limit: float | None, time_limit: float, solver: str | None
+    problem: Problem, lattices: Lattices, *, memory_limit: float | None, time_limit: float, solver: str
 ) -> Solved | None:
     """The program, its solution and what that decides; None if it is infeasible.
 

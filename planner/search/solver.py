@@ -1,4 +1,4 @@
-"""Run a linear program: HiGHS by default, CBC (through PuLP) where HiGHS is missing.
+"""Run a linear program: by HiGHS, or by another solver that PuLP calls (``pulp_solver``).
 
 What stops a solver early is an *effort* (``linear.SECOND``), which is the same on every machine and however busy it is:
 simplex iterations of a linear program; of an integer one, how often branch and bound comes to where it may be
@@ -10,13 +10,13 @@ and solves it in 0.64 s, and PuLP passes on neither the bound nor the gap.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.search.linear import EFFORT_LIMIT, OPTIMAL, TIME_LIMIT, LinearProgram, Solution
+from planner.search.pulp_solver import HIGHS, solve_with_pulp
 
 #: Relative gap at which a plan counts as optimal.
 RELATIVE_GAP = 1e-7
@@ -37,50 +37,57 @@ def solve(
     *,
     time_limit: float = math.inf,
     effort: float = math.inf,
-    solver: str | None = None,
+    solver: str = HIGHS,
     gap: float = RELATIVE_GAP,
     cutoff: float | None = None,
     start: Mapping[int, float] | None = None,
     presolve: bool = True,
 ) -> Solution:
-    """Solve ``program`` with ``"highs"``, ``"cbc"`` or (None) whichever there is.
+    """Solve ``program`` by ``solver``, a name of PuLP's (``pulp_solver.solver_named``).
 
     Args:
         time_limit: seconds.
         effort: simplex iterations × entries, or what takes about as long.
         gap: relative gap at which a solution counts as optimal.
-        cutoff: only solutions with a smaller objective are wanted; without one the program comes back as infeasible.
+        cutoff: only solutions with a smaller objective are wanted; without one the program comes back as infeasible
+            (HiGHS only).
         start: column → value of a known solution to begin with; columns may be left out (HiGHS only).
         presolve: whether the program is reduced first (HiGHS only), which a linear program of flows takes longer for
             than to be solved as it is.
 
     Raises:
-        ValueError: for an unknown solver name.
+        ValueError: if a solver other than HiGHS fails.
     """
-    if solver not in (None, "highs", "cbc"):
-        raise ValueError(f"unknown solver {solver!r}: expected 'highs' or 'cbc'")
     scale = LARGEST_COST / (max(map(abs, program.costs), default=0.0) or 1.0)
-    if solver != "cbc":
-        try:
-            return _solve_highs(
-                program,
-                scale=scale,
-                time_limit=time_limit,
-                effort=effort,
-                gap=gap,
-                cutoff=cutoff,
-                start=start,
-                presolve=presolve,
-            )
-        except ImportError:
-            if solver == "highs":
-                raise
-    return _solve_cbc(program, scale=scale, time_limit=time_limit, effort=effort, gap=gap, cutoff=cutoff)
+    if solver != HIGHS:
+        return _solve_by_another(program, solver, scale=scale, time_limit=time_limit, effort=effort, gap=gap)
+    return _solve_highs(
+        program,
+        scale=scale,
+        time_limit=time_limit,
+        effort=effort,
+        gap=gap,
+        cutoff=cutoff,
+        start=start,
+        presolve=presolve,
+    )
 
 
-def default_solver() -> str:
-    """The name of the solver that ``solve`` takes where none is named."""
-    return "HiGHS" if importlib.util.find_spec("highspy") is not None else "CBC"
+def _solve_by_another(
+    program: LinearProgram, solver: str, *, scale: float, time_limit: float, effort: float, gap: float
+) -> Solution:
+    """HiGHS bounds the program by its linear relaxation, and has to agree where a solver says that nothing fits."""
+    relaxed = solve(program.relaxed(), time_limit=time_limit)
+    if relaxed.infeasible:
+        return relaxed
+    nodes = effort / max(1, program.num_entries) / ROOT
+    solution = solve_with_pulp(
+        program, solver, relaxed=relaxed, scale=scale, time_limit=time_limit, nodes=nodes, gap=gap
+    )
+    if not solution.infeasible:
+        return solution
+    anything = replace(program, costs=[0.0] * program.num_variables)
+    return replace(solution, infeasible=solve(anything, time_limit=time_limit, effort=effort).infeasible)
 
 
 def _solve_highs(
@@ -140,7 +147,7 @@ def _solve_highs(
         values=list(highs.getSolution().col_value) if found else None,
         bound=bound / scale if math.isfinite(bound) else 0.0,
         status=statuses.get(status) or highs.modelStatusToString(status).lower(),
-        solver=f"highs {highs.version()}",
+        solver=f"HiGHS {highs.version()}",
         infeasible=infeasible,
         effort=entries * (branching.iterations if is_integer else info.simplex_iteration_count),
     )
@@ -179,67 +186,3 @@ class _Branching:
         self.iterations += ROOT if event.data_out.mip_node_count <= 1 else NODE
         if self.iterations >= self.limit:
             event.interrupt()
-
-
-def _solve_cbc(
-    program: LinearProgram, *, scale: float, time_limit: float, effort: float, gap: float, cutoff: float | None
-) -> Solution:
-    import pulp
-
-    problem, variables = to_pulp(program, scale=scale)
-    if cutoff is not None:
-        problem += problem.objective <= cutoff * scale
-    nodes = effort / max(1, program.num_entries) / ROOT
-    status = problem.solve(
-        pulp.PULP_CBC_CMD(
-            msg=False,
-            threads=1,
-            timeLimit=None if math.isinf(time_limit) else time_limit,
-            maxNodes=None if math.isinf(nodes) else int(min(MOST, 1 + nodes)),
-            gapRel=gap,
-            options=["randomSeed 1"],
-        )
-    )
-    found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    optimal = problem.sol_status == pulp.LpSolutionOptimal
-    return Solution(
-        values=[variable.value() or 0.0 for variable in variables] if found else None,
-        # PuLP does not pass on CBC's bound: without a proof nothing better than zero is known
-        bound=pulp.value(problem.objective) / scale if optimal else 0.0,
-        status=_cbc_status(pulp.LpStatus[status].lower(), optimal=optimal, effort=effort),
-        solver="cbc (pulp " + pulp.__version__ + ")",
-        infeasible=status == pulp.LpStatusInfeasible,
-    )
-
-
-def _cbc_status(status: str, *, optimal: bool, effort: float) -> str:
-    """PuLP calls a solution optimal, and a program undefined, that a limit stopped CBC at."""
-    if optimal:
-        return OPTIMAL
-    return status if status == "infeasible" else TIME_LIMIT if math.isinf(effort) else EFFORT_LIMIT
-
-
-def to_pulp(program: LinearProgram, *, scale: float = 1.0) -> tuple[Any, list[Any]]:
-    """The program as a ``pulp.LpProblem`` with its variables in column order."""
-    import pulp
-
-    problem = pulp.LpProblem("sharding", pulp.LpMinimize)
-    variables = [
-        pulp.LpVariable(f"v{column}", 0, None if math.isinf(upper) else upper, "Integer" if integer else "Continuous")
-        for column, (upper, integer) in enumerate(zip(program.uppers, program.integers))
-    ]
-    problem += pulp.LpAffineExpression([(v, cost * scale) for v, cost in zip(variables, program.costs)])
-    for row, (lower, upper) in enumerate(zip(program.row_lowers, program.row_uppers)):
-        start, end = program.starts[row], program.starts[row + 1]
-        terms: dict[int, float] = {}
-        for column, coefficient in zip(program.columns[start:end], program.coefficients[start:end]):
-            terms[column] = terms.get(column, 0.0) + coefficient
-        expression = pulp.LpAffineExpression([(variables[column], value) for column, value in terms.items()])
-        if lower == upper:
-            problem += expression == lower
-        else:
-            if math.isfinite(lower):
-                problem += expression >= lower
-            if math.isfinite(upper):
-                problem += expression <= upper
-    return problem, variables

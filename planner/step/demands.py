@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_models.fields import suggest
 from cost_models.schedules import SCHEDULES
+from planner.search.pulp_solver import HIGHS
 from planner.step.layout import AXES
 from planner.step.pricing import PIPELINE
 from planner.step.training import POLICIES, ZERO_STAGES, Training
@@ -43,6 +44,7 @@ class Demands:
         num_alternatives: how many plans to give, the best first.
         gap: the search stops when no plan can be better by more than this share.
         time_limit: seconds.
+        solver: PuLP's name of who solves programs with integers.
     """
 
     fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Demands:
     num_alternatives: int = 1
     gap: float = 9.5e-3
     time_limit: float = 90.0
+    solver: str = HIGHS
 
     def allows(self, name: str, value: Any) -> bool:
         return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())

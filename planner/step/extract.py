@@ -17,7 +17,7 @@ from passes.plan import Certificate, Plan
 from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from planner.search.extract import make_plan
 from planner.search.model_figures import compute_dtype, model_flops
-from planner.search.solver import default_solver
+from planner.search.pulp_solver import solver_text
 from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.collectives import step_collectives
 from planner.step.outcome import Outcome, Solution
@@ -60,7 +60,7 @@ def extract(
         bound=float(min(outcome.bound, solution.seconds)),
         gap=float(max(0.0, (solution.seconds - outcome.bound) / solution.seconds)) if solution.seconds else 0.0,
         status=outcome.status + (ALIKE if _splits_copies_alike(search) else ""),
-        solver=f"best first over candidates, {default_solver()} for shardings and stages",
+        solver=f"best first over candidates, {solver_text(search.demands.solver)} for shardings and stages",
         num_variables=solution.stages.num_variables,
         num_constraints=solution.stages.num_constraints,
     )

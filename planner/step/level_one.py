@@ -29,12 +29,17 @@ class Sharded:
         """Of one micro-batch, forward and backward, all units."""
         return self.variant.assignment.seconds
 
+    @property
+    def least_seconds(self) -> float:
+        """Of one micro-batch under any sharding of the same cut."""
+        return self.seconds - self.variant.slack
+
     @functools.cached_property
     def without_samples(self) -> float:
-        """``seconds`` but for what is summed over all samples, which a layout without data parallelism has not."""
+        """``least_seconds`` but for what is summed over all samples, which no layout without data parallelism has."""
         trees, problem = self.variant.assignment.trees, self.variant.problem
         axis = problem.mesh.names.index(DATA)
-        return self.seconds - sum(
+        return self.least_seconds - sum(
             item.copies * item.arc.forward + item.backward_copies * item.arc.backward
             for tree in trees.values()
             for item in tree

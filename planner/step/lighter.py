@@ -69,14 +69,14 @@ def _lighter(search: Search, solution: Solution, slowest: float) -> Iterator[Sol
     best = solution
     for candidate, sharded in _shardings(search, solution.candidate, slowest):
         other = replace(solution, candidate=candidate, sharded=sharded, problem=search.problem(candidate, sharded))
-        fitting = _within(other, memory_of(best) * (1.0 - MUCH), slowest)
+        fitting = _within(other, memory_of(best) * (1.0 - MUCH), slowest, search.demands.solver)
         if fitting is not None:
             best = fitting
             yield best
     low, high = 0.0, memory_of(best)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        fitting = _within(best, middle, slowest)
+        fitting = _within(best, middle, slowest, search.demands.solver)
         if fitting is None:
             low = middle
             continue
@@ -111,13 +111,13 @@ def memory_of(solution: Solution) -> float:
     return max(step_memory(as_step(solution.problem, solution.assignment)))
 
 
-def _within(solution: Solution, memory: float, slowest: float) -> Solution | None:
+def _within(solution: Solution, memory: float, slowest: float, solver: str) -> Solution | None:
     """The candidate under the same sharding in so many bytes on each device; None if that is too slow, or hard."""
     problem = replace(solution.problem, memory=tuple(min(memory, limit) for limit in solution.problem.memory))
     cutoff = slowest * (1.0 + 1e-9)
     if quick_bound(problem, cutoff=cutoff) >= cutoff:
         return None
-    solved = solve_stages(problem, effort=DIVE_EFFORT, cutoff=cutoff, gap=PRECISION)
+    solved = solve_stages(problem, effort=DIVE_EFFORT, cutoff=cutoff, gap=PRECISION, solver=solver)
     if solved is None or solved.assignment is None:
         return None
     return replace(solution, stages=solved)

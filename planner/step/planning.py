@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
@@ -27,7 +28,8 @@ from planner.step.layout import divisors
 from planner.step.level_one import LevelOne
 from planner.step.lighter import lightest
 from planner.step.longer_blocks import UnlikeCopies, longer_blocks
-from planner.step.outcome import Outcome
+from planner.step.lp_files import write_step_programs
+from planner.step.outcome import Outcome, Solution
 from planner.step.plainer import plainer
 from planner.step.progress import ANALYSING, Progress, Report
 from planner.step.search import Search
@@ -57,6 +59,7 @@ def plan_step(
     objective: str = "time",
     target_seconds: float | None = None,
     progress: Progress | None = None,
+    write_lp: str | Path | None = None,
 ) -> Plan:
     """Decide how a training step of ``graph`` (captured at the global batch) runs on ``cluster``.
 
@@ -65,6 +68,7 @@ def plan_step(
         objective: ``"time"``: the fastest step; ``"devices"``: the fewest devices whose step takes no more than
             ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
         progress: told how far planning is, see ``planner.step.progress``.
+        write_lp: where to write the plan's programs, see ``planner.step.lp_files``.
 
     Raises:
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
@@ -74,8 +78,12 @@ def plan_step(
         planner = _Planner(graph, demands, pins, progress)
         if objective == "devices":
             assert target_seconds is not None
-            return planner.fewest_devices(cluster, target_seconds)
-        return planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+            plan = planner.fewest_devices(cluster, target_seconds)
+        else:
+            plan = planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+        if write_lp is not None:
+            write_step_programs(planner.solutions[id(plan)][1], write_lp)
+        return plan
 
 
 def check_objective(objective: str, target_seconds: float | None) -> None:
@@ -98,11 +106,15 @@ class _Planner:
         if progress is not None:
             progress(Report(ANALYSING))
         self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
+        #: By id, every plan that was extracted and what it is of.
+        self.solutions: dict[int, tuple[Plan, Solution]] = {}
         self.pose(None)
 
     def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
         """Set up what all searches share; ``blocks``: those whose copies are planned alike, None for all there are."""
-        self.space = ShardingSpace.of(self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks)
+        self.space = ShardingSpace.of(
+            self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
+        )
         self.kept = KeptSpace.of(self.space, compiled=self.demands.compiled)
         if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
             self.space.unconverted = self.kept.logits  # what is demanded must be possible
@@ -159,7 +171,9 @@ class _Planner:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
             best, others = self.judged(cluster, demands, search, outcome)
         best = self.lightest(cluster, demands, search, outcome, best, others)
-        return extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+        plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+        self.solutions[id(plan)] = plan, best.solution
+        return plan
 
     def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
         """What a search with a smaller gap finds in the time that is left, beside what was found before."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
-from planner.search.linear import OPTIMAL, SECOND, TIME_LIMIT
+from planner.search.linear import OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.step.bounds import Bounds
 from planner.step.candidates import Candidate, candidates
 from planner.step.choices import Setting, unit_runs
@@ -303,7 +303,7 @@ class Search:
             return
         if candidate.layout.order == ORDERS[0] and not entry.weight:
             self.bounds.learn(candidate.cut, sharded.without_samples)
-        bound = self._bound(entry, sharded.seconds)
+        bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
             yield self._next(entry, bound, sharded=sharded)
         yield from self._with_fewer_bytes(entry, bound)
@@ -346,6 +346,7 @@ class Search:
             cutoff=cutoff if cutoff < float("inf") else None,
             gap=gap,
             proofs=entry.proofs,
+            solver=self.demands.solver,
         )
         if solved is None:
             self.counts["out of memory"] += 1
@@ -353,7 +354,7 @@ class Search:
         if solved.assignment is not None:
             self._add(Solution(entry.candidate, entry.sharded, entry.problem, solved))
         bound = max(entry.bound, solved.bound)
-        if solved.status in (CUTOFF, OPTIMAL) or bound >= self._cutoff():
+        if solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff():
             self._leave(bound)
             self.counts["pruned by bound"] += solved.assignment is None
         else:

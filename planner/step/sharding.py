@@ -20,9 +20,10 @@ from planner.search.constraints import Constraint, apply_constraints, foldable_r
 from planner.search.constraints import Demands as Pins
 from planner.search.ilp import ShardingIlp, build_ilp
 from planner.search.lattice import Lattices
-from planner.search.linear import LinearProgram
+from planner.search.linear import OPTIMAL, LinearProgram, Solution
 from planner.search.options import Offers
 from planner.search.problem import Problem, build_structure
+from planner.search.pulp_solver import HIGHS, short_name
 from planner.search.solver import solve
 from planner.search.space import Roles, fill_options
 from planner.step.following import Followed, follow_batch
@@ -64,19 +65,28 @@ class Cut:
 
 @dataclass(frozen=True)
 class Variant:
-    """One sharding of the whole (folded) graph: an option per element and the conversions between them."""
+    """One sharding of the whole (folded) graph: an option per element and the conversions between them.
+
+    Attributes:
+        ilp: the program whose solution it is.
+        slack: seconds by which the program's optimum may be less, where its solver proved no more.
+        along: with both axes, the sharding on the context axis alone, which it keeps.
+    """
 
     name: str
     cut: Cut
     problem: Problem
     pricing: StepPricing
     assignment: Assignment
+    ilp: ShardingIlp
+    slack: float = 0.0
+    along: Variant | None = None
 
 
 @dataclass
 class ShardingSpace:
     """What all cuts of one graph have in common, made once; ``rules`` narrow the options on the tensor axis, the values
-    ``unconverted`` are taken as they are made."""
+    ``unconverted`` are taken as they are made, ``solver`` solves the programs."""
 
     graph: Graph
     runs: tuple[BlockRun, ...]
@@ -87,6 +97,7 @@ class ShardingSpace:
     pins: Pins = field(default_factory=dict)
     rules: Rules | None = None
     unconverted: frozenset[str] = frozenset()
+    solver: str = HIGHS
 
     @functools.cached_property
     def offers(self) -> Offers:
@@ -100,6 +111,7 @@ class ShardingSpace:
         fusion: Fusion | None = None,
         pins: Pins | None = None,
         blocks: tuple[BlockRun, ...] | None = None,
+        solver: str = HIGHS,
     ) -> ShardingSpace:
         """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.search.constraints``.
 
@@ -110,8 +122,9 @@ class ShardingSpace:
         structure = build_structure(graph, runs, Cut(1).mesh)
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
         followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first)
+        states = state_derived(graph)
         return ShardingSpace(
-            graph, structure.runs, structure, followed, state_derived(graph), fusion or Fusion(), pinned
+            graph, structure.runs, structure, followed, states, fusion or Fusion(), pinned, solver=solver
         )
 
 
@@ -124,7 +137,7 @@ class Shardings:
     """
 
     def __init__(self, space: ShardingSpace, cut: Cut, prices: StepPrices, *, along: Variant | None = None) -> None:
-        self.cut = cut
+        self.cut, self.along, self.solver = cut, along, space.solver
         fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
@@ -140,16 +153,21 @@ class Shardings:
         none."""
         if not self.divides or self.fastest is None:
             return None
-        assignment: Assignment | None = self.fastest
-        if weight and self.fastest.memory:
-            assignment = _assignment(self._weighed(weight * self.fastest.seconds / self.fastest.memory), self.lattices)
-        if assignment is None:
+        best: _Solved | None = self.fastest
+        fastest = self.fastest.assignment
+        if weight and fastest.memory:
+            best = _solved(self._weighed(weight * fastest.seconds / fastest.memory), self.lattices, self.solver)
+        if best is None:
             return None
-        return Variant(f"bytes × {weight:g}", self.cut, self.problem, self.pricing, assignment)
+        name = f"bytes × {weight:g}"
+        return Variant(
+            name, self.cut, self.problem, self.pricing, best.assignment, best.ilp, self.fastest.slack, self.along
+        )
 
     @functools.cached_property
-    def fastest(self) -> Assignment | None:
-        return _assignment(self.ilp, self.lattices)
+    def fastest(self) -> _Solved | None:
+        """The fastest sharding."""
+        return _solved(self.ilp, self.lattices, self.solver)
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:
@@ -218,21 +236,40 @@ def without_never(program: LinearProgram) -> LinearProgram:
     return replace(program, costs=costs, uppers=uppers)
 
 
-def _assignment(ilp: ShardingIlp, lattices: Lattices) -> Assignment | None:
+@dataclass(frozen=True)
+class _Solved:
+    """The best assignment of a program, and how much less its objective may be."""
+
+    ilp: ShardingIlp
+    assignment: Assignment
+    slack: float
+
+
+def _solved(ilp: ShardingIlp, lattices: Lattices, solver: str) -> _Solved | None:
     """The best assignment, with what must not be chosen only if there is no other."""
-    values = _values(without_never(ilp.program))
-    if values is None:
-        values = _values(ilp.program)
-    return None if values is None else complete(ilp.problem, read_choices(ilp, values), lattices)
+    for program in (without_never(ilp.program), ilp.program):
+        solution = _solution(program, solver)
+        if solution.values is not None:
+            assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+            slack = 0.0 if solution.status == OPTIMAL else program.cost_of(solution.values) - solution.bound
+            return None if assignment is None else _Solved(replace(ilp, program=program), assignment, slack)
+    return None
 
 
-def _values(program: LinearProgram) -> list[float] | None:
-    """The best solution; the relaxation is nearly always integral, and solved in a fifth of the time."""
-    relaxed = replace(program, integers=[False] * program.num_variables)
-    solution = solve(relaxed, presolve=False)
-    if solution.values is not None and _is_fractional(program, solution.values):
-        solution = solve(program)
-    return solution.values
+def _solution(program: LinearProgram, solver: str) -> Solution:
+    """The best solution; the relaxation is nearly always integral, and HiGHS solves it in a fifth of the time.
+
+    Raises:
+        ValueError: if the solver gives up.
+    """
+    if solver == HIGHS:
+        solution = solve(program.relaxed(), presolve=False)
+        if solution.values is None or not _is_fractional(program, solution.values):
+            return solution
+    solution = solve(program, solver=solver)
+    if solution.values is None and not solution.infeasible:
+        raise ValueError(f"{short_name(solver)} found no sharding ({solution.status}): choose another solver")
+    return solution
 
 
 def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:

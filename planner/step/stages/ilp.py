@@ -70,7 +70,8 @@ from cost_models.order_path import Counts
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from cost_models.step_time import played_path, step_memory, step_seconds
-from planner.search.linear import OPTIMAL, SECOND, STOPPED, LinearProgram, Solution
+from planner.search.linear import OPTIMAL, SECOND, STOPPED, UNPROVED, LinearProgram, Solution
+from planner.search.pulp_solver import HIGHS
 from planner.search.solver import solve
 from planner.step.stages.balance import all_alike, balance, by_rounds
 from planner.step.stages.bounds import memory_shortfall, time_bounds
@@ -126,6 +127,8 @@ class StageSolution:
 
 #: How often a relaxation is solved at most, each time with one path more.
 _RELAXED = 40
+#: Gap and effort of finding the paths that a program needs.
+_PATH_GAP, _PATH_EFFORT = 1e-4, 10 * SECOND
 #: By whether memory counts: what was proved of a problem rank by rank.
 Proofs = dict[bool, Shares | Segments | None]
 
@@ -138,6 +141,7 @@ def solve_stages(
     cutoff: float | None = None,
     gap: float = 1e-4,
     proofs: Proofs | None = None,
+    solver: str = HIGHS,
 ) -> StageSolution | None:
     """The fastest assignment within memory, None if there is none at all.
 
@@ -149,6 +153,7 @@ def solve_stages(
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
         proofs: what ``bound_within_memory`` has found of the same problem.
+        solver: PuLP's name of who solves the integer program.
     """
     problem = folded(problem)
     if problem.num_units < problem.num_chunks:
@@ -156,7 +161,7 @@ def solve_stages(
     if memory_shortfall(problem) > 0:
         return None
     reduced, kept = undominated(problem)
-    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs).run(effort, deadline)
+    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs, solver).run(effort, deadline)
     if found is None or found.assignment is None:
         return found
     return replace(found, assignment=relabelled(found.assignment, kept))
@@ -182,6 +187,17 @@ def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf, proo
     return search.bound
 
 
+def whole_program(problem: StageProblem) -> StageProgram:
+    """The integer program of a problem within its memory, with all paths through the order that its optimum needs."""
+    reduced, _ = undominated(folded(problem))
+    search = _Search(reduced, math.inf, _PATH_GAP)
+    stage = search.program(None)
+    if stage.pipeline is not None:
+        search.effort = _PATH_EFFORT
+        search.solve(stage)
+    return stage
+
+
 def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
     """Assignments of an interleaved schedule whose rounds are alike: they may run faster than the closed form says of
     uneven ones. None for other schedules."""
@@ -192,8 +208,10 @@ def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
 class _Search:
     """Best assignment and bound so far for one problem."""
 
-    def __init__(self, problem: StageProblem, cutoff: float, gap: float, proofs: Proofs | None = None) -> None:
-        self.problem, self.cutoff, self.gap = problem, cutoff, gap
+    def __init__(
+        self, problem: StageProblem, cutoff: float, gap: float, proofs: Proofs | None = None, solver: str = HIGHS
+    ) -> None:
+        self.problem, self.cutoff, self.gap, self.solver = problem, cutoff, gap, solver
         self.proofs = {} if proofs is None else proofs
         self.bounds = time_bounds(problem)
         self.bound, self.load = self.bounds.step, self.bounds.load
@@ -391,8 +409,7 @@ class _Search:
         for _ in range(_RELAXED):
             if not self.effort:
                 break
-            relaxed = replace(stage.program, integers=[False] * stage.program.num_variables)
-            solution = self.solved(relaxed)
+            solution = self.solved(stage.program.relaxed())
             self.raise_bound(stage, solution)
             if solution.values is None or self.settled() or not add_longest_path(stage, solution.values):
                 break
@@ -402,7 +419,7 @@ class _Search:
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
         while True:
             start = encode(stage, self.best) if self.best is not None else None
-            solution = self.solved(stage.program, gap=self.gap, cutoff=limit, start=start)
+            solution = self.solved(stage.program, gap=self.gap, cutoff=limit, start=start, solver=self.solver)
             found = None if solution.values is None else decode(stage, solution.values)
             if found is not None:
                 self.offer(found)
@@ -421,7 +438,8 @@ class _Search:
         """What is known, as a result."""
         if self.best is None or self.objective >= self.cutoff:
             proved = self.bound >= self.cutoff * (1 - self.gap)
-            return StageSolution(None, math.inf, self.bound, CUTOFF if proved else NOTHING_FOUND, *self.size)
+            status = CUTOFF if proved else UNPROVED if status == UNPROVED else NOTHING_FOUND
+            return StageSolution(None, math.inf, self.bound, status, *self.size)
         if self.settled():
             status = OPTIMAL
         return StageSolution(self.best, self.objective, min(self.bound, self.objective), status, *self.size)
