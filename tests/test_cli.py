@@ -172,8 +172,8 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path, capsys: pytest.Captu
     target = tmp_path / "plan.json"
     planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8).save(target)
     assert main(["verify", "tiny-gpt2", "--mesh", str(target)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "a plan made for another model" in error
+    *_, error = capsys.readouterr().err.splitlines()  # transformers may have warned before
+    assert "a plan made for another model" in error
 
 
 def test_names_from_a_file_reach_the_terminal_without_control_characters(tmp_path: Path) -> None:
