@@ -103,7 +103,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How good the plan is within its model: seconds of the objective, a proved lower bound, and why it stopped."""
+    """How good the plan is within its model: seconds of the objective, a proved lower bound, and why it stopped.
+
+    The bound is of all plans that meet ``demands``: what was asked of the search that the rest of the plan does not say
+    (empty: something that no saved plan can say).
+    """
 
     objective: float
     bound: float
@@ -112,6 +116,7 @@ class Certificate:
     solver: str
     num_variables: int
     num_constraints: int
+    demands: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,8 @@ class FusionPlan:
 class PlanData:
     """The fields of a plan; see the module docstring for the naming of its parts.
 
-    All parts but ``step`` and ``collectives`` are of one micro-batch.
+    All parts but ``step`` and ``collectives`` are of one micro-batch. ``config_name``: name in the config library of
+    the model that was planned ("": a model from elsewhere).
     """
 
     model: str
@@ -163,4 +169,5 @@ class PlanData:
     constraints: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fusion: FusionPlan | None = None
+    config_name: str = ""
     version: int = PLAN_VERSION

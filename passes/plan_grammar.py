@@ -51,6 +51,7 @@ RECOMPUTE = _one_of("none", "regather", "selective", "full", CHUNKED_LOSS)
 #: Class and field → grammar of its texts, at any depth; ``{key}`` means the keys of a mapping.
 GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "Plan.fingerprint": (_pattern(r"[\w-]{0,64}"), "a hash"),
+    "Plan.config_name": (_pattern(r"[\w.-]{0,64}"), "a name of the config library"),
     "MeshShape.names": (AXIS, "the name of a mesh axis"),
     "TensorPlan.dtype": (DTYPE, "a dtype"),
     "TensorPlan.placement": (TYPE, "one of R, I, P and S(dim)"),

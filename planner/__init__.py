@@ -1,7 +1,8 @@
 """Meshwright: an auto-parallel planner for PyTorch.
 
 ``compile(model, mesh)`` gives a sharded module to train; ``plan(...)`` only decides, offline; ``verify(...)`` proves a
-plan against one device. Everything is imported at first use, so that ``import planner`` stays quick.
+plan against one device, ``audit(...)`` recomputes what a saved plan claims. Everything is imported at first use, so
+that ``import planner`` stays quick.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from cost_models import Cluster
     from passes.capture import CaptureError
     from passes.plan import Plan
+    from planner.auditing.audit import audit
     from planner.compilation import compile
     from planner.planning import plan
     from planner.trainer import Trainer
@@ -33,6 +35,7 @@ _HOMES = {
     "ParallelModule": "runtime.parallel_module",
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
+    "audit": "planner.auditing.audit",
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
     "plan": "planner.planning",
@@ -51,6 +54,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "Trainer",
+    "audit",
     "compile",
     "init",
     "plan",

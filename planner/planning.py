@@ -156,7 +156,7 @@ def plan(
     )
     if shape is not None:
         refuse_checkpoints(graph)
-        return plan_graph(
+        on_mesh = plan_graph(
             graph,
             hardware,
             mesh=shape,
@@ -168,6 +168,7 @@ def plan(
             write_lp=write_lp,
             fuse=fuse,
         )
+        return dataclasses.replace(on_mesh, config_name=_config_name(model))
     if graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
         demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
     graph, fusion = _fused(graph) if fuse else (graph, None)
@@ -181,7 +182,16 @@ def plan(
         progress=progress,
         write_lp=write_lp,
     )
-    return dataclasses.replace(found, fusion=fusion)
+    return dataclasses.replace(found, fusion=fusion, config_name=_config_name(model))
+
+
+def _config_name(model: Any) -> str:
+    """The library name that ``model`` is; of anything else nothing is kept."""
+    if not isinstance(model, str):
+        return ""
+    from planner.library import config_names
+
+    return model if model in config_names() else ""
 
 
 def _fused(graph: Graph) -> tuple[Graph, FusionPlan]:

@@ -32,6 +32,9 @@ def test_plan_prints_saves_and_shows_the_same_plan(tmp_path: Path, capsys: pytes
     assert main(["show", str(target)]) == 0
     assert capsys.readouterr().out in printed
     assert Plan.load(target).mesh.num_devices == 4
+    assert Plan.load(target).config_name == "tiny-llama"
+    assert main(["audit", str(target), "--no-bound"]) == 0
+    assert "0 NOT ok, 1 not checked" in capsys.readouterr().out
 
 
 def test_a_pin_is_obeyed(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ PHASES = (0, 1)
 
 @dataclass(frozen=True)
 class StateOfUnit:
-    """A parameter or buffer that a unit answers for: elements on one device; ``share``: 1 for one of its own, less for
-    one that copies have in common; ``tied``: other units use it too."""
+    """A parameter or buffer that a unit answers for: its elements on one device, how many copies of the unit have it in
+    common (1: it is each copy's own), and whether other units use it too (``tied``)."""
 
     value: Value
     elements: int

@@ -1,7 +1,7 @@
-"""The ``planner`` command: plan offline, show a plan, verify it, run a script on several processes.
+"""The ``planner`` command: plan offline, show a plan, audit it, verify it, run a script on several processes.
 
-Exit codes: 0 success, 1 a verification that failed, 2 an error in what was asked (one line on standard error), and
-those of a shell for a pipe that was closed (141) and an interrupt (130).
+Exit codes: 0 success, 1 a verification or an audit that failed, 2 an error in what was asked (one line on standard
+error), and those of a shell for a pipe that was closed (141) and an interrupt (130).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from cost_models.text import printable, printable_lines
 from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
+from planner.cli.audit import add_audit
 from planner.cli.plan import add_plan
 from planner.cli.run import add_run
 
@@ -26,6 +27,7 @@ _EXAMPLES = """examples:
   planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json
   planner plan ./my-model/config.json --cluster my-cluster.toml --mesh dp=4,tp=2 --global-batch 32 --seq-len 512
   planner show plan.json --operators
+  planner audit plan.json
   planner verify tiny-llama --mesh dp=2,tp=2
   planner run --nproc 4 train.py --epochs 3
   planner demo
@@ -74,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_plan, _add_show, _add_verify, add_run, _add_demo):
+    for add in (add_plan, _add_show, add_audit, _add_verify, add_run, _add_demo):
         add(commands)
     return parser
 

@@ -129,7 +129,17 @@ def search(
         solved.ilp.problem,
         solved.assignment,
         pricing,
-        certificate=_certificate(solved),
+        certificate=_certificate(
+            solved,
+            demands={
+                "memory_limit": memory_limit,
+                "forbid_collectives": list(forbidden),
+                "forbid_replicated_matmul": forbid_replicated_matmul,
+                "fold": fold,
+            }
+            if pinned is None and baseline is None and rules is rule_for and flops is forward_flops
+            else {},
+        ),
         cluster=cluster_info,
         constraints=pins,
         memory_limit=memory_limit,
@@ -201,7 +211,7 @@ def _assignment(
     return _assignment(ilp, anything, lattices, memory_limit, time_limit)
 
 
-def _certificate(solved: Solved) -> Certificate:
+def _certificate(solved: Solved, *, demands: dict[str, Any]) -> Certificate:
     program, solution, objective = solved.ilp.program, solved.solution, solved.assignment.seconds
     bound = min(max(solved.bound, 0.0), objective)
     return Certificate(
@@ -212,4 +222,5 @@ def _certificate(solved: Solved) -> Certificate:
         solver=solution.solver,
         num_variables=program.num_variables,
         num_constraints=program.num_constraints,
+        demands=demands,
     )

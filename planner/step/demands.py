@@ -106,6 +106,22 @@ def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -
     return {**(fix or {}), **fixed}
 
 
+def recorded(demands: Demands) -> dict[str, Any]:
+    """What a certificate says of ``demands``, for ``read_demands``: all that a plan does not say elsewhere, but time.
+
+    Nothing if there are demands that are not for users.
+    """
+    if not demands.fixed.keys() | demands.forbidden.keys() <= CHOICES.keys():
+        return {}
+    return {
+        "fix": {name: sorted(values) for name, values in sorted(demands.fixed.items())},
+        "forbid": {name: sorted(values) for name, values in sorted(demands.forbidden.items())},
+        "memory_limit": demands.memory_limit,
+        "num_alternatives": demands.num_alternatives,
+        "gap": demands.gap,
+    }
+
+
 def read_demands(
     fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None, **options: Any
 ) -> Demands:

@@ -20,6 +20,7 @@ from planner.search.model_figures import compute_dtype, model_flops
 from planner.search.pulp_solver import solver_text
 from planner.step.choices import state_bytes, with_tied_copies
 from planner.step.collectives import step_collectives
+from planner.step.demands import recorded
 from planner.step.outcome import Outcome, Solution
 from planner.step.pricing import CONTEXT, DATA, TENSOR
 from planner.step.search import Search
@@ -63,6 +64,7 @@ def extract(
         solver=f"best first over candidates, {solver_text(search.demands.solver)} for shardings and stages",
         num_variables=solution.stages.num_variables,
         num_constraints=solution.stages.num_constraints,
+        demands=recorded(search.demands),
     )
     variant = sharded.variant
     plan = make_plan(

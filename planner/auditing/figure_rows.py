@@ -1,0 +1,125 @@
+"""Rows of an audit: the seconds and bytes that a plan claims, beside those priced and counted again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from passes.plan import ConversionPlan, Plan
+from passes.step_plan import RankMemory
+from passes.tables import format_bytes
+from planner.auditing.audit_report import BYTES, NUMBER, SHARE, AuditRow, compared
+from planner.auditing.step_prices import RepricedStep, reprice
+from planner.auditing.subject import AuditSubject
+from planner.search.model_figures import batch_size_of, compute_dtype, model_flops
+
+
+def figure_rows(subject: AuditSubject) -> Iterator[AuditRow]:
+    """Objective, simulated seconds, costs of a micro-batch, memory, conversions.
+
+    Raises:
+        ValueError: as ``reprice``.
+    """
+    plan = subject.plan
+    priced = reprice(subject.graph, plan, subject.cluster)
+    yield compared("objective (closed form of the step)", plan.certificate.objective, priced.seconds.total)
+    yield from _time_rows(subject, priced)
+    yield from _chunk_rows(plan, priced)
+    yield from _micro_batch_rows(plan, priced)
+    yield from _memory_rows(plan, priced)
+    yield from _limit_rows(subject, priced)
+    yield _conversion_row(plan.conversions, priced.walk.conversions)
+
+
+def _time_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow]:
+    """Seconds of the step by the closed form and by the simulator, and what follows from them."""
+    costs, seconds, report = subject.plan.step.costs, priced.seconds, priced.simulated()
+    yield compared("step, closed form", costs.seconds, seconds.total)
+    yield compared("step, simulated", costs.simulated, report.seconds)
+    yield compared("pipeline", costs.pipeline, seconds.pipeline)
+    yield compared("gradient reductions left over", costs.tail, seconds.tail, least=seconds.total)
+    yield compared("optimizer", costs.update, seconds.update, least=seconds.total)
+    yield compared("bubble", costs.bubble, max(rank.bubble_fraction for rank in report.ranks), SHARE, least=1.0)
+    exposed = max(rank.exposed_seconds for rank in report.ranks)
+    yield compared("exposed communication", costs.exposed, _ratio(exposed, report.seconds), SHARE, least=1.0)
+    flops, cluster = model_flops(subject.graph), subject.cluster
+    peak = cluster.device.peak_flops(compute_dtype(subject.graph)) * subject.plan.step.num_devices
+    yield compared("model flops", costs.flops, flops, NUMBER)
+    yield compared("utilisation", costs.utilisation, _ratio(flops, report.seconds * peak), SHARE)
+    samples = batch_size_of(subject.graph)
+    yield compared("samples in a step", subject.plan.step.global_batch, samples, NUMBER)
+    yield compared("samples per second", costs.samples_per_second, _ratio(samples, report.seconds), NUMBER)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _chunk_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:
+    """Seconds of each chunk for one micro-batch."""
+    for phase in ("forward", "backward"):
+        claimed = [float(getattr(chunk, phase)) for chunk in plan.step.chunks]
+        summed = [sum(getattr(layer, phase) * count for layer, count in chunk.layers) for chunk in priced.step.chunks]
+        rows = [compared(f"chunk, {phase}", ours, again) for ours, again in zip(claimed, summed, strict=True)]
+        yield _worst(rows, "chunk")
+
+
+def _micro_batch_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:
+    """Of one micro-batch through the whole model: seconds by stream, and bytes if nothing is recomputed or divided."""
+    costs, again = plan.costs, priced.walk.costs
+    for stream in ("compute", "communication"):
+        for phase in ("forward", "backward"):
+            name = f"{stream}_{phase}"
+            claimed, repriced = getattr(costs, name), getattr(again, name)
+            yield compared(f"one micro-batch, {stream} {phase}", claimed, repriced, least=again.total)
+    parts = dict.fromkeys((*again.memory, *costs.memory))
+    rows = [compared("", costs.memory.get(part, 0), again.memory.get(part, 0), BYTES) for part in parts]
+    differing = next((part for part, row in zip(parts, rows) if not row.ok), "")
+    claimed_bytes, counted = sum(costs.memory.values()), sum(again.memory.values())
+    row = compared("one micro-batch, memory without recomputation", claimed_bytes, counted, BYTES)
+    yield dataclasses.replace(row, ok=not differing, why=f"{differing} differ" if differing else "")
+
+
+def _memory_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:
+    """Bytes of the ranks at their peak, by part and together."""
+    for part in (field.name for field in dataclasses.fields(RankMemory)):
+        rows = [
+            compared(f"memory at its peak, {part}", getattr(ours, part), getattr(again, part), BYTES, least=total)
+            for ours, again, total in zip(plan.step.memory, priced.parts, priced.memory, strict=True)
+        ]
+        yield _worst(rows, "rank")
+    totals = zip(plan.step.memory, priced.memory, strict=True)
+    yield _worst([compared("memory at its peak", ours.total, again, BYTES) for ours, again in totals], "rank")
+
+
+def _worst(rows: Sequence[AuditRow], of_what: str) -> AuditRow:
+    """One row for all chunks or ranks: that which differs, or if none does the largest."""
+    index = max(range(len(rows)), key=lambda each: (not rows[each].ok, rows[each].recomputed))
+    if len(rows) == 1:
+        return rows[0]
+    which = f"{of_what} {index} of {len(rows)}"
+    return dataclasses.replace(rows[index], why=f"{which}, the largest" if rows[index].ok else which)
+
+
+def _limit_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow]:
+    """The memory limit, and whether the fullest rank keeps it if the search had to."""
+    step, usable = subject.plan.step, subject.cluster.device.usable_bytes
+    demanded = subject.plan.certificate.demands.get("memory_limit")
+    if step.decides_units:
+        limit = (usable if demanded is None else min(usable, demanded)) * (1.0 - step.headroom)
+    else:
+        limit = usable if demanded is None else demanded
+    yield compared("memory limit", step.memory_limit, limit, BYTES)
+    if step.decides_units or demanded is not None:
+        fullest = max(priced.memory)
+        fits = fullest <= limit * (1.0 + 1e-9)
+        why = "" if fits else "the fullest rank holds more"
+        yield AuditRow("memory limit kept", f"at most {format_bytes(limit)}", fullest, BYTES, fits, why)
+
+
+def _conversion_row(claimed: Iterable[ConversionPlan], counted: Iterable[ConversionPlan]) -> AuditRow:
+    """Every conversion with its copies, collectives and bytes."""
+    ours, again = set(claimed), set(counted)
+    wrong = sorted(ours ^ again, key=lambda each: (each.value, each.target))
+    why = f"{wrong[0].value} to {' '.join(wrong[0].target)} is done otherwise" if wrong else ""
+    return AuditRow("conversions", float(len(ours)), float(len(again)), NUMBER, not wrong, why)

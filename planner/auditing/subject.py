@@ -1,0 +1,123 @@
+"""The subject of an audit: a plan, the graph of its model, and its cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models import Cluster
+from passes.fingerprint import fingerprint
+from passes.fuse import Fused
+from passes.ir.errors import CaptureError
+from passes.ir.graph import Graph
+from passes.plan import Plan, TensorPlan
+
+
+@dataclass(frozen=True)
+class AuditSubject:
+    """What the checks of an audit look at.
+
+    Attributes:
+        captured: the model's graph at the plan's global batch; ``graph``: as the plan was made of it, fused if that is.
+        fused: what the pattern pass did, None for a plan without fused operators.
+    """
+
+    plan: Plan
+    captured: Graph
+    graph: Graph
+    fused: Fused | None
+    cluster: Cluster
+
+
+def subject_of(
+    plan: Plan,
+    model: Any = None,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    cluster: Cluster | None = None,
+) -> AuditSubject:
+    """Capture the model of ``plan``, at the shapes in the plan unless there are ``example_inputs``.
+
+    Raises:
+        ValueError: if the plan does not name its model and none is passed, or if the model is another.
+        CaptureError: if the model cannot be captured.
+    """
+    from planner.planning import capture_for_planning
+
+    try:
+        captured = capture_for_planning(
+            _named_model(plan) if model is None else model,
+            example_inputs=_inputs_of(plan) if example_inputs is None else example_inputs,
+            loss_fn=loss_fn,
+            dtype=_float_dtype(plan.states),
+            training=plan.training,
+        )
+    except CaptureError as error:
+        if loss_fn is not None:
+            raise
+        raise CaptureError(f"{error}; if the plan was made with a loss_fn, pass the loss_fn here, too") from error
+    _check_same_model(plan, captured)
+    fused = None
+    if plan.fusion is not None:
+        import runtime.kernels  # noqa: F401  (registers the operators)
+        from passes.fuse import fuse
+
+        fused = fuse(captured, tolerance=plan.fusion.tolerance)
+    graph = captured if fused is None else fused.graph
+    return AuditSubject(plan, captured, graph, fused, cluster or Cluster.from_dict(plan.cluster))
+
+
+def _named_model(plan: Plan) -> str:
+    """The name in the config library; nothing else that a file says is looked for on this machine."""
+    from planner.library import config_names
+
+    if plan.config_name not in config_names():
+        what = (
+            f"names no config of the library ({plan.config_name!r})" if plan.config_name else "does not name its model"
+        )
+        raise ValueError(
+            f"the plan of {plan.model} {what}: pass the model (--model: a library name, the path of a config, or "
+            "MODULE:FUNCTION or FILE.py:FUNCTION that returns the module)"
+        )
+    return plan.config_name
+
+
+def _inputs_of(plan: Plan) -> Mapping[str, Any] | tuple[Any, ...]:
+    """Inputs without data of the shapes in the plan: by name, or positional ones where all names are places."""
+    from planner.compilation import planned_inputs
+
+    if not plan.inputs or not all(name.isdigit() for name in plan.inputs):
+        return planned_inputs(plan)
+    named = {f"_{name}": tensor for name, tensor in plan.inputs.items()}
+    tensors = planned_inputs(dataclasses.replace(plan, inputs=named))
+    return tuple(tensors[f"_{place}"] for place in range(len(tensors)))
+
+
+def _float_dtype(states: Mapping[str, TensorPlan]) -> str | None:
+    """The dtype of most floating-point parameters."""
+    counts = Counter(state.dtype for state in states.values() if state.trainable and "float" in state.dtype)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _check_same_model(plan: Plan, graph: Graph) -> None:
+    """Raise ValueError if the parameters, inputs or outputs of ``graph`` are not those that ``plan`` is of."""
+    if fingerprint(graph) != plan.fingerprint:
+        raise ValueError(
+            f"the plan is of another model: {plan.model} with fingerprint {plan.fingerprint}, not this "
+            f"{graph.model_name} with {fingerprint(graph)} (other paths, shapes or dtypes of parameters); pass the "
+            "model that it was made of"
+        )
+    inputs = {".".join(map(str, path)) for path in graph.input_paths}
+    for what, planned, captured in (
+        ("inputs", set(plan.inputs), inputs),
+        ("outputs", set(plan.outputs), {*graph.outputs}),
+    ):
+        if planned != captured:
+            raise ValueError(
+                f"the plan has {what} {', '.join(sorted(planned))}; this {graph.model_name} has "
+                f"{', '.join(sorted(captured))}: pass the loss_fn and example_inputs that it was planned with"
+            )
