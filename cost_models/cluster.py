@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models import live
 from cost_models.cluster_format import format_cluster, parse_cluster
+from cost_models.cluster_graph import num_parts, whole_graph
 from cost_models.fields import check_finite, suggest
 from cost_models.files import read_toml
 from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
 from cost_models.presets import load_preset, preset_names
 from cost_models.text import printable
+from cost_models.topology import expand_topology
 
 if TYPE_CHECKING:
     import networkx
@@ -76,15 +78,16 @@ class Cluster:
         if not 1 <= num_devices <= self.num_devices:
             raise ValueError(f"cluster {self.name!r} has {self.num_devices} devices, cannot take {num_devices} of them")
         levels, inner = [], 1
-        for level in self.levels:
+        for index, level in enumerate(self.levels):
             size = min(level.group_size, num_devices)
             if size % inner:
                 raise ValueError(
                     f"{num_devices} devices of cluster {self.name!r} would cut a group of {inner}: take a multiple of"
                     f" {inner}, or fewer than it has"
                 )
-            kept = tuple(item for item in level.exceptions if item.group < num_devices // size)
-            levels.append(replace(level, group_size=size, exceptions=kept))
+            exceptions = tuple(item for item in level.exceptions if item.group < num_devices // size)
+            level = level.with_parts(size // inner, of=num_parts(self.levels, index))
+            levels.append(replace(level, group_size=size, exceptions=exceptions))
             inner = size
         groups, left = [], num_devices
         for group in self.groups:
@@ -112,7 +115,7 @@ class Cluster:
                 f"unknown cluster {name!r}{hint or ':'} known are {', '.join(preset_names())}; or give the path of a"
                 " .toml file"
             )
-        data = load_preset(name)
+        data = dict(expand_topology(load_preset(name)))
         return Cluster.from_dict(_resized(data, text, sizes) if colon else data)
 
     @staticmethod
@@ -173,31 +176,9 @@ class Cluster:
         level = {"name": "link", "size": num_devices, "latency": latency, "bandwidth": bandwidth}
         return Cluster.from_dict({"name": "uniform", "device": device, "levels": [level]})
 
-    def graph(self) -> networkx.Graph:
-        """The cluster as a ``networkx`` graph.
-
-        Nodes: every rank (an int, attribute ``device``), and every group of every level, as a switch named
-        ``"<level>[<index>]"`` (attribute ``level``). Edges join a rank or switch to the switch outside it, with
-        ``latency`` and ``bandwidth`` of that group's links. Two ranks talk at the pace of the slowest edge between.
-        """
-        import networkx  # imported here: it takes longer than everything else in this package
-
-        graph = networkx.Graph(name=self.name)
-        devices = [group.device for group in self.groups for _ in range(group.count)]
-        graph.add_nodes_from((rank, {"device": device}) for rank, device in enumerate(devices))
-        inner: list[int | str] = list(range(self.num_devices))
-        for level in self.levels:
-            switches: list[int | str] = []
-            fan_in = len(inner) * level.group_size // self.num_devices
-            for index in range(self.num_devices // level.group_size):
-                switch = f"{level.name}[{index}]"
-                latency, bandwidth = level.group_link(index)
-                graph.add_node(switch, level=level.name)
-                for member in inner[index * fan_in : (index + 1) * fan_in]:
-                    graph.add_edge(member, switch, latency=latency, bandwidth=bandwidth)
-                switches.append(switch)
-            inner = switches
-        return graph
+    def graph(self) -> networkx.DiGraph:
+        """The cluster as a ``networkx`` graph: every device, switch and link, see ``cost_models.cluster_graph``."""
+        return whole_graph(self.name, self.groups, self.levels)
 
 
 def _resized(data: dict[str, Any], text: str, sizes: str) -> dict[str, Any]:

@@ -60,6 +60,12 @@ fall with size, nor rise so fast that more work takes less time. ``tiles`` (matm
 ``cost_models.efficiency.Tiling`` says about shapes. ``efficiency = "h100"`` takes a set of curves that comes with the
 package (``cost_models/presets/efficiency``).
 
+**Wiring.** A level may say ``wiring = "uplink"``, ``"rail"``, ``"ring"``, ``"line"`` or ``"links"`` in the place of
+``"switch"``, see ``cost_models.hardware.LinkLevel``. A level of links has a list of them: ``links = [{ a = 0, b = 1 },
+{ a = 1, b = "switch", bandwidth = 6e9, latency = 2e-6 }]``, where numbers are the parts that it joins, in rank order,
+texts switches; what a link does not say is the level's. ``[topology]`` writes such levels, see
+``cost_models.topology``.
+
 **Levels.** Without ``protocols`` a collective costs ``latency`` once, whatever the number of steps, and its bytes at
 the full bandwidth: the α-β model. A protocol has its own latency, a latency of each step, and the share of the
 bandwidth that it reaches by the bytes of the collective. Levels that a collective crosses together use protocols of the
@@ -86,13 +92,15 @@ from cost_models.fields import (
     get_text,
 )
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
+from cost_models.topology import expand_topology
+from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
 _TOP_KEYS = ("name", "device", "devices", "levels", "match")
 _DEVICE_KEYS = (
     "name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead", "reserved_bytes", "overlap_slowdown",
     "efficiency",
 )  # fmt: skip
-_LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions")
+_LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions", "wiring", "links")
 _PROTOCOL_KEYS = ("name", "latency", "hop_latency", "bandwidth_efficiency")
 _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
@@ -104,7 +112,7 @@ def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLe
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
     """
-    table = as_table(data, "the cluster")
+    table = expand_topology(as_table(data, "the cluster"))
     check_keys(table, _TOP_KEYS, "the cluster")
     levels = _parse_levels(get_tables(table, "levels", "the cluster"))
     return get_text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels
@@ -145,6 +153,12 @@ def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
         "name": level.name, "size": size, "latency": level.latency, "bandwidth": level.bandwidth,
         "shared_by": level.shared_by,
     }  # fmt: skip
+    if level.wiring != "switch":
+        data["wiring"] = level.wiring
+    if level.wires:
+        data["links"] = [
+            {"a": wire.a, "b": wire.b, "bandwidth": wire.bandwidth, "latency": wire.latency} for wire in level.wires
+        ]
     if level.protocols:
         data["protocols"] = [
             {
@@ -207,6 +221,7 @@ def _parse_levels(tables: list[Table]) -> tuple[LinkLevel, ...]:
         _parse_level(table, f"levels[{index}]", math.prod(sizes[: index + 1]), math.prod(sizes[index + 1 :]))
         for index, table in enumerate(tables)
     )
+    check_wiring(levels)
     names = [level.name for level in levels]
     if len(set(names)) != len(names):
         raise ValueError(f"the names of [[levels]] must differ, got {', '.join(names)}")
@@ -214,14 +229,18 @@ def _parse_levels(tables: list[Table]) -> tuple[LinkLevel, ...]:
 
 
 def _parse_level(table: Table, where: str, group_size: int, num_groups: int) -> LinkLevel:
+    wiring = get_wiring(table, where)
+    wires = parse_wires(table, where) if wiring == "links" else ()
     return LinkLevel(
         name=get_text(table, "name", where),
         group_size=group_size,
-        latency=get_seconds(table, "latency", where),
-        bandwidth=get_number(table, "bandwidth", where),
+        latency=max((wire.latency for wire in wires), default=get_seconds(table, "latency", where)),
+        bandwidth=min((wire.bandwidth for wire in wires), default=get_number(table, "bandwidth", where)),
         exceptions=_parse_exceptions(table, where, num_groups),
         shared_by=get_count(table, "shared_by", where) if "shared_by" in table else 1,
         protocols=_parse_protocols(table, where),
+        wiring=wiring,
+        wires=wires,
     )
 
 

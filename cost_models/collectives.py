@@ -10,7 +10,6 @@ algorithms and protocols is taken, as NCCL does (its tuning model: src/graph/tun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -43,7 +42,7 @@ def ring_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> fl
     return min(
         _alpha(protocols)
         + rounds * sum(step * protocol.hop_latency for step, protocol in zip(steps, protocols))
-        + SENT_SHARE[collective](size) * num_bytes / _bandwidth(spans, protocols, num_bytes)
+        + SENT_SHARE[collective](size) * num_bytes / _bandwidth("ring", spans, protocols, num_bytes)
         for protocols in _protocols(spans)
     )
 
@@ -51,15 +50,16 @@ def ring_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> fl
 def tree_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
     """Two binary trees, each reducing half of the tensor up to its root and sending it back down (all-reduce only).
 
-    T = α + 2·Σ_levels ⌈log₂ parts⌉·hop + 2·bytes / min_levels (inside·bandwidth). Every rank is a leaf of one tree and
-    inside the other, so that it sends two tensors in all. Source: Sanders, Speck and Träff, "Two-tree algorithms for
+    T = α + 2·Σ_levels ⌈log₂ parts⌉·hop + 2·bytes / min_levels (inside·bandwidth), where devices pass messages on the
+    links up to the root in the place of the logarithm. Every rank is a leaf of one tree and inside the other, so that
+    it sends two tensors in all. Source: Sanders, Speck and Träff, "Two-tree algorithms for
     full bandwidth broadcast, reduction and scan", 2009; NCCL 2.4's double binary trees.
     """
     rounds = _ROUNDS[collective]
     return min(
         _alpha(protocols)
-        + rounds * sum(math.ceil(math.log2(span.parts)) * item.hop_latency for span, item in zip(spans, protocols))
-        + rounds * num_bytes / _bandwidth(spans, protocols, num_bytes)
+        + rounds * sum(span.tree_hops * item.hop_latency for span, item in zip(spans, protocols))
+        + rounds * num_bytes / _bandwidth("tree", spans, protocols, num_bytes)
         for protocols in _protocols(spans)
     )
 
@@ -79,7 +79,26 @@ def hierarchical_seconds(collective: str, num_bytes: float, spans: Sequence[Span
     if collective != "all_reduce":
         return ring_seconds(collective, num_bytes, [inner]) + hierarchical_seconds(collective, between, outer)
     within = ring_seconds("reduce_scatter", num_bytes, [inner]) + ring_seconds("all_gather", num_bytes, [inner])
-    return within + min(ALGORITHMS["all_reduce"][name](collective, between, outer) for name in ALGORITHMS["all_reduce"])
+    return within + seconds_over(collective, num_bytes=between, spans=outer)
+
+
+def bucket_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """On a torus: a share of the tensor for each dimension, which it begins with and then takes the others in turn.
+
+    So the links of all dimensions are busy at once. T = Σ_phases max_shares T(ring of the share in its dimension); on D
+    equal dimensions a D-th of ``hierarchical``, latencies aside. Source: Jain and Sabharwal, "Optimal bucket algorithms
+    for large MPI collectives on torus interconnects", 2010.
+    """
+    dimensions = [replace(span, inside=1) for span in spans]
+    seconds = 0.0
+    for phase in range(len(dimensions)):
+        slowest = 0.0
+        for first in range(len(dimensions)):
+            order = dimensions[first:] + dimensions[:first]
+            gathered = num_bytes / len(dimensions) / group_size(order[:phase])
+            slowest = max(slowest, ring_seconds("all_gather", gathered, [order[phase]]))
+        seconds += slowest
+    return seconds * _ROUNDS[collective]
 
 
 def pairwise_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
@@ -92,7 +111,7 @@ def pairwise_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -
     return min(
         _alpha(protocols)
         + max(
-            span.inside * (span.parts - 1) * piece / (span.bandwidth * item.bandwidth_efficiency(num_bytes))
+            span.inside * (span.parts - 1) * piece / (span.bandwidth.exchange * item.bandwidth_efficiency(num_bytes))
             for span, item in zip(spans, protocols)
         )
         for protocols in _protocols(spans)
@@ -106,7 +125,7 @@ def message_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) ->
     """
     return max(
         span.latency
-        + min(num_bytes / (span.message_bandwidth * item.bandwidth_efficiency(num_bytes)) for item in span.protocols)
+        + min(num_bytes / (span.bandwidth.message * item.bandwidth_efficiency(num_bytes)) for item in span.protocols)
         for span in spans
     )
 
@@ -115,9 +134,14 @@ Algorithm = Callable[[str, float, Sequence[Span]], float]
 
 #: By collective, the algorithms that can do it.
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "all_reduce": {"ring": ring_seconds, "tree": tree_seconds, "hierarchical": hierarchical_seconds},
-    "all_gather": {"ring": ring_seconds, "hierarchical": hierarchical_seconds},
-    "reduce_scatter": {"ring": ring_seconds, "hierarchical": hierarchical_seconds},
+    "all_reduce": {
+        "ring": ring_seconds,
+        "tree": tree_seconds,
+        "hierarchical": hierarchical_seconds,
+        "bucket": bucket_seconds,
+    },
+    "all_gather": {"ring": ring_seconds, "hierarchical": hierarchical_seconds, "bucket": bucket_seconds},
+    "reduce_scatter": {"ring": ring_seconds, "hierarchical": hierarchical_seconds, "bucket": bucket_seconds},
     "all_to_all": {"pairwise": pairwise_seconds},
     "send_recv": {"message": message_seconds},
 }
@@ -129,22 +153,29 @@ def seconds_over(collective: str, *, num_bytes: float, spans: Sequence[Span], al
     A group of one device communicates nothing: 0.
 
     Raises:
-        ValueError: if the collective is not known, or the algorithm cannot do it.
+        ValueError: if the collective is not known, or the algorithm cannot do it, at all or over these links.
     """
     if collective not in ALGORITHMS:
         raise ValueError(f"unknown collective {collective!r}: expected one of {', '.join(ALGORITHMS)}")
-    known = ALGORITHMS[collective]
-    if algorithm is not None and algorithm not in known:
-        raise ValueError(f"no algorithm {algorithm!r} for {collective}: expected one of {', '.join(known)}")
+    algorithms = ALGORITHMS[collective]
+    if algorithm is not None and algorithm not in algorithms:
+        raise ValueError(f"no algorithm {algorithm!r} for {collective}: expected one of {', '.join(algorithms)}")
     if not spans:
         return 0.0
+    if algorithm == "bucket" and not all(span.is_direct for span in spans):
+        raise ValueError("algorithm 'bucket' needs links between the devices themselves, as a torus has: take another")
     if algorithm is not None:
-        return known[algorithm](collective, num_bytes, spans)
+        return algorithms[algorithm](collective, num_bytes, spans)
     return min(
-        seconds(collective, num_bytes, spans)
-        for seconds in known.values()
-        if len(spans) > 1 or seconds is not hierarchical_seconds  # on one level that is the ring
+        seconds(collective, num_bytes, spans) for seconds in algorithms.values() if _differs_from_ring(seconds, spans)
     )
+
+
+def _differs_from_ring(seconds: Algorithm, spans: Sequence[Span]) -> bool:
+    """Whether an algorithm can be used over these levels and is not the ring by another name."""
+    if seconds is bucket_seconds:
+        return len(spans) > 1 and all(span.is_direct for span in spans)
+    return seconds is not hierarchical_seconds or len(spans) > 1
 
 
 def collective_seconds(
@@ -178,18 +209,22 @@ def _alpha(protocols: Sequence[Protocol]) -> float:
     return max(protocol.latency for protocol in protocols)
 
 
-def _bandwidth(spans: Sequence[Span], protocols: Sequence[Protocol], num_bytes: float) -> float:
-    """What a part of the group sends per second over the level that is tightest for it."""
+def _bandwidth(pattern: str, spans: Sequence[Span], protocols: Sequence[Protocol], num_bytes: float) -> float:
+    """What a part of the group sends per second, in a ``"ring"`` or ``"tree"``, over the level tightest for it."""
     return min(
-        span.inside * span.bandwidth * item.bandwidth_efficiency(num_bytes) for span, item in zip(spans, protocols)
+        span.inside * getattr(span.bandwidth, pattern) * item.bandwidth_efficiency(num_bytes)
+        for span, item in zip(spans, protocols)
     )
 
 
 def _ring_steps(spans: Sequence[Span]) -> list[int]:
-    """By level, how many of a ring's n−1 steps wait for it: between P parts P−1, inside them the rest."""
+    """By level, how many of a ring's n−1 steps wait for it: between P parts P−1, inside them the rest.
+
+    A step counts for each link that it passes.
+    """
     steps, outer = [], 1
     for span in reversed(spans):
-        steps.append((span.parts - 1) * outer)
+        steps.append((span.parts - 1) * outer * span.ring_hops)
         outer *= span.parts
     return steps[::-1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models.dtypes import RATE_STAND_IN
 from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
@@ -98,8 +98,27 @@ class Protocol:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """One link of a level that is wired link by link: ``a`` and ``b`` are parts (numbers) or switches (names).
+
+    ``bandwidth`` is bytes per second in each direction, ``latency`` seconds.
+    """
+
+    a: int | str
+    b: int | str
+    bandwidth: float
+    latency: float
+
+
+#: How a level's links run, see ``LinkLevel.wiring``.
+WIRINGS = ("switch", "uplink", "rail", "ring", "line", "links")
+
+
+@dataclass(frozen=True)
 class LinkLevel:
     """The links that join devices into groups of ``group_size`` consecutive ranks (a node, a rack, everything).
+
+    A group of the level before is a *part* of this level's groups (of the innermost level: a device).
 
     Attributes:
         name: ``"nvlink"``, ``"network"``, …
@@ -110,6 +129,12 @@ class LinkLevel:
         shared_by: how many consecutive devices share one link to this level (8: a host of 8 with one network card).
         protocols: of which the fastest is used; none given: one, of this ``latency``, the same for any number of
             steps, at full bandwidth.
+        wiring: ``"switch"``: links from the devices to a switch that reaches all of the group. ``"uplink"``: one link
+            from each switch of the level inside to a switch above (fat trees). ``"rail"``: a switch for each position
+            in a part, to which the devices at that position are linked. ``"ring"``, ``"line"``: each device is linked
+            to those at its position in the parts before and after (a torus has a ring for each dimension).
+            ``"links"``: the same between the parts that ``wires`` names.
+        wires: the links of wiring ``"links"``.
     """
 
     name: str
@@ -119,6 +144,29 @@ class LinkLevel:
     exceptions: tuple[LinkException, ...] = ()
     shared_by: int = 1
     protocols: tuple[Protocol, ...] = ()
+    wiring: str = "switch"
+    wires: tuple[Wire, ...] = ()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether devices pass messages on for each other, as in a torus, and not switches alone."""
+        return self.wiring in ("ring", "line", "links")
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its links reach the same position of other parts only: others are reached over the levels inside."""
+        return self.is_direct or self.wiring == "rail"
+
+    def with_parts(self, parts: int, *, of: int) -> LinkLevel:
+        """The level where only the first ``parts`` parts of ``of`` are used: rings open, wires lead past the others."""
+        if parts == of or not self.is_direct:
+            return self
+
+        def node(end: int | str) -> int | str:
+            return end if isinstance(end, str) or end < parts else f"unused {end}"
+
+        wires = tuple(replace(wire, a=node(wire.a), b=node(wire.b)) for wire in self.wires)
+        return replace(self, wires=wires, wiring="line" if self.wiring == "ring" else self.wiring)
 
     def group_link(self, group: int) -> tuple[float, float]:
         """(latency, bandwidth) inside group number ``group`` of this level."""
@@ -129,8 +177,9 @@ class LinkLevel:
 
     def slowest_link(self, num_devices: int) -> tuple[float, float]:
         """(latency, bandwidth) no better than any group's: all groups of an axis work at once, the slowest decides."""
-        links = [(exception.latency, exception.bandwidth) for exception in self.exceptions]
-        if len(links) < num_devices // self.group_size:
+        differing: list[LinkException | Wire] = [*self.exceptions, *self.wires]
+        links = [(link.latency, link.bandwidth) for link in differing]
+        if not self.wires and len(links) < num_devices // self.group_size:
             links.append((self.latency, self.bandwidth))
         return max(latency for latency, _ in links), min(bandwidth for _, bandwidth in links)
 
@@ -171,4 +220,16 @@ def crossed_levels(levels: Sequence[LinkLevel], *, stride: int, size: int) -> tu
         level
         for level, inner in zip(levels[: inside + 1], inner_sizes)
         if level.group_size > stride and level.group_size > inner
+    )
+
+
+def placement(levels: Sequence[LinkLevel], *, stride: int, size: int) -> tuple[tuple[str, int, int], ...]:
+    """What the prices of an axis depend on beside its size: the levels it crosses, and how it lies on them.
+
+    Of each level its name, the ``stride``-th devices in one group, and where its links are no switch's of all devices
+    the stride.
+    """
+    return tuple(
+        (level.name, level.group_size // stride, 0 if level.wiring == "switch" else stride)
+        for level in crossed_levels(levels, stride=stride, size=size)
     )

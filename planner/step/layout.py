@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cost_models import Cluster, CostModel
-from cost_models.hardware import crossed_levels
+from cost_models.hardware import placement
 from planner.step.pricing import CONTEXT, DATA, PIPELINE, TENSOR
 
 AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
@@ -124,5 +124,5 @@ def _crossings(cluster: Cluster, layout: Layout) -> Iterator[tuple[object, ...]]
             yield (axis,)
             continue
         stride = layout.stride(axis)
-        crossed = crossed_levels(cluster.levels, stride=stride, size=sizes[axis])
-        yield (axis, *((level.name, min(sizes[axis], max(1, level.group_size // stride))) for level in crossed))
+        places = placement(cluster.levels, stride=stride, size=sizes[axis])
+        yield (axis, *((name, min(sizes[axis], max(1, count)), step) for name, count, step in places))

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 
 from cost_models import Cluster
-from cost_models.hardware import crossed_levels
+from cost_models.hardware import placement
 from planner.search.model_figures import batch_size_of
 from planner.step.figures import KeptSpace, UnitFigures, unit_figures
 from planner.step.layout import Layout, Links
@@ -151,6 +151,5 @@ class LevelOne:
         if size == 1:
             return ()
         if (size, stride) not in self._places:
-            crossed = crossed_levels(self.cluster.levels, stride=stride, size=size)
-            self._places[size, stride] = tuple((level.name, level.group_size // stride) for level in crossed)
+            self._places[size, stride] = placement(self.cluster.levels, stride=stride, size=size)
         return self._places[size, stride]

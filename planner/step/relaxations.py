@@ -54,7 +54,12 @@ def _others(search: Search, looks: Looks) -> Iterator[str]:
 
 
 def _devices(search: Search, looks: Looks) -> Iterator[str]:
-    """The fewest times as many devices of this kind on which a plan fits, else on which one without demands does."""
+    """The fewest times as many devices of this kind on which a plan fits, else on which one without demands does.
+
+    None where the outermost links are named one by one: nobody said how more devices would be linked.
+    """
+    if search.cluster.levels[-1].wires:
+        return
     for demands, what in (
         (search.demands, "devices of this kind"),
         (replace(search.demands, fixed={}, forbidden={}), "devices of this kind and no fix or forbid"),
