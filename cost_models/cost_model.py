@@ -104,7 +104,7 @@ class CostModel:
         """
         key = (collective, num_bytes, axis, algorithm)
         if key not in self._collectives:
-            seconds = seconds_over(collective, num_bytes=num_bytes, spans=self._route(axis), algorithm=algorithm)
+            seconds = seconds_over(collective, num_bytes=num_bytes, spans=self.spans(axis), algorithm=algorithm)
             self._collectives[key] = seconds
         return self._collectives[key]
 
@@ -122,14 +122,19 @@ class CostModel:
         Raises:
             ValueError: if the axis is not known.
         """
-        self._route(axis)
+        self.spans(axis)
         return self._links[axis]
 
     def levels(self, axis: str) -> tuple[LinkLevel, ...]:
         """The link levels that the groups of ``axis`` cross, innermost first; none if its size is 1."""
         return self._levels[axis]
 
-    def _route(self, axis: str) -> tuple[Span, ...]:
+    def spans(self, axis: str) -> tuple[Span, ...]:
+        """What each of those levels does for a group: what ``cost_models.collectives`` prices.
+
+        Raises:
+            ValueError: if the axis is not known.
+        """
         if axis not in self._routes:
             self._add_joint(axis)
         if axis not in self._routes:

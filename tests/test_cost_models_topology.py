@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cost_models import Cluster, CostModel
+from cost_models.bisection import bisection_bandwidth
 from cost_models.link_loads import Flows, Routing
 from cost_models.routes import route
+from planner.cli import main
 
 LINK, NVLINK, HOP, BASE = 50e9, 450e9, 1e-6, 5e-6
 SIZE = 1e9
@@ -218,6 +221,53 @@ def test_a_part_of_a_ring_has_no_wrap_link_and_unused_devices_pass_messages_on()
     assert torus(8, 2).subset(4).levels[0].wiring == "line"
     around = links((0, 2, LINK), (2, 1, LINK), devices=3).subset(2)
     assert seconds(around, "send_recv", x=2) == pytest.approx(2 * BASE + SIZE / LINK)
+
+
+def test_bisections() -> None:
+    """A torus is cut at its longest dimension, on both ways around; a tree at half of its uplinks."""
+    assert bisection_bandwidth(torus(4, 4, 8).levels) == 2 * 16 * LINK
+    assert bisection_bandwidth(torus(4, 4, 8, wrap=False).levels) == 16 * LINK
+    assert bisection_bandwidth(tree(4, 2).levels) == 32 * LINK / 2
+    assert bisection_bandwidth(tree(4, 2, kind="rail", ratio=4.0).levels) == 32 * LINK / 4
+    assert bisection_bandwidth(tree(4, node=8, shared_by=8).levels) == 2 * LINK
+    assert bisection_bandwidth(Cluster.uniform(8, bandwidth=LINK).levels) == 4 * LINK
+    assert math.isinf(bisection_bandwidth(Cluster.uniform(1).levels))
+
+
+@pytest.mark.parametrize(
+    "name, num_devices, axis", [("fat-tree", 256, "spine"), ("rails", 256, "rail"), ("cube-mesh", 8, "links")]
+)
+def test_examples_are_shown(name: str, num_devices: int, axis: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parent.parent / "examples" / "clusters" / f"{name}.toml"
+    assert Cluster.from_toml(path).num_devices == num_devices
+    assert main(["cluster", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{name}: {num_devices} × NVIDIA")
+    assert f"\n  {axis} " in shown
+
+
+def test_a_cluster_is_shown_with_the_bandwidth_of_each_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "show", "dgx-v100-32g:4", "--mesh", "dp=4,tp=8"]) == 0
+    assert (
+        capsys.readouterr().out
+        == """\
+dgx-v100-32g:4: 32 × NVIDIA V100 SXM2 32GB (31.76 GiB); bisection 100 GB/s
+
+Levels of links, innermost first
+  level    joins      wiring  a link     latency  shared by
+  ---------------------------------------------------------
+  nvlink   8 devices  switch  150 GB/s   6.6 µs   1
+  network  4 nvlink   switch  12.5 GB/s  6.6 µs   2
+
+What each member of a group sends while all groups of its axis work, outermost axis first
+  axis  size  level    ring       tree       all-to-all  to the next  latency
+  ---------------------------------------------------------------------------
+  dp    4     network  6.25 GB/s  6.25 GB/s  6.25 GB/s   6.25 GB/s    6.6 µs
+  tp    8     nvlink   150 GB/s   150 GB/s   150 GB/s    150 GB/s     6.6 µs
+"""
+    )
+    assert main(["cluster", "show", "dgx-v100-32g:4", "--mesh", "dp=4,tp=4"]) == 2
+    assert "the mesh dp=4,tp=4 has 16 devices" in capsys.readouterr().err
 
 
 def test_sixteen_thousand_devices_are_priced_without_their_graph() -> None:

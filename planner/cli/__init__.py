@@ -16,6 +16,7 @@ from typing import Any
 from cost_models.text import printable, printable_lines
 from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
 from planner.cli.audit import add_audit
+from planner.cli.cluster import add_cluster
 from planner.cli.plan import add_plan
 from planner.cli.run import add_run
 
@@ -29,6 +30,7 @@ _EXAMPLES = """examples:
   planner show plan.json --operators
   planner audit plan.json
   planner verify tiny-llama --mesh dp=2,tp=2
+  planner cluster show tpu-v4-torus:8x8x8
   planner run --nproc 4 train.py --epochs 3
   planner demo
 """
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_plan, _add_show, add_audit, _add_verify, add_run, _add_demo):
+    for add in (add_plan, _add_show, add_audit, _add_verify, add_cluster, add_run, _add_demo):
         add(commands)
     return parser
 
