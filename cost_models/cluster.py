@@ -53,6 +53,11 @@ class Cluster:
                 found.append(group.device)
         return tuple(found)
 
+    @property
+    def has_direct_links(self) -> bool:
+        """Whether devices pass messages on for each other, so that neighbouring ranks are not always best off."""
+        return any(level.is_direct for level in self.levels)
+
     def memory_of(self, rank: int) -> float:
         """Memory that tensors can use on the device of ``rank``.
 

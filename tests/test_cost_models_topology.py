@@ -12,6 +12,7 @@ import pytest
 
 from cost_models import Cluster, CostModel
 from cost_models.bisection import bisection_bandwidth
+from cost_models.cost_model import BestPlacedCostModel
 from cost_models.link_loads import Flows, Routing
 from cost_models.routes import route
 from planner.cli import main
@@ -221,6 +222,23 @@ def test_a_part_of_a_ring_has_no_wrap_link_and_unused_devices_pass_messages_on()
     assert torus(8, 2).subset(4).levels[0].wiring == "line"
     around = links((0, 2, LINK), (2, 1, LINK), devices=3).subset(2)
     assert seconds(around, "send_recv", x=2) == pytest.approx(2 * BASE + SIZE / LINK)
+
+
+def test_the_best_place_of_an_axis_is_not_always_among_neighbours() -> None:
+    """Eight neighbours on a torus of 2 × 8 have half of the long dimension; every second device has its whole ring."""
+    network = torus(2, 8)
+    seconds_by_stride = {
+        stride: CostModel(network, {"outer": 2 // stride, "x": 8, "inner": stride}).collective_seconds(
+            "all_gather", num_bytes=SIZE, axis="x"
+        )
+        for stride in (1, 2)
+    }
+    best = BestPlacedCostModel(network, {"outer": 2, "x": 8})
+    assert (
+        best.collective_seconds("all_gather", num_bytes=SIZE, axis="x") == seconds_by_stride[2] < seconds_by_stride[1]
+    )
+    assert network.has_direct_links
+    assert not Cluster.parse("dgx-h100:2").has_direct_links
 
 
 def test_bisections() -> None:

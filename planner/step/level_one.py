@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models import Cluster
+from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
 from planner.search.model_figures import batch_size_of
 from planner.step.figures import KeptSpace, UnitFigures, unit_figures
@@ -96,8 +97,13 @@ class LevelOne:
 
     def sharded(self, cut: Cut, layout: Layout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
-        places = [self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR)]
-        key = (cut, *places, layout.group > 1)
+        places = tuple(self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR))
+        return self._sharded_at((cut, *places, layout.group > 1), cut, layout, links, weight=weight)
+
+    def _sharded_at(
+        self, key: tuple[object, ...], cut: Cut, layout: Layout, links: Links, *, weight: float
+    ) -> Sharded | None:
+        """The same, remembered by a ``key`` that says what prices depend on."""
         if key not in self._shardings:
             mixes = cut.pieces == layout.data or not self.micro_batches
             self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
@@ -109,7 +115,10 @@ class LevelOne:
         return self._sharded[*key, weight]
 
     def alone(self, cut: Cut) -> Sharded | None:
-        """The fastest sharding for a cut of the batch and at most one other axis, on the best links there are."""
+        """The fastest sharding for a cut of the batch and at most one other axis, on the best links there are.
+
+        Those are neighbours' links; of a context axis on a torus, for each collective those that suit it best.
+        """
         size = cut.context * cut.tensor
         if self.cluster.num_devices % size:
             return None
@@ -117,7 +126,14 @@ class LevelOne:
         layout = Layout(1, self.cluster.num_devices // size, context, tensor)
         if layout not in self._links:
             self._links[layout] = Links.of(self.cluster, layout)
+        if self.may_be_better_elsewhere(cut):
+            links = replace(self._links[layout], axes=BestPlacedCostModel(self.cluster, layout.sizes))
+            return self._sharded_at((cut, "best", layout.group > 1), cut, layout, links, weight=0.0)
         return self.sharded(cut, layout, self._links[layout])
+
+    def may_be_better_elsewhere(self, cut: Cut) -> bool:
+        """Whether a context axis may be faster beside a tensor axis than among neighbours."""
+        return cut.context > 1 and self.cluster.has_direct_links
 
     def beside(self, cut: Cut, tensor: int) -> float:
         """Seconds of the conversions of a context axis alone, on the links that it has beside ``tensor`` devices.
@@ -128,7 +144,7 @@ class LevelOne:
         if along is None or self.cluster.num_devices % (cut.context * tensor):
             return 0.0
         place = self._place(cut.context, tensor)
-        if place == self._place(cut.context, 1):
+        if place == self._place(cut.context, 1) or self.may_be_better_elsewhere(cut):
             return along.between
         key = (cut, place)
         if key not in self._beside:

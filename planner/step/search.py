@@ -301,7 +301,8 @@ class Search:
         if sharded is None:
             self.counts["cannot be divided"] += 1
             return
-        if candidate.layout.order == ORDERS[0] and not entry.weight:
+        elsewhere = self.level_one.may_be_better_elsewhere(candidate.cut)
+        if candidate.layout.order == ORDERS[0] and not entry.weight and not elsewhere:
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
