@@ -80,7 +80,9 @@ class _Converter:
             elif node.op == "output":
                 results = node.args[0]
         named = {path: self.names[result] for path, result in zip(outputs, results, strict=True)}
-        return Graph(model_name, tuple(inputs), tuple(paths), tuple(states), assign_keys(tuple(nodes)), named)
+        classes = {path: name for node in self.fx_nodes if _is_call(node) for path, name in _places(node)}
+        keyed = assign_keys(tuple(nodes))
+        return Graph(model_name, tuple(inputs), tuple(paths), tuple(states), keyed, named, module_classes=classes)
 
     def value(self, node: fx.Node, entry: torch.Tensor, wish: str, kind: Any, requires_grad: bool) -> Value:
         name = self.namer.name(wish)
@@ -149,9 +151,14 @@ def _operator(node: fx.Node) -> str:
 
 def _place(node: fx.Node) -> tuple[str, str]:
     """Path and class name of the module whose forward made the call."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return "", ""
-    path, class_name = list(stack.values())[-1]
-    name = class_name if isinstance(class_name, str) else class_name.__name__
-    return path.partition("@")[0].removeprefix("model").removeprefix("."), name.rpartition(".")[2]
+    places = _places(node)
+    return places[-1] if places else ("", "")
+
+
+def _places(node: fx.Node) -> list[tuple[str, str]]:
+    """Path and class name of every module whose forward was running at the call, outermost first."""
+    places = []
+    for path, class_name in (node.meta.get("nn_module_stack") or {}).values():
+        name = class_name if isinstance(class_name, str) else class_name.__name__
+        places.append((path.partition("@")[0].removeprefix("model").removeprefix("."), name.rpartition(".")[2]))
+    return places

@@ -151,6 +151,7 @@ class Graph:
         training: captured in training mode.
         checkpointed: part of the model runs under ``torch.utils.checkpoint``: its author wants it recomputed.
         unflatten: makes what the model returns from ``{output path: tensor}``; None for ``{path: tensor}`` itself.
+        module_classes: class name of every module that computes something, itself or by its children, by path.
     """
 
     model_name: str
@@ -163,6 +164,7 @@ class Graph:
     training: bool = True
     checkpointed: bool = False
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
+    module_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def values(self) -> Mapping[str, Value]:

@@ -74,12 +74,14 @@ class Block:
     """A section that is run once for each copy of a repeated block.
 
     ``roots[c]`` are the module paths of copy ``c``; the section's states are found below them. ``first_draws[c]`` is
-    the number of its first random operator; empty if it has none.
+    the number of its first random operator; empty if it has none. ``section_roots`` are those of the copy whose
+    operators the section has, which need not be among ``roots``.
     """
 
     section: Section
     roots: tuple[tuple[str, ...], ...]
     module_class: str
+    section_roots: tuple[str, ...]
     first_draws: tuple[int, ...] = ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from passes.blocks import BlockRun
-from passes.ir.graph import Node, State
+from passes.ir.graph import State
 from passes.ir.types import Placement
 from passes.plan import ConversionPlan
 from passes.shard.context import Context, Tree, input_placement
@@ -85,8 +85,7 @@ class Loop:
         section = Section(self._arguments(), tuple(body.body), tuple(self.results.values()))
         between: list[Convert] = []
         carried = tuple((slot, self._after_block(slot, start, between)) for slot, start in enumerate(starts))
-        first_node = self.context.nodes[run.copies[0][0]]
-        block = Block(section, run.roots, _class_of(first_node, run, self.context), self._first_draws())
+        block = Block(section, run.roots, _class_of(run, self.context), run.roots[0], self._first_draws())
         results = tuple(self._outside(local) for local in section.results)
         return Repeat(block, self._entries(), results, carried, tuple(between))
 
@@ -177,11 +176,7 @@ def _all_needs(context: Context) -> Iterator[tuple[str, str, Placement]]:
             yield f"output:{path}", name, planned.placement
 
 
-def _class_of(node: Node, run: BlockRun, context: Context) -> str:
-    """Class name of the module at the root of a block, as far as the nodes tell."""
+def _class_of(run: BlockRun, context: Context) -> str:
+    """Class name of the module at the root of a block; of a block of several modules, that of the first."""
     root = run.roots[0][0]
-    for name in run.copies[0]:
-        candidate = context.nodes[name]
-        if candidate.module_path == root and candidate.module_class:
-            return candidate.module_class
-    return node.module_class or "Block"
+    return context.graph.module_classes.get(root) or context.nodes[run.copies[0][0]].module_class or "Block"

@@ -129,7 +129,7 @@ def step_programs(
     parts = parts_of(wanted, whole.runs, sums.body, step, where=_whereabouts(step, like))
     bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
     stages = tuple(
-        _stage(index, body, dataclasses.replace(whole, part=_part(plan, cut_as, index, len(bodies))), sums)
+        _stage(index, body, dataclasses.replace(whole, part=_part(cut_as, index, len(bodies))), sums)
         for index, body in enumerate(bodies)
     )
     _check_buffers(stages)
@@ -162,9 +162,9 @@ def _nodes_of(operations: Sequence[Operation]) -> Iterator[Node]:
             yield operation.node
 
 
-def _part(plan: Plan, cut_as: str, index: int, count: int) -> str:
+def _part(cut_as: str, index: int, count: int) -> str:
     """Which part of a step a chunk is, for people; nothing where there are no parts."""
-    return f"{cut_as}, chunk {index + 1} of {count}" if plan.step.decides_units else ""
+    return f"{cut_as}, chunk {index + 1} of {count}" if count > 1 else cut_as
 
 
 def _whereabouts(step: StepPlan, programs: StepPrograms | None) -> Whereabouts | None:

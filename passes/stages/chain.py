@@ -180,7 +180,7 @@ def _stretch(operations: Sequence[Operation], unit: Unit, policy: UnitPolicy) ->
     # What nobody uses is dropped when the chunk is put together.
     section = Section(tuple(taken), body, tuple(made))
     draws = () if section.first_draw is None else (section.first_draw,)
-    block = Block(section, (("",),), _class_name(unit.name), draws)
+    block = Block(section, (("",),), _class_name(unit.name), ("",), draws)
     return Repeat(block, tuple(taken), tuple(made), (), (), policy)
 
 
