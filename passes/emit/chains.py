@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.chains.data import TRITON, Chain, Member
 from passes.chains.gradient import Backward, backward_of, columns_of, is_differentiable
 from passes.emit.chain_kernels import backward_kernel, forward_kernel
+from passes.emit.imports import KERNEL_NAMES
 from passes.emit.local_call import LocalCall, LocalTensor
-from passes.emit.names import Names, base_name, identifier, name_of_output
+from passes.emit.names import Names, identifier
 from passes.emit.quoting import comment, literal
+from passes.emit.roles import RoleNames, operator, state_name
 from passes.ir.types import MeshShape
 from passes.shard import Local
 
 Expression = Callable[[LocalCall], str]
 
-#: What the source of a file with kernels imports.
-TRITON_IMPORTS = """\
-from runtime.kernels.language import tl, triton
-from runtime.kernels.scalar_math import {functions}
-from runtime.kernels.tiles import {tiles}
-"""
-_FUNCTIONS = frozenset(
-    {
-        "gelu", "gelu_slope", "gelu_tanh", "gelu_tanh_slope", "larger", "larger_share", "row_max", "row_max_share",
-        "row_sum", "sigmoid", "sign", "silu", "silu_slope", "tanh",
-    }
-)  # fmt: skip
-_TILES = frozenset(
-    {
-        "load", "rows_from", "share_of_rows", "store", "store_column_sums", "store_row_sums", "store_rows", "store_sum",
-        "whole_tile",
-    }
-)  # fmt: skip
 #: Names that kernels use for something else.
-_RESERVED = _FUNCTIONS | _TILES | {"tl", "triton", "rows", "columns", "exists", "first", "last", "start"}
+_RESERVED = KERNEL_NAMES | {"rows", "columns", "exists", "first", "last", "start"}
 #: A chain's name says its operators, if they are no more.
 _MOST_WORDS = 4
-_LINE = 118
 
 
 @dataclass(frozen=True)
@@ -68,8 +50,8 @@ class _Definition:
 class Chains:
     """The distinct chains of a file."""
 
-    def __init__(self, mesh: MeshShape, expression: Expression, names: Names) -> None:
-        self.mesh, self.expression, self.names = mesh, expression, names
+    def __init__(self, mesh: MeshShape, expression: Expression, names: Names, roles: RoleNames) -> None:
+        self.mesh, self.expression, self.names, self.roles = mesh, expression, names, roles
         self.found: dict[str, _Definition] = {}
 
     def call(self, chain: Chain, arguments: Sequence[str], *, title: Callable[[str], str]) -> str:
@@ -87,20 +69,10 @@ class Chains:
         """Every definition, with a comment that says what it stands for."""
         parts = []
         for definition in self.found.values():
-            names = _readable(definition.chain)
+            names = self._readable(definition.chain)
             lines = [*_comment(definition), *self._definition(f"_{definition.name}", definition.chain, names)]
             parts.append("".join(f"{line}\n" for line in lines))
         return "\n\n".join(parts)
-
-    def imports(self) -> str:
-        """What the definitions need at the top of the file."""
-        source = self.source()
-        if "@triton.jit" not in source:
-            return ""
-        called = set(re.findall(r"(?<![\w.])(\w+)\(", source))
-        functions, tiles = (", ".join(sorted(called & names)) for names in (_FUNCTIONS, _TILES))
-        lines = TRITON_IMPORTS.format(functions=functions, tiles=tiles).splitlines()
-        return "".join(f"{_import(line)}\n" for line in lines if not line.endswith("import "))
 
     def report(self) -> tuple[ChainReport, ...]:
         """One entry for each definition."""
@@ -115,6 +87,14 @@ class Chains:
             )
             for definition in self.found.values()
         )
+
+    def _readable(self, chain: Chain) -> dict[Local, str]:
+        """Variables called by what they are for."""
+        names = Names(_RESERVED)
+        return {local: names.new(self._role(local)) for local in _locals(chain)}
+
+    def _role(self, local: Local) -> str:
+        return self.roles.of(local.value) if local.state is None else state_name(local.state.path)
 
     def _definition(self, name: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
         lines = self._plain(f"{name}_plain", chain, names)
@@ -144,14 +124,6 @@ class Chains:
         return [*lines, f"    return {', '.join(names[local] for local in chain.outputs)}"]
 
 
-def _import(line: str) -> str:
-    """An import, its names one a line if they are too many for one."""
-    if len(line) <= _LINE:
-        return line
-    module, _, names = line.partition("import ")
-    return "".join([f"{module}import (\n", *(f"    {name},\n" for name in names.split(", ")), ")"])
-
-
 def _tensor(local: Local, name: str) -> LocalTensor:
     value = local.value
     return LocalTensor(name, local.shape, local.placement, value.requires_grad, value.dtype)
@@ -161,37 +133,9 @@ def _locals(chain: Chain) -> list[Local]:
     return [*chain.inputs, *(member.output for member in chain.members)]
 
 
-def _readable(chain: Chain) -> dict[Local, str]:
-    """Variables called as the model calls what they hold."""
-    names = Names(_RESERVED)
-    found = {local: names.new(_input_name(local)) for local in chain.inputs}
-    for member in chain.members:
-        found[member.output] = names.new(_output_name(member, found))
-    return found
-
-
-def _output_name(member: Member, found: Mapping[Local, str]) -> str:
-    """What a cast gives is called as what it takes."""
-    if member.formula is not None and member.formula.casts:
-        return base_name(found[member.compute.inputs[0]])
-    return name_of_output(member.compute.node, 0, has_state=False)
-
-
-def output_names(chain: Chain) -> list[str]:
-    """What a chain's outputs are called."""
-    names = _readable(chain)
-    return [base_name(names[local]) for local in chain.outputs]
-
-
-def _input_name(local: Local) -> str:
-    if local.state is None:
-        return base_name(local.value.name)
-    return "_".join([part for part in local.state.path.split(".") if not part.isdigit()][-2:])
-
-
 def _chain_name(chain: Chain) -> str:
     """``add_gelu``; of a long chain the module that it is in, with its last operator."""
-    words = [identifier(member.compute.node.op.split(".")[1]) for member in chain.members]
+    words = [identifier(_short(member)) for member in chain.members]
     if len(words) <= _MOST_WORDS:
         return "_".join(words)
     module = next((part for part in reversed(chain.node.module_path.split(".")) if not part.isdigit()), "")
@@ -208,7 +152,7 @@ def _comment(definition: _Definition) -> list[str]:
 
 
 def _short(member: Member) -> str:
-    return member.compute.node.op.split(".")[1]
+    return operator(member.compute.node)
 
 
 def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backward | None) -> list[str]:

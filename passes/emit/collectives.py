@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from passes.emit.quoting import literal
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
 from passes.ir.types import I, MeshShape, P, R, SpmdType, shard_dim
@@ -12,7 +14,9 @@ from passes.tables import format_bytes
 _EXPERT = {(I, P), (R, I)}
 #: Collectives that reduce; in reduced precision spmd_types wants the dtype of such a backward said.
 _REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
-_REDUCED_PRECISION = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_REDUCED_PRECISION = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+#: What a value is called that is whole already and becomes of another type.
+_PREFIXES = {P: "partial", R: "replicated", I: "invariant"}
 _TITLES = {name: name.replace("_", "-") for name in COLLECTIVES}
 
 
@@ -31,9 +35,6 @@ def conversion_call(convert: Convert, source: str, mesh: MeshShape, *, batch_axi
     options = f"src={type_source(pair[0])}, dst={type_source(pair[1])}"
     if pair in _EXPERT:
         options += ", expert_mode=True"
-    value = convert.source.value
-    if value.dtype in _REDUCED_PRECISION and value.requires_grad and step.collectives[1] in _REDUCING:
-        options += f', backward_options={{"op_dtype": torch.{value.dtype}}}'
     return f"spmd.{call}({source}, {axis}, {options})"
 
 
@@ -46,13 +47,29 @@ def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:
 
 
 def conversion_comment(convert: Convert) -> str:
-    """``all-gather 16.8 MB, backward reduce-scatter``; empty if nothing is sent."""
-    parts = []
-    if convert.forward:
-        parts.append(_TITLES[convert.forward])
-    if convert.backward:
+    """``16.8 MB, backward reduce-scatter``; empty if nothing is sent."""
+    parts = [format_bytes(convert.num_bytes)] if convert.forward or convert.backward else []
+    if convert.backward and convert.backward != convert.forward:
         parts.append(f"backward {_TITLES[convert.backward]}")
-    return f"{', '.join(parts)}: {format_bytes(convert.num_bytes)}" if parts else ""
+    return ", ".join(parts)
+
+
+def converted_name(convert: Convert, source: str) -> str:
+    """``local_labels``: a name for a conversion of what is used as it was, too."""
+    from_type, to_type = convert.step.source_type, convert.step.target_type
+    if shard_dim(to_type) is not None:
+        return f"local_{source}"
+    return f"{'full' if shard_dim(from_type) is not None else _PREFIXES[to_type]}_{source}"
+
+
+def reduced_dtypes(converts: Iterable[Convert]) -> list[str]:
+    """The dtypes below float32 in which gradients are reduced."""
+    found = {
+        convert.source.value.dtype
+        for convert in converts
+        if convert.source.value.requires_grad and convert.step.collectives[1] in _REDUCING
+    }
+    return sorted(found & _REDUCED_PRECISION)
 
 
 def type_source(spmd_type: SpmdType) -> str:

@@ -3,69 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from passes.emit.chains import ChainReport, Chains
-from passes.emit.names import RESERVED, Names, class_name
+from passes.emit.collectives import reduced_dtypes
+from passes.emit.imports import imports
+from passes.emit.layout import WIDTH, fitted
+from passes.emit.names import Names, class_name
+from passes.emit.paths import describe_local, roots_comment
 from passes.emit.program import ENTRY_POINT
 from passes.emit.quoting import comment, docstring, literal
-from passes.emit.render import Expression, Renderer, describe_local, roots_comment
-from passes.shard import Block, Local, Repeat, Section, ShardedGraph
+from passes.emit.render import Expression, Renderer
+from passes.emit.roles import RoleNames
+from passes.shard import Convert, Local, Repeat, Section, ShardedGraph
+from passes.shard.operations import used_by
 
-_HEADER = '''\
-"""{model} on mesh {mesh}{part}, written by Meshwright.
-
-Each rank runs this on its own part of every tensor; "global shape → local shape {{axis: type}}" stands where they
+_HEADER = """\
+Each rank runs this on its own part of every tensor; "global shape → local shape {axis: type}" stands where they
 change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gradient partial; I: the same on all
-ranks, gradient too.
-"""
-
-import math
-
-import spmd_types as spmd
-import torch
-import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
-
-from runtime import {modules}
-from runtime.program import Block
-'''
+ranks, gradient too."""
 
 
 def render(sharded: ShardedGraph, expression: Expression) -> tuple[str, tuple[ChainReport, ...]]:
     """The whole file, and what it has of chains."""
-    loops = _distinct([operation for operation in sharded.main.body if isinstance(operation, Repeat)])
-    names = Names(RESERVED | {ENTRY_POINT})
+    loops = _distinct(_loops(sharded))
+    names = Names({ENTRY_POINT})
     block_names = {id(loop.block.section): names.new(class_name(loop.block.module_class)) for loop in loops}
-    chains = Chains(sharded.mesh, expression, names)
-    renderer = Renderer(
-        sharded.main,
-        mesh=sharded.mesh,
-        expression=expression,
-        block_names=block_names,
-        constants=sharded.constants.results,
-        batch_axis=sharded.batch_axis,
-        chains=chains,
-    )
-    program = _program_class(sharded, renderer, expression)
-    parts = []
-    for loop in loops:
-        key = id(loop.block.section)
-        name, arguments = block_names[key], renderer.entry_names[key]
-        parts.append(_block_class(loop.block, name, arguments, sharded, expression, chains))
-    parts.append(program)
-    if chains.found:
-        parts.insert(0, chains.source())
-    modules = "kernels, ops" if any("kernels." in part for part in parts) else "ops"
+    writer = _Writer(sharded, expression, block_names, names)
+    parts = [*(writer.block_class(loop) for loop in loops), writer.program_class()]
+    if writer.chains.found:
+        parts.insert(0, writer.chains.source())
+    body = "\n\n".join(parts)
+    source = "\n".join((_docstring(sharded), "", imports(body, reduced_dtypes(_converts(sharded))), "", body))
+    return fitted(source), writer.chains.report()
+
+
+def _docstring(sharded: ShardedGraph) -> str:
     model, mesh, part = map(docstring, (sharded.graph.model_name, str(sharded.mesh), sharded.part))
-    header = _HEADER.format(model=model, mesh=mesh, part=part, modules=modules)
-    return "\n\n".join([_with_imports(header, chains.imports()), *parts]), chains.report()
+    title = textwrap.wrap(f'"""{model} on mesh {mesh}{part}, written by Meshwright.', WIDTH, break_long_words=False)
+    return "\n".join((*title, "", _HEADER, '"""'))
 
 
-def _with_imports(header: str, imports: str) -> str:
-    """The header with more imports, in their place in the alphabet."""
-    last = "from runtime.program import Block\n"
-    return header.replace(last, imports + last)
+def _loops(sharded: ShardedGraph) -> list[Repeat]:
+    return [operation for operation in sharded.main.body if isinstance(operation, Repeat)]
+
+
+def _converts(sharded: ShardedGraph) -> Iterator[Convert]:
+    """Every conversion of a program."""
+    for operation in sharded.main.body:
+        inside = (*operation.block.section.body, *operation.between) if isinstance(operation, Repeat) else (operation,)
+        yield from (convert for convert in inside if isinstance(convert, Convert))
 
 
 def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
@@ -79,86 +69,104 @@ def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
     return list(found.values())
 
 
-def _block_class(
-    block: Block, name: str, arguments: Sequence[str], sharded: ShardedGraph, expression: Expression, chains: Chains
-) -> str:
-    """A block, its arguments called as the program around it calls them."""
-    renderer = Renderer(
-        block.section,
-        mesh=sharded.mesh,
-        expression=expression,
-        roots=block.roots[0],
-        argument_names=arguments,
-        batch_axis=sharded.batch_axis,
-        chains=chains,
-        copies=block.roots,
-    )
-    body = list(renderer.body())
-    weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
-    lines = [
-        f"class {name}(Block):{roots_comment(block.roots)}",
-        _signature("forward", renderer.arguments),
-        *_weights_lines(weights),
-        *_argument_comments(block.section.arguments, renderer.arguments, sharded),
-        *body,
-        _return(renderer, block.section.results),
-    ]
-    return _indented(lines)
+class _Writer:
+    """Writes the classes of one file."""
+
+    def __init__(
+        self, sharded: ShardedGraph, expression: Expression, block_names: dict[int, str], names: Names
+    ) -> None:
+        self.sharded = sharded
+        self.expression = expression
+        self.block_names = block_names
+        sections = [sharded.main, sharded.constants, *(loop.block.section for loop in _loops(sharded))]
+        used = (local for section in sections for operation in section.body for local in used_by(operation))
+        states = {local.value.name: local.state.path for local in used if local.state is not None}
+        self.roles = RoleNames(sharded.graph, states)
+        self.chains = Chains(sharded.mesh, expression, names, self.roles)
+
+    def _renderer(self, section: Section, **options: Any) -> Renderer:
+        return Renderer(
+            section,
+            mesh=self.sharded.mesh,
+            expression=self.expression,
+            roles=self.roles,
+            batch_axis=self.sharded.batch_axis,
+            chains=self.chains,
+            **options,
+        )
+
+    def block_class(self, loop: Repeat) -> str:
+        """A block: what its copies do."""
+        block = loop.block
+        carried = tuple(index for index, _ in loop.carried)
+        renderer = self._renderer(block.section, roots=block.section_roots, carried=carried, copies=block.roots)
+        body = renderer.body()
+        returned = f"return {', '.join(renderer.source_of(local) for local in block.section.results)}"
+        weights = [renderer.weights_name(root) for root in range(len(block.roots[0]))]
+        lines = [
+            f"class {self.block_names[id(block.section)]}(Block):{roots_comment(block.roots)}",
+            _signature("forward", renderer.arguments),
+            *_weights_lines(weights, [*body, returned]),
+            *_argument_comments(block.section.arguments, renderer.arguments, self.sharded),
+            *body,
+            returned,
+        ]
+        return _indented(lines)
+
+    def program_class(self) -> str:
+        """What runs the step, and what computes its constants."""
+        sharded = self.sharded
+        renderer = self._renderer(sharded.main, block_names=self.block_names, constants=sharded.constants.results)
+        body = renderer.body()
+        outputs = [
+            f"{literal(path)}: {renderer.source_of(local)}"
+            for path, local in zip(sharded.graph.outputs, sharded.main.results)
+        ]
+        returned = f"return {{{', '.join(outputs)}}}"
+        lines = [f"class {ENTRY_POINT}(Block):"]
+        if sharded.constants.body:
+            lines += [*self._constants_method(), ""]
+        lines += [
+            _signature("forward", [*renderer.arguments, *renderer.constants]),
+            *_weights_lines(["w"], [*body, returned]),
+            *_argument_comments(sharded.main.arguments, renderer.arguments, sharded),
+            *body,
+            returned,
+        ]
+        return _indented(lines)
+
+    def _constants_method(self) -> list[str]:
+        """What depends on the shapes alone: computed once, whole on every rank."""
+        section = self.sharded.constants
+        renderer = self._renderer(section)
+        body = renderer.body()
+        results = ", ".join(renderer.source_of(local) for local in section.results)
+        comma = "," if len(section.results) == 1 else ""
+        returned = f"return ({results}{comma})"
+        return [
+            "    def constants(self):",
+            "# They depend on the shapes alone: computed once, whole on every rank.",
+            *_weights_lines(["w"], [*body, returned]),
+            *body,
+            returned,
+        ]
 
 
-def _weights_lines(weights: Sequence[str]) -> list[str]:
-    return [f"{', '.join(weights)} = self.weights" if len(weights) > 1 else f"{weights[0]} = self.weights"]
-
-
-def _program_class(sharded: ShardedGraph, renderer: Renderer, expression: Expression) -> str:
-    body = list(renderer.body())
-    outputs = [
-        f"{literal(path)}: {renderer.source_of(local)}"
-        for path, local in zip(sharded.graph.outputs, sharded.main.results)
-    ]
-    lines = [f"class {ENTRY_POINT}(Block):"]
-    if sharded.constants.body:
-        lines += [*_constants_method(sharded.constants, sharded, expression), ""]
-    lines += [
-        _signature("forward", [*renderer.arguments, *renderer.constants]),
-        "w = self.weights",
-        *_argument_comments(sharded.main.arguments, renderer.arguments, sharded),
-        *body,
-        f"return {{{', '.join(outputs)}}}",
-    ]
-    return _indented(lines)
-
-
-def _constants_method(section: Section, sharded: ShardedGraph, expression: Expression) -> list[str]:
-    """What depends on the shapes alone: computed once, whole on every rank."""
-    renderer = Renderer(section, mesh=sharded.mesh, expression=expression)
-    body = list(renderer.body())
-    results = ", ".join(renderer.source_of(local) for local in section.results)
-    comma = "," if len(section.results) == 1 else ""
-    return [
-        "    def constants(self):",
-        "# They depend on the shapes alone: computed once, whole on every rank.",
-        "w = self.weights",
-        *body,
-        f"return ({results}{comma})",
-    ]
+def _weights_lines(weights: Sequence[str], body: Sequence[str]) -> list[str]:
+    """``w = self.weights``, if the method uses any."""
+    code = "\n".join(line.partition("#")[0] for line in body)
+    if len(weights) == 1 and not re.search(rf"\b{weights[0]}\b", code):
+        return []
+    return [f"{', '.join(weights)} = self.weights"]
 
 
 def _signature(name: str, arguments: Sequence[str]) -> str:
-    line = f"    def {name}({', '.join(['self', *arguments])}):"
-    if len(line) <= 118:
-        return line
-    wrapped = "".join(f"        {argument},\n" for argument in ("self", *arguments))
-    return f"    def {name}(\n{wrapped}    ):"
+    return f"    def {name}({', '.join(['self', *arguments])}):"
 
 
 def _argument_comments(arguments: Sequence[Local], names: Sequence[str], sharded: ShardedGraph) -> Iterator[str]:
     for name, local in zip(names, arguments):
         yield f"# {name}: {comment(describe_local(local, sharded.mesh))}"
-
-
-def _return(renderer: Renderer, results: Sequence[Local]) -> str:
-    return f"return {', '.join(renderer.source_of(local) for local in results)}"
 
 
 def _indented(lines: Sequence[str]) -> str:

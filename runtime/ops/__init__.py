@@ -7,6 +7,7 @@ All are written with torch operators that run on real process groups, on a fake 
 from runtime.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
 from runtime.ops.buffers import running_again, store, stored_at_end
+from runtime.ops.collectives import reducing_in
 from runtime.ops.linear_cross_entropy import linear_cross_entropy
 from runtime.ops.microbatch import (
     Microbatch,
@@ -53,6 +54,7 @@ __all__ = [
     "randint_like",
     "randn",
     "randn_like",
+    "reducing_in",
     "retyped",
     "running_again",
     "scaled_dot_product_attention",
