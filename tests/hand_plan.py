@@ -57,6 +57,7 @@ def mlp_graph(*, layers: int = 2, batch: int = 4, hidden: int = 8, dtype: str = 
     return Graph(
         "Mlp", (x,), (("x",),), tuple(states), assign_keys(tuple(nodes)),
         {"loss": loss.name, "out": current.name}, loss="loss",
+        module_classes={f"layers.{index}": "Mlp" for index in range(layers)},
     )  # fmt: skip
 
 

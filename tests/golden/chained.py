@@ -5,14 +5,10 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
-import math
-
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
 
-from runtime import kernels, ops
+from runtime import kernels
 from runtime.kernels.language import tl, triton
 from runtime.kernels.scalar_math import row_sum, sigmoid
 from runtime.kernels.tiles import load, rows_from, share_of_rows, store, store_column_sums, store_rows, whole_tile
@@ -22,36 +18,36 @@ from runtime.program import Block
 # add, sigmoid, mul, masked_fill, mean
 # of gate, pool
 def _add_to_mean_plain(hidden, gate_bias, mask):
-    add = hidden + gate_bias
-    sigmoid_1 = torch.sigmoid(add)
-    mul = sigmoid_1 * hidden
-    masked = mul.masked_fill(mask, 0.0)
-    mean = torch.mean(masked, [-1])
-    return masked, mean
+    gate = hidden + gate_bias
+    gating = torch.sigmoid(gate)
+    product = gating * hidden
+    masked = product.masked_fill(mask, 0.0)
+    mean_4 = torch.mean(masked, [-1])
+    return masked, mean_4
 
 
 @triton.jit
 def _add_to_mean_forward(
-    hidden_ptr, gate_bias_ptr, mask_ptr, masked_ptr, mean_ptr, hidden_strides, gate_bias_strides, mask_strides,
+    hidden_ptr, gate_bias_ptr, mask_ptr, masked_ptr, mean_4_ptr, hidden_strides, gate_bias_strides, mask_strides,
     SPACE, TILE: tl.constexpr,
 ):
     rows, columns, exists = whole_tile(SPACE, TILE)
     hidden = load(hidden_ptr, hidden_strides, rows, columns, exists, SPACE).to(tl.float32)
     gate_bias = load(gate_bias_ptr, gate_bias_strides, rows, columns, exists, SPACE).to(tl.float32)
     mask = load(mask_ptr, mask_strides, rows, columns, exists, SPACE)
-    add = hidden + gate_bias
-    sigmoid_1 = sigmoid(add)
-    mul = sigmoid_1 * hidden
-    masked = tl.where(mask, 0.0, mul)
-    mean = row_sum(masked, exists) / SPACE[3]
+    gate = hidden + gate_bias
+    gating = sigmoid(gate)
+    product = gating * hidden
+    masked = tl.where(mask, 0.0, product)
+    mean_4 = row_sum(masked, exists) / SPACE[3]
     store(masked_ptr, masked, rows, columns, exists, SPACE)
-    store_rows(mean_ptr, mean, rows, SPACE)
+    store_rows(mean_4_ptr, mean_4, rows, SPACE)
 
 
 @triton.jit
 def _add_to_mean_backward(
-    grad_masked_ptr, grad_mean_ptr, hidden_ptr, gate_bias_ptr, mask_ptr, grad_hidden_ptr, grad_gate_bias_ptr,
-    grad_masked_strides, grad_mean_strides, hidden_strides, gate_bias_strides, mask_strides, SPACE,
+    grad_masked_ptr, grad_mean_4_ptr, hidden_ptr, gate_bias_ptr, mask_ptr, grad_hidden_ptr, grad_gate_bias_ptr,
+    grad_masked_strides, grad_mean_4_strides, hidden_strides, gate_bias_strides, mask_strides, SPACE,
     TILE: tl.constexpr, SHARES,
 ):
     first, last, columns = share_of_rows(SPACE, TILE, SHARES)
@@ -59,19 +55,19 @@ def _add_to_mean_backward(
     for start in range(first, last, TILE[0]):
         rows, exists = rows_from(start, last, columns, SPACE, TILE)
         grad_masked = load(grad_masked_ptr, grad_masked_strides, rows, columns, exists, SPACE).to(tl.float32)
-        grad_mean = load(grad_mean_ptr, grad_mean_strides, rows, columns, exists, SPACE).to(tl.float32)
+        grad_mean_4 = load(grad_mean_4_ptr, grad_mean_4_strides, rows, columns, exists, SPACE).to(tl.float32)
         hidden = load(hidden_ptr, hidden_strides, rows, columns, exists, SPACE).to(tl.float32)
         gate_bias = load(gate_bias_ptr, gate_bias_strides, rows, columns, exists, SPACE).to(tl.float32)
         mask = load(mask_ptr, mask_strides, rows, columns, exists, SPACE)
-        add = hidden + gate_bias
-        sigmoid_1 = sigmoid(add)
-        grad_masked = grad_masked + grad_mean / SPACE[3]
-        grad_mul = tl.where(mask, 0.0, grad_masked)
-        grad_sigmoid_1 = grad_mul * hidden
-        grad_add = grad_sigmoid_1 * sigmoid_1 * (1 - sigmoid_1)
-        grad_hidden = grad_mul * sigmoid_1 + grad_add
+        gate = hidden + gate_bias
+        gating = sigmoid(gate)
+        grad_masked = grad_masked + grad_mean_4 / SPACE[3]
+        grad_product = tl.where(mask, 0.0, grad_masked)
+        grad_gating = grad_product * hidden
+        grad_gate = grad_gating * gating * (1 - gating)
+        grad_hidden = grad_product * gating + grad_gate
         store(grad_hidden_ptr, grad_hidden, rows, columns, exists, SPACE)
-        grad_gate_bias_total += tl.where(exists, grad_add, 0.0)
+        grad_gate_bias_total += tl.where(exists, grad_gate, 0.0)
     store_column_sums(grad_gate_bias_ptr, grad_gate_bias_total, columns, SPACE, TILE)
 
 
@@ -79,11 +75,11 @@ _add_to_mean = kernels.Chain(
     plain=_add_to_mean_plain,
     forward=_add_to_mean_forward,
     inputs={'hidden': 'bfloat16', 'gate_bias': 'bfloat16', 'mask': 'bool'},
-    outputs={'masked': 'bfloat16', 'mean': 'bfloat16'},
-    rows={'mean': False},
+    outputs={'masked': 'bfloat16', 'mean_4': 'bfloat16'},
+    rows={'mean_4': False},
     columns=1,
     backward=_add_to_mean_backward,
-    grads=['masked', 'mean'],
+    grads=['masked', 'mean_4'],
     saved=['hidden', 'gate_bias', 'mask'],
     gradients={'hidden': 'full', 'gate_bias': 'row'},
 )
@@ -92,10 +88,10 @@ _add_to_mean = kernels.Chain(
 # mul, softmax
 # of scores
 # For torch.compile: softmax is a reduction whose rows are used again.
-def _mul_softmax_plain(matmul):
-    mul = matmul * 0.125
-    softmax = F.softmax(mul, dim=-1)
-    return softmax
+def _mul_softmax_plain(scores):
+    scores_1 = scores * 0.125
+    softmax_7 = F.softmax(scores_1, dim=-1)
+    return softmax_7
 
 
 _mul_softmax = kernels.Chain(plain=_mul_softmax_plain, backend="inductor")
@@ -104,10 +100,9 @@ _mul_softmax = kernels.Chain(plain=_mul_softmax_plain, backend="inductor")
 class Program(Block):
     def forward(self, hidden, mask):
         w = self.weights
-        # hidden: [4, 6, 8] {}
-        # mask: [6, 8] {}
-        masked, mean = _add_to_mean(hidden, w.gate.bias, mask)
-        # scores
+        # hidden: [4, 6, 8]
+        # mask: [6, 8]
+        masked, mean_4 = _add_to_mean(hidden, w.gate.bias, mask)
         scores = masked @ w.scores.weight
-        softmax = _mul_softmax(scores)
-        return {"mean_4": mean, "softmax_7": softmax}
+        softmax_7 = _mul_softmax(scores)
+        return {"mean_4": mean_4, "softmax_7": softmax_7}

@@ -5,14 +5,10 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
-import math
-
 import spmd_types as spmd
-import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
+from spmd_types import I, P, R, V
 
-from runtime import ops
 from runtime.program import Block
 
 
@@ -20,20 +16,19 @@ class Up(Block):
     def forward(self, x):
         w = self.weights
         # x: [8, 8] → [2, 8] {dp: S(0), tp: R}
-        # layers.0.up
-        up = F.linear(x, w.layers[0].up.weight, w.layers[0].up.bias)              # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
+        up = F.linear(x, w.layers[0].up.weight, w.layers[0].up.bias)      # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
         return up
 
 
 class Layers0ToDown(Block):
-    def forward(self, linear_up):
+    def forward(self, up):
         w = self.weights
-        # linear_up: [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
+        # up: [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
         # layers.0
-        gelu = F.gelu(linear_up)
-        # layers.0.down
+        activation = F.gelu(up)
         down_bias = spmd.convert(w.layers[0].down.bias, "tp", src=I, dst=P, expert_mode=True)
-        down = spmd.reinterpret(F.linear(gelu, w.layers[0].down.weight), "tp", src=V, dst=P) + down_bias  # [8, 8] → [2, 8] {dp: S(0), tp: P}
+        # [8, 8] → [2, 8] {dp: S(0), tp: P}
+        down = spmd.reinterpret(F.linear(activation, w.layers[0].down.weight), "tp", src=V, dst=P) + down_bias
         return down
 
 
@@ -41,14 +36,13 @@ class Mlp(Block):  # layers.1
     def forward(self, x):
         w = self.weights
         # x: [8, 8] → [2, 8] {dp: S(0), tp: I}
-        x = spmd.convert(x, "tp", src=I, dst=R)                                   # backward all-reduce: 128 B
-        # up
-        up = F.linear(x, w.up.weight, w.up.bias)                                  # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
-        gelu = F.gelu(up)
-        # down
+        x = spmd.convert(x, "tp", src=I, dst=R)                           # 128 B, backward all-reduce
+        up = F.linear(x, w.up.weight, w.up.bias)                          # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
+        activation = F.gelu(up)
         down_bias = spmd.convert(w.down.bias, "tp", src=I, dst=P, expert_mode=True)
-        down = spmd.reinterpret(F.linear(gelu, w.down.weight), "tp", src=V, dst=P) + down_bias  # [8, 8] → [2, 8] {dp: S(0), tp: P}
-        down = spmd.all_reduce(down, "tp", src=P, dst=I)                          # all-reduce: 128 B
+        # [8, 8] → [2, 8] {dp: S(0), tp: P}
+        down = spmd.reinterpret(F.linear(activation, w.down.weight), "tp", src=V, dst=P) + down_bias
+        down = spmd.all_reduce(down, "tp", src=P, dst=I)                  # 128 B
         return down
 
 
@@ -56,9 +50,9 @@ class Program(Block):
     def forward(self, x):
         w = self.weights
         # x: [8, 8] → [2, 8] {dp: S(0), tp: R}
-        linear_up = self.unit(Up(w))(x)                                           # ZeRO 0
-        linear_down = self.unit(Layers0ToDown(w))(linear_up)                      # ZeRO 0
-        x_1 = spmd.all_reduce(linear_down, "tp", src=P, dst=I)                    # all-reduce: 128 B
+        up = self.unit(Up(w))(x)
+        down = self.unit(Layers0ToDown(w))(up)
+        x = spmd.all_reduce(down, "tp", src=P, dst=I)                     # 128 B
         # layers.1
-        x_1 = self.unit(Mlp(w.layers[1]), recompute='selective')(x_1)             # ZeRO 1
-        return {"0": x_1}
+        x = self.unit(Mlp(w.layers[1]), recompute='selective')(x)         # ZeRO 1
+        return {"0": x}

@@ -5,14 +5,11 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
-import math
-
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
+from spmd_types import I, P, R, V
 
-from runtime import ops
 from runtime.program import Block
 
 
@@ -20,24 +17,21 @@ class Mlp(Block):  # layers.{2..3}
     def forward(self, x):
         w = self.weights
         # x: [8, 8] → [2, 8] {dp: S(0), tp: I}
-        x = spmd.convert(x, "tp", src=I, dst=R)                                   # backward all-reduce: 128 B
-        # layers.1.up
-        up = F.linear(x, w.up.weight, w.up.bias)                                  # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
-        # layers.1
-        gelu = F.gelu(up)
-        # layers.1.down
+        x = spmd.convert(x, "tp", src=I, dst=R)                           # 128 B, backward all-reduce
+        up = F.linear(x, w.up.weight, w.up.bias)                          # [8, 32] → [2, 16] {dp: S(0), tp: S(1)}
+        activation = F.gelu(up)
         down_bias = spmd.convert(w.down.bias, "tp", src=I, dst=P, expert_mode=True)
-        down = spmd.reinterpret(F.linear(gelu, w.down.weight), "tp", src=V, dst=P) + down_bias  # [8, 8] → [2, 8] {dp: S(0), tp: P}
-        down = spmd.all_reduce(down, "tp", src=P, dst=I)                          # all-reduce: 128 B
+        # [8, 8] → [2, 8] {dp: S(0), tp: P}
+        down = spmd.reinterpret(F.linear(activation, w.down.weight), "tp", src=V, dst=P) + down_bias
+        down = spmd.all_reduce(down, "tp", src=P, dst=I)                  # 128 B
         return down
 
 
 class Rest(Block):
-    def forward(self, x):
-        w = self.weights
-        # x: [8, 8] → [2, 8] {dp: S(0), tp: I}
-        square = x * x
-        loss = spmd.reinterpret(torch.sum(square) / 64, "dp", src=V, dst=P)       # [] {dp: P, tp: I}
+    def forward(self, down):
+        # down: [8, 8] → [2, 8] {dp: S(0), tp: I}
+        product = down * down
+        loss = spmd.reinterpret(torch.sum(product) / 64, "dp", src=V, dst=P)  # [] {dp: P, tp: I}
         return loss
 
 
@@ -46,7 +40,7 @@ class Program(Block):
         w = self.weights
         # x: [8, 8] → [2, 8] {dp: S(0), tp: I}
         # layers.{2..3}
-        for layer in w.layers[2:4]:                                               # 2 copies, ZeRO 3
+        for layer in w.layers[2:4]:                                       # 2 copies, ZeRO 3
             x = self.unit(Mlp(layer))(x)
-        loss = self.unit(Rest(w))(x)                                              # ZeRO 0
+        loss = self.unit(Rest(w))(x)
         return {"loss": loss}

@@ -5,14 +5,11 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
-import math
-
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
-from spmd_types import I, P, R, S, V
+from spmd_types import I, P, R, V
 
-from runtime import ops
 from runtime.program import Block
 
 
@@ -20,14 +17,12 @@ class Mlp(Block):  # layers.{1..2}
     def forward(self, x):
         w = self.weights
         # x: [4, 8] {tp: I}
-        x = spmd.convert(x, "tp", src=I, dst=R)                                   # backward all-reduce: 256 B
-        # up
-        up = F.linear(x, w.up.weight, w.up.bias)                                  # [4, 32] → [4, 8] {tp: S(1)}
-        gelu = F.gelu(up)
-        # down
+        x = spmd.convert(x, "tp", src=I, dst=R)                           # 256 B, backward all-reduce
+        up = F.linear(x, w.up.weight, w.up.bias)                          # [4, 32] → [4, 8] {tp: S(1)}
+        activation = F.gelu(up)
         down_bias = spmd.convert(w.down.bias, "tp", src=I, dst=P, expert_mode=True)
-        down = spmd.reinterpret(F.linear(gelu, w.down.weight), "tp", src=V, dst=P) + down_bias  # [4, 8] {tp: P}
-        down = spmd.all_reduce(down, "tp", src=P, dst=I)                          # all-reduce: 256 B
+        down = spmd.reinterpret(F.linear(activation, w.down.weight), "tp", src=V, dst=P) + down_bias  # [4, 8] {tp: P}
+        down = spmd.all_reduce(down, "tp", src=P, dst=I)                  # 256 B
         return down
 
 
@@ -35,17 +30,15 @@ class Program(Block):
     def forward(self, x):
         w = self.weights
         # x: [4, 8] {tp: R}
-        # layers.0.up
-        up = F.linear(x, w.layers[0].up.weight, w.layers[0].up.bias)              # [4, 32] → [4, 8] {tp: S(1)}
-        # layers.0
-        gelu = F.gelu(up)
-        # layers.0.down
+        up = F.linear(x, w.layers[0].up.weight, w.layers[0].up.bias)      # [4, 32] → [4, 8] {tp: S(1)}
+        activation = F.gelu(up)
         down_bias = spmd.convert(w.layers[0].down.bias, "tp", src=I, dst=P, expert_mode=True)
-        down = spmd.reinterpret(F.linear(gelu, w.layers[0].down.weight), "tp", src=V, dst=P) + down_bias  # [4, 8] {tp: P}
-        x_1 = spmd.all_reduce(down, "tp", src=P, dst=I)                           # all-reduce: 256 B
+        # [4, 8] {tp: P}
+        down = spmd.reinterpret(F.linear(activation, w.layers[0].down.weight), "tp", src=V, dst=P) + down_bias
+        x = spmd.all_reduce(down, "tp", src=P, dst=I)                     # 256 B
         # layers.{1..2}
-        for layer in w.layers[1:3]:                                               # 2 copies
-            x_1 = Mlp(layer)(x_1)
-        square = x_1 * x_1
-        loss = torch.mean(square)                                                 # [] {tp: I}
-        return {"loss": loss, "out": x_1}
+        for layer in w.layers[1:3]:                                       # 2 copies
+            x = Mlp(layer)(x)
+        product = x * x
+        loss = torch.mean(product)
+        return {"loss": loss, "out": x}
