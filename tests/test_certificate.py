@@ -62,7 +62,7 @@ def test_a_plan_states_the_gap_of_its_objective_and_bound() -> None:
 def test_stages_given_up_early_are_bounded_by_what_enumeration_finds(schedule: str) -> None:
     gaps = []
     for seed in range(12):
-        problem = Draw(seed, kinds=True).problem(schedule)
+        problem = Draw(seed).problem(schedule)
         solved, best = solve_stages(problem, gap=0.5, effort=0.0), brute_force(problem)
         if solved is None or solved.assignment is None:
             continue

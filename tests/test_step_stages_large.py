@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -202,34 +201,6 @@ def test_a_model_of_two_long_runs_has_good_cuts_at_once_with_several_chunks_a_ra
     assert found is not None and found.assignment is not None
     assert fits(problem, step_memory(as_step(problem, found.assignment)))
     assert found.gap < gap
-
-
-def two_kinds(problem: StageProblem) -> StageProblem:
-    """Every choice as it is with kind "a", and a slower one of kind "b" that keeps less."""
-
-    def both(choice: UnitChoice) -> tuple[UnitChoice, UnitChoice]:
-        figures = vars(choice.costs)
-        less = {"forward": 1.03 * choice.costs.forward, "saved_bytes": 0.7 * choice.costs.saved_bytes}
-        other = UnitChoice(label=(*choice.label, "b"), costs=LayerCosts(**{**figures, **less}), entry="b", exit="b")
-        return UnitChoice(label=choice.label, costs=choice.costs, entry="a", exit="a"), other
-
-    runs = tuple(
-        UnitRun(**{**vars(run), "choices": tuple(itertools.chain(*map(both, run.choices)))}) for run in problem.runs
-    )
-    conversions = {("a", "b"): (2e-4, 2e-4), ("b", "a"): (2e-4, 2e-4)}
-    return StageProblem(**{**vars(problem), "runs": runs, "conversions": conversions})
-
-
-def test_kinds_that_cost_conversions_are_mixed_where_memory_makes_that_pay() -> None:
-    plenty, tight = (two_kinds(uniform(num_layers=32, num_ranks=4, memory=size * GIB)) for size in (1000, 25))
-    kinds = []
-    for problem in (plenty, tight):
-        found = solve_stages(problem, gap=1e-3)
-        assert found is not None and found.assignment is not None and found.gap <= 1e-3
-        chosen = {problem.runs[run].choices[choice].exit for groups in found.assignment for run, choice, _ in groups}
-        kinds.append(chosen)
-    assert kinds[0] == {"a"}
-    assert "b" in kinds[1]
 
 
 def test_highs_takes_a_cutoff_a_gap_and_a_start() -> None:

@@ -1,7 +1,6 @@
 """What no cut and no choice can beat: a lower bound of the step's seconds, and of the bytes that are missing.
 
-Both are called for every mesh shape that a search might look into, so neither solves a program. Kinds of boundaries
-are left out of both: conversions only add.
+Both are called for every mesh shape that a search might look into, so neither solves a program.
 """
 
 from __future__ import annotations

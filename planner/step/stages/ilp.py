@@ -1,15 +1,13 @@
 r"""The stage program: where the pipeline is cut, and what every unit runs as, in one integer program.
 
 Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
-in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; kinds a of the boundary between units, e(c) taken and
-x(c) given by a choice; m micro-batches. A schedule has fill coefficients φ (``cost_models.schedules``), and holds i(k)
-micro-batches of chunk k in flight.
+in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; m micro-batches. A schedule has fill coefficients φ
+(``cost_models.schedules``), and holds i(k) micro-batches of chunk k in flight.
 
 Variables::
 
-    n[k,c,a] ∈ ℕ         units of chunk k with choice c (of run u(c)) that follow a unit of kind a
+    n[k,c] ∈ ℕ           units of chunk k with choice c (of run u(c))
     o[k,u] ∈ {0,1}       run u is complete by the end of chunk k
-    s[k,a] ≥ 0           the kind at which each run leaves each chunk
     q[k,u] ∈ {0,1}       chunk k begins in run u                       (only where that changes what it receives)
     w[c] ∈ {0,1}         the very first unit runs as c
     f[k], b[k]           seconds of a micro-batch in chunk k, forward and backward
@@ -17,8 +15,6 @@ Variables::
     L[j] ≥ 0             the longest chunk of round j < v, chunks j·p … (j+1)·p-1                 (interleaved 1F1B)
     G, E ≥ 0             what filling and draining adds to m·L; to m·L and the fill of a split backward
     y[r,j] ∈ {0,1}       rank r holds a unit whose peak is at least the j-th level Q(j)
-
-With a single kind of boundary there is one n for each chunk and choice, and no s.
 
 Program::
 
@@ -30,22 +26,20 @@ Program::
         two chunks a rank (of M played):   m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
                                            every path through the order, of F, I and W actions of chunk k
 
-    Σ_k Σ_{c,a} n[k,c,a] = N(u)                                              every run u                   (place)
-    Σ_{c,a} n[k,c,a] ≥ 1                                                     every chunk k                  (hold)
+    Σ_k Σ_c n[k,c] = N(u)                                                    every run u                   (place)
+    Σ_c n[k,c] ≥ 1                                                           every chunk k                 (hold)
     Σ_{j≤k} n[j,u] ≥ N(u)·o[k,u],   Σ_{j≤k} n[j,u+1] ≤ N(u+1)·o[k,u]          every k, u                    (order)
-    s before + Σ_{x(c)=a} n[k,c,·] = Σ_c n[k,c,a] + s after                  every k, u, kind a            (follow)
-    a flow of n units from s before, over moves made, feeds every kind that units follow                   (reach)
     Σ_u q[k,u] = 1,   q[k,u] ≤ n[k,u],   n[k,u'] ≤ N(u')·(1 - q[k,u])        u' < u                        (receive)
     Σ_c w[c] = 1,   w[c] ≤ n[0,c]                                                                          (first)
-    f[k] = Σ (forward ∨ gather_forward + conversion)·n + receive                                           (stream)
-    b[k] = Σ (backward ∨ (gather_backward + reduce_backward) + conversion)·n + receive          (∨: the larger)
+    f[k] = Σ (forward ∨ gather_forward)·n + receive                                                        (stream)
+    b[k] = Σ (backward ∨ (gather_backward + reduce_backward))·n + receive                       (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
         interleaved 1F1B:  L ≥ Σ_j L[j],   L[j] ≥ f[k] + b[k]                every k of round j            (round)
     T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
     T ≥ Σ_c reduce_step(c)·w[c]
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)                    (remember)
-    Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c,a] ≤ N(u)·y[r,j]                        every r, j, u                 (peak)
+    Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c] ≤ N(u)·y[r,j]                          every r, j, u                 (peak)
 
 A proved bound of L (``bounds``) is added as a valid inequality: units are whole, which the relaxation does not
 see. (With rounds, p equal units in one take as long as one does; and G ≥ Σ_r load(r) - p·L + (p-1)·h, where some chunk
@@ -85,12 +79,10 @@ from planner.step.stages.problem import (
     as_step,
     fits,
     folded,
-    of_kind,
     relabelled,
     undominated,
-    without_kinds,
 )
-from planner.step.stages.program import StageProgram, build_stage_program, has_kinds, in_rounds
+from planner.step.stages.program import StageProgram, build_stage_program, in_rounds
 from planner.step.stages.ranks import Shares, add_tables, share_out
 from planner.step.stages.rounds import add_longest
 from planner.step.stages.segments import Segments, cut_segments
@@ -262,10 +254,7 @@ class _Search:
 
     def offer(self, assignment: Assignment) -> bool:
         """Keep an assignment if it fits and is the fastest; whether it fits."""
-        try:
-            step = as_step(self.problem, assignment)
-        except ValueError:  # neighbours of kinds that cannot meet
-            return False
+        step = as_step(self.problem, assignment)
         if not fits(self.problem, step_memory(step)):
             return False
         seconds = step_seconds(step).total
@@ -284,7 +273,7 @@ class _Search:
 
     def try_alike(self) -> bool:
         """With one chunk: every run in the choice that is fastest by itself."""
-        if self.problem.num_chunks > 1 or has_kinds(self.problem):
+        if self.problem.num_chunks > 1:
             return False
         unit = _whole_step(self.problem).unit
         costs = [[unit(choice.costs) for choice in run.choices] for run in self.problem.runs]
@@ -295,13 +284,11 @@ class _Search:
         """Share units out over ranks and take over what that proves, with a cutoff also what the relaxation does; only
         if that settles nothing look for better.
 
-        Kinds are left out of what is proved, as conversions only add; assignments of a single kind are offered besides.
         Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
-        self.try_single_kinds()
         if SCHEDULES[self.problem.schedule].placement == "vee":
             self.try_balanced()
-            for assignment in all_alike(without_kinds(self.problem)):
+            for assignment in all_alike(self.problem):
                 self.offer(assignment)
         proofs: dict[bool, Shares | Segments] = {}
         for remember in (False, True):
@@ -325,7 +312,7 @@ class _Search:
     def prove(self, *, remember: bool) -> Shares | Segments | None:
         """The least bottleneck, as if memory were plenty or (``remember``) within it, and what follows for the step."""
         if remember not in self.proofs:
-            self.proofs[remember] = self.taken_apart(self.without_kinds(remember=remember), LOAD)
+            self.proofs[remember] = self.taken_apart(self.within(remember=remember), LOAD)
         found = self.proofs[remember]
         if found is not None and math.isinf(found.load):
             self.bound = math.inf
@@ -336,7 +323,7 @@ class _Search:
 
     def improve(self, found: Shares | Segments, *, remember: bool) -> bool:
         """Look for assignments beside the proof's; whether what is left has no place in memory to gain from."""
-        problem = self.without_kinds(remember=remember)
+        problem = self.within(remember=remember)
         fitting = False
         for weights in (LOAD, _whole_step(self.problem)):
             shares = found if weights.proves else self.taken_apart(problem, weights)
@@ -349,33 +336,21 @@ class _Search:
             fitting |= self.offer_all(shares)
         return fitting and not in_rounds(self.problem)
 
-    def without_kinds(self, *, remember: bool) -> StageProblem:
-        """The problem with every boundary alike, and with its memory or without."""
-        return without_kinds(self.problem if remember else _without_memory(self.problem))
-
-    def try_single_kinds(self) -> None:
-        """Where there are several kinds: the best of assignments that keep to one throughout."""
-        if not has_kinds(self.problem):
-            return
-        for kind in sorted({choice.exit for run in self.problem.runs for choice in run.choices}):
-            reduced, kept = of_kind(self.problem, kind)
-            if reduced is None:
-                continue
-            found = self.taken_apart(reduced, _whole_step(reduced))
-            if found is not None and math.isfinite(found.load) and found.assignment is not None:
-                self.offer(relabelled(found.assignment, kept))
+    def within(self, *, remember: bool) -> StageProblem:
+        """The problem with its memory or without."""
+        memory = self.problem.memory if remember else (math.inf,) * self.problem.num_ranks
+        return replace(self.problem, memory=memory)
 
     def try_balanced(self) -> None:
         """Cuts that balance the ranks, and the fastest choices within memory."""
-        problem = without_kinds(self.problem)
-        for weights in (LOAD, _whole_step(problem)):
-            assignment = balance(problem, weights)
+        for weights in (LOAD, _whole_step(self.problem)):
+            assignment = balance(self.problem, weights)
             if assignment is not None:
                 self.offer(assignment)
 
     def try_shorter_tail(self) -> None:
         """The best so far with less of a tail, if it has one that counts."""
-        if self.best is None or has_kinds(self.problem):
+        if self.best is None:
             return
         if step_seconds(as_step(self.problem, self.best)).tail <= self.gap * self.objective:
             return
@@ -443,10 +418,6 @@ class _Search:
         if self.settled():
             status = OPTIMAL
         return StageSolution(self.best, self.objective, min(self.bound, self.objective), status, *self.size)
-
-
-def _without_memory(problem: StageProblem) -> StageProblem:
-    return replace(problem, memory=(math.inf,) * problem.num_ranks)
 
 
 def _whole_step(problem: StageProblem) -> Weights:

@@ -7,8 +7,8 @@ runs (embedding, layers, head) whatever the number of layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
 from cost_models.step import Chunk, LayerCosts, PipelineStep
@@ -25,14 +25,11 @@ SAME = 2
 class UnitChoice:
     """One way to run a unit.
 
-    ``label`` are names for people, such as (variant, recompute, ZeRO stage); ``entry`` and ``exit`` the kinds of the
-    boundary it takes and gives (the types of the tensors carried over it).
+    ``label`` are names for people, such as (recompute, ZeRO stage).
     """
 
     label: tuple[str, ...]
     costs: LayerCosts
-    entry: str = ""
-    exit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,6 @@ class StageProblem:
 
     Attributes:
         memory: bytes usable on each pipeline rank (may be infinite).
-        conversions: (kind given, kind taken) → seconds forward and backward of one micro-batch. Equal kinds cost
-            nothing; two different kinds that are missing here cannot be neighbours.
     """
 
     runs: tuple[UnitRun, ...]
@@ -83,7 +78,6 @@ class StageProblem:
     num_chunks: int
     num_microbatches: int
     memory: tuple[float, ...]
-    conversions: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises ValueError for a problem that says nothing sensible."""
@@ -127,12 +121,6 @@ class StageProblem:
             num_chunks=self.num_chunks,
         )
 
-    def conversion(self, given: str | None, taken: str) -> tuple[float, float] | None:
-        """Seconds (forward, backward) from one kind to another, None if they cannot meet; at the start free."""
-        if given is None or given == taken:
-            return (0.0, 0.0)
-        return self.conversions.get((given, taken))
-
 
 def folded(problem: StageProblem) -> StageProblem:
     """The problem with all its runs folded."""
@@ -156,23 +144,12 @@ def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
 
 
 def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
-    """The pipeline that ``assignment`` describes; conversions are layers of no memory in the chunk that pays them.
-
-    Raises:
-        ValueError: if two neighbours have kinds without a conversion.
-    """
-    chunks: list[Chunk] = []
-    given: str | None = None
+    """The pipeline that ``assignment`` describes."""
     ranks = problem.ranks
-    for groups in assignment:
-        layers: list[tuple[LayerCosts, int]] = []
-        for run, choice, count in groups:
-            chosen = problem.runs[run].choices[choice]
-            layers.extend(_conversions(problem, given, chosen, 1))
-            layers.append((chosen.costs, count))
-            layers.extend(_conversions(problem, chosen.exit, chosen, count - 1))
-            given = chosen.exit
-        chunks.append(Chunk(layers=tuple(layers)))
+    chunks = [
+        Chunk(layers=tuple((problem.runs[run].choices[choice].costs, count) for run, choice, count in groups))
+        for groups in assignment
+    ]
     for chunk in range(1, len(chunks)):
         if ranks[chunk] != ranks[chunk - 1]:
             run_of_cut = problem.runs[assignment[chunk][0][0]]
@@ -191,36 +168,9 @@ def fits(problem: StageProblem, memory: Sequence[float]) -> bool:
     return all(used <= limit * (1 + ROUNDING) for used, limit in zip(memory, problem.memory))
 
 
-def without_kinds(problem: StageProblem) -> StageProblem:
-    """The problem with every boundary alike, so that nothing is converted: never slower to solve or to run."""
-    runs = tuple(
-        replace(run, choices=tuple(replace(choice, entry="", exit="") for choice in run.choices))
-        for run in problem.runs
-    )
-    return replace(problem, runs=runs)
-
-
-def of_kind(problem: StageProblem, kind: str) -> tuple[StageProblem | None, tuple[tuple[int, ...], ...]]:
-    """The problem with only the choices of one kind (None if a run has none), and where they are from."""
-    kept = tuple(
-        tuple(index for index, choice in enumerate(run.choices) if choice.entry == choice.exit == kind)
-        for run in problem.runs
-    )
-    if not all(kept):
-        return None, kept
-    return _with_choices(problem, kept), kept
-
-
 def relabelled(assignment: Assignment, kept: Sequence[Sequence[int]]) -> Assignment:
     """An assignment of a problem with fewer choices, in terms of the problem that ``kept`` says they are from."""
     return tuple(tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in assignment)
-
-
-def _with_choices(problem: StageProblem, kept: Sequence[Sequence[int]]) -> StageProblem:
-    runs = tuple(
-        replace(run, choices=tuple(run.choices[index] for index in indices)) for run, indices in zip(problem.runs, kept)
-    )
-    return replace(problem, runs=runs)
 
 
 def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
@@ -230,20 +180,10 @@ def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, .
     """
     better = _directions(problem)
     kept = tuple(_undominated(run.choices, better) for run in problem.runs)
-    return _with_choices(problem, kept), kept
-
-
-def _conversions(
-    problem: StageProblem, given: str | None, chosen: UnitChoice, count: int
-) -> Iterator[tuple[LayerCosts, int]]:
-    """The pseudo layers of ``count`` conversions before ``chosen``: none where they are free."""
-    if count == 0:
-        return
-    seconds = problem.conversion(given, chosen.entry)
-    if seconds is None:
-        raise ValueError(f"no conversion from {given!r} to {chosen.entry!r}: units of these kinds cannot be neighbours")
-    if any(seconds):
-        yield LayerCosts(forward=seconds[0], backward=seconds[1]), count
+    runs = tuple(
+        replace(run, choices=tuple(run.choices[index] for index in indices)) for run, indices in zip(problem.runs, kept)
+    )
+    return replace(problem, runs=runs), kept
 
 
 def _directions(problem: StageProblem) -> dict[str, int]:
@@ -270,14 +210,7 @@ def _sign(value: float) -> int:
 
 
 def _undominated(choices: Sequence[UnitChoice], better: Mapping[str, int]) -> tuple[int, ...]:
-    keys = [
-        (
-            choice.entry,
-            choice.exit,
-            *(getattr(choice.costs, name) for name, sign in better.items() if sign == SAME),
-        )
-        for choice in choices
-    ]
+    keys = [tuple(getattr(choice.costs, name) for name, sign in better.items() if sign == SAME) for choice in choices]
     values = [
         tuple(sign * getattr(choice.costs, name) for name, sign in better.items() if sign != SAME) for choice in choices
     ]

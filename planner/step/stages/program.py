@@ -38,14 +38,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Move:
-    """The column n[k,c,a]: units in one chunk of one run and choice that begin where kind ``given`` was left."""
+    """The column n[k,c]: units in one chunk of one run and choice."""
 
     run: int
     choice: int
-    given: str | None
     column: int
     option: UnitChoice
-    conversion: tuple[float, float]
 
 
 @dataclass
@@ -119,19 +117,12 @@ def in_rounds(problem: StageProblem) -> bool:
     return SCHEDULES[problem.schedule].divided and problem.num_chunks > problem.num_ranks > 1
 
 
-def has_kinds(problem: StageProblem) -> bool:
-    """Whether neighbours can disagree at all."""
-    return len({kind for run in problem.runs for choice in run.choices for kind in (choice.entry, choice.exit)}) > 1
-
-
 def build_stage_program(problem: StageProblem, *, load_bound: float) -> StageProgram:
     """The program of ``problem``; ``load_bound`` is a proved lower bound of the largest load of a rank in seconds."""
     stage = StageProgram(problem, second=(load_bound or 1.0) / REFERENCE)
     add_units(stage)
     add_order(stage)
-    if has_kinds(problem):
-        add_kinds(stage)
-    elif problem.runs[0].count > 1 and len({choice.costs.reduce_step for choice in problem.runs[0].choices}) > 1:
+    if problem.runs[0].count > 1 and len({choice.costs.reduce_step for choice in problem.runs[0].choices}) > 1:
         add_first(stage)
     forward, backward = add_streams(stage)
     add_pipeline(stage, forward, backward, load_bound)
@@ -153,22 +144,17 @@ def spans(problem: StageProblem) -> list[range]:
 
 
 def add_units(stage: StageProgram) -> None:
-    """(place) and (hold): the columns n[k,c,a]; every unit is in one chunk, every chunk has a unit."""
+    """(place) and (hold): the columns n[k,c]; every unit is in one chunk, every chunk has a unit."""
     problem, program = stage.problem, stage.program
     allowed = spans(problem)
-    starts = has_kinds(problem)
-    kinds: list[str | None] = [*sorted({choice.exit for run in problem.runs for choice in run.choices})]
     for chunk in range(problem.num_chunks):
         moves = []
         for index, run in enumerate(problem.runs):
             if chunk not in allowed[index]:
                 continue
             for choice, option in enumerate(run.choices):
-                for given in [None, *kinds] if starts and (chunk, index) == (0, 0) else kinds:
-                    conversion = problem.conversion(given, option.entry)
-                    if conversion is not None:
-                        column = program.variable(upper=1.0 if given is None else float(run.count), integer=True)
-                        moves.append(Move(index, choice, given, column, option, conversion))
+                column = program.variable(upper=float(run.count), integer=True)
+                moves.append(Move(index, choice, column, option))
         stage.moves.append(moves)
         program.row([(move.column, 1.0) for move in moves], lower=1.0)
     for index, run in enumerate(problem.runs):
@@ -204,68 +190,11 @@ def add_first(stage: StageProgram) -> None:
     stage.program.row([(column, 1.0) for _, column in stage.first], lower=1.0, upper=1.0)
 
 
-def add_kinds(stage: StageProgram) -> None:
-    """(follow) and (reach): units of one chunk and run lie on one path through the kinds, from where the last ended."""
-    problem, program = stage.problem, stage.program
-    state: dict[str | None, Linear] = {None: Linear([], 1.0)}
-    for moves in stage.moves:
-        for run in sorted({move.run for move in moves}):
-            here = [move for move in moves if move.run == run]
-            nodes = sorted({*state, *(move.option.exit for move in here)}, key=lambda kind: kind or "")
-            after: dict[str | None, Linear] = {}
-            for kind in nodes:
-                balance = Linear().add(state.get(kind, Linear()))
-                balance.terms += [(move.column, 1.0) for move in here if move.option.exit == kind]
-                balance.terms += [(move.column, -1.0) for move in here if move.given == kind]
-                if kind is not None:
-                    left = program.variable(upper=1.0)
-                    after[kind] = Linear([(left, 1.0)])
-                    balance.terms.append((left, -1.0))
-                stage.row(balance, lower=0.0, upper=0.0)
-            # a unit that begins at a kind that no path enters in this slot has nowhere to come from
-            for move in here:
-                if move.given not in nodes:
-                    program.uppers[move.column] = 0.0
-            _add_reach(stage, here, state, problem.runs[run].count)
-            state = after
-
-
-def _add_reach(stage: StageProgram, here: Sequence[Move], state: dict[str | None, Linear], count: int) -> None:
-    """(reach): every kind at which units begin gets one unit of flow for each of them, over moves that are made."""
-    program = stage.program
-    demand: dict[str, Linear] = {}
-    for move in here:
-        if move.given is not None:
-            demand.setdefault(move.given, Linear()).terms.append((move.column, -1.0))
-    if not demand.keys() - state.keys() and len(state) < 2:
-        return
-    for kind, arrives in state.items():
-        if kind in demand:
-            column = program.variable()
-            stage.row(Linear([(column, 1.0)]).add(arrives, -float(count)), upper=0.0)
-            demand[kind].terms.append((column, 1.0))
-    for given, taken in sorted({(m.given, m.option.exit) for m in here if m.given != m.option.exit}, key=str):
-        if taken in demand:
-            column = program.variable()
-            made = [(m.column, -float(count)) for m in here if (m.given, m.option.exit) == (given, taken)]
-            stage.row(Linear([(column, 1.0), *made]), upper=0.0)
-            demand[taken].terms.append((column, 1.0))
-            if given is not None:
-                demand[given].terms.append((column, -1.0))
-    for balance in demand.values():
-        stage.row(balance, lower=0.0, upper=0.0)
-
-
 def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
     """(stream): f[k] and b[k], of a problem whose hidden communication is folded into its compute."""
     problem = stage.problem
     forward = [stage.seconds([chunk], "forward") for chunk in range(problem.num_chunks)]
     backward = [stage.seconds([chunk], "backward") for chunk in range(problem.num_chunks)]
-    for chunk, moves in enumerate(stage.moves):
-        for stream, phase in ((forward, 0), (backward, 1)):
-            stream[chunk].terms += [
-                (m.column, m.conversion[phase] / stage.second) for m in moves if m.conversion[phase]
-            ]
     add_receives(stage, forward, backward)
     return forward, backward
 
@@ -371,12 +300,11 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
         if any(figures.reduce_step > figures.backward for figures in costs):
             stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(own, -1.0).add(before, -1.0))
         before.add(own, problem.num_ranks / problem.num_chunks)
-    first = stage.first or [(m.choice, m.column) for m in stage.moves[0] if m.run == 0 and m.given is None]
     reductions = [choice.costs.reduce_step / stage.second for choice in problem.runs[0].choices]
-    if not first and len(set(reductions)) == 1:
+    if len(set(reductions)) == 1:
         stage.at_least(tail, Linear([], reductions[0]))
         return
-    first = first or [(move.choice, move.column) for move in stage.moves[0] if move.run == 0]
+    first = stage.first or [(move.choice, move.column) for move in stage.moves[0] if move.run == 0]
     stage.at_least(tail, Linear([(column, reductions[choice]) for choice, column in first]))
 
 

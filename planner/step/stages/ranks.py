@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.step.stages.fronts import Front, Options, Weights, options_of, received
 from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
-from planner.step.stages.program import Linear, StageProgram, chunks_of, has_kinds
+from planner.step.stages.program import Linear, StageProgram, chunks_of
 
 Array = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ def main_run(problem: StageProblem) -> int | None:
     """The index of the long run, if the model is one long run with at most a single unit at either end."""
     longest = max(range(len(problem.runs)), key=lambda run: problem.runs[run].count)
     ends = [run.count for index, run in enumerate(problem.runs) if index != longest]
-    if has_kinds(problem) or longest > 1 or len(problem.runs) - longest > 2 or any(count > 1 for count in ends):
+    if longest > 1 or len(problem.runs) - longest > 2 or any(count > 1 for count in ends):
         return None
     return longest
 
