@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.order import dealt_out
+
 # The same examples in every run: what passes on one machine passes on the next.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -19,6 +21,13 @@ gc.set_threshold(100_000, 20, 20)
 # Read when a kernel is defined, so before any test imports one.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, slow ones come first."""
+    num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if num_processes > 1:
+        items[:] = dealt_out(items, num_processes)
 
 
 @pytest.fixture(autouse=True, scope="session")

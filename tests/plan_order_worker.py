@@ -13,6 +13,7 @@ from tests import ranks
 from tests.communication.plans import small_model
 from tests.communication.recorder import recorded
 from tests.small_models import mlp_batch, squared_error
+from tests.tracing import traced_once
 
 
 def record(plan: Plan) -> list[dict[str, Any]]:
@@ -40,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

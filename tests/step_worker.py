@@ -16,6 +16,7 @@ import planner
 from tests.ranks import answer, task
 from tests.runtime_worker import close, error_of
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
+from tests.tracing import traced_once
 
 STEPS = 3
 CLUSTER = "cpu-local:4"
@@ -126,4 +127,6 @@ SCENARIOS: tuple[Callable[[], bool], ...] = (
 
 if __name__ == "__main__":
     names = task()
-    answer({scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names})
+    with traced_once():
+        found = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
+    answer(found)

@@ -16,10 +16,11 @@ from tests.rank_server import ROOT, environment_of_ranks
 from tests.ranks import free_port, run_script
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-#: The one that is started as a user does, on two processes of its own; the others run on four that have done their
+#: The one that is started as a user does, on two processes of its own; the others run on processes that have done their
 #: imports.
 LAUNCHED = "language_model"
-RANKS = 4
+#: Example → processes and axis sizes, other than four on its own mesh.
+MESHES = {"captioning": (2, "dp=2"), "meta_learning": (2, "dp=2"), "sequence_to_sequence": (2, "dp=2")}
 
 
 def launched(name: str) -> str:
@@ -46,9 +47,12 @@ def launched(name: str) -> str:
 
 def forked(name: str, folder: Path) -> str:
     """Output of rank 0, with the environment that ``torchrun`` gives."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
-    return run_script(ROOT / "examples" / f"{name}.py", environments, folder=folder, timeout=PATIENCE)[0]
+    num_ranks, mesh = MESHES.get(name, (4, None))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    arguments = () if mesh is None else ("--mesh", mesh)
+    script = ROOT / "examples" / f"{name}.py"
+    return run_script(script, environments, folder=folder, timeout=PATIENCE, arguments=arguments)[0]
 
 
 @pytest.mark.examples

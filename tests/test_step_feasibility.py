@@ -15,6 +15,8 @@ from planner.step.demands import read_demands
 from planner.step.planning import plan_step
 
 GIB = 2**30
+#: For the largest graph only the micro-batch, the policies of recomputation and ZeRO are left to choose.
+ON_ONE_NODE = {"pp": 1, "cp": 1, "dp": 2, "tp": 4}
 FITTING = [
     ("bart-large", 1024, "8x1080ti:1x2", 8),
     ("gpt2-large", 512, "8x1080ti:1x2", 8),
@@ -48,7 +50,7 @@ def why_not(graph: Graph, cluster: str, fix: dict | None = None, forbid: dict | 
 @pytest.mark.parametrize("name, seq_len, cluster, batch", FITTING)
 def test_models_that_fit(name: str, seq_len: int, cluster: str, batch: int) -> None:
     graph = graph_of(name, seq_len=seq_len, batch=batch)
-    plan = any_plan(graph, cluster)
+    plan = any_plan(graph, cluster, ON_ONE_NODE if name == "t5-11b" else None)
     assert plan.step is not None
     assert max(rank.total for rank in plan.step.memory) <= Cluster.parse(cluster).device.usable_bytes
     # the state cannot be less than the parameters' share of sixteen bytes each, nor can the plan's state add up to less

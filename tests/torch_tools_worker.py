@@ -19,6 +19,7 @@ import planner
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.small_models import seeded
+from tests.tracing import traced_once
 
 STEPS, MAX_NORM = 3, 0.05
 #: Rows of weights over the tensor axis, so that data ranks cut what that has cut.
@@ -224,7 +225,7 @@ def gradients_of_a_penalty_are_added() -> bool:
     return difference(parallel.full_gradients(), wanted) < 1e-9
 
 
-if __name__ == "__main__":
+def main() -> None:
     asked = task()
     # Muon rounds to 16 bits: what is left of sums in another order is no measure.
     torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[assignment]
@@ -241,3 +242,8 @@ if __name__ == "__main__":
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
     answer(result)
+
+
+if __name__ == "__main__":
+    with traced_once():
+        main()

@@ -1,4 +1,4 @@
-"""Models traced once for all the plans that a test tries them under.
+"""Models traced once for all the plans that a test tries them under, and for all ranks and tests of a run.
 
 Tracing a small model takes longer than planning, emitting and running it, and every plan has the same graph
 (``tests/test_capture*.py`` see to what the graph is).
@@ -7,8 +7,13 @@ Tracing a small model takes longer than planning, emitting and running it, and e
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import os
+import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +30,8 @@ from runtime.content import state_key, structure_key
 def traced_once() -> Iterator[None]:
     """Inside the block, what a model is traced to is kept for all models of its classes, sizes and attributes.
 
+    A plan's search traces the model with its weights, compile traces it without them: that is one graph.
+
     Instances whose ``forward`` or hooks are replaced are told from each other by nothing: do not trace them here.
     """
     module = sys.modules["passes.capture.capture"]  # the package has a function of that name
@@ -33,11 +40,29 @@ def traced_once() -> Iterator[None]:
     def traced(model: nn.Module, **options: Any) -> Any:
         key = _key(model, **options)
         if key not in results:
-            results[key] = original(model, **options)
+            results[key] = _traced_by_one_process(repr(key), lambda: original(model, **options))
         return results[key]
 
     with mock.patch.object(module, "_traced", traced):
         yield
+
+
+def _traced_by_one_process(key: str, trace: Callable[[], Any]) -> Any:
+    """What the first process of this run of the tests traces, which the others read."""
+    run = os.environ.get("MESHWRIGHT_TEST_RUN")
+    # Objects and classes that a text does not tell apart.
+    if run is None or " at 0x" in key or "<locals>" in key:
+        return trace()
+    own = sys.argv[0] if "__main__" in key else ""
+    file = Path(run) / f"{hashlib.sha256((own + key).encode()).hexdigest()}.graph"
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return pickle.loads(file.read_bytes())
+        traced = trace()
+        with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # of a class that has no name
+            file.write_bytes(pickle.dumps(traced))
+        return traced
 
 
 def _key(
@@ -47,18 +72,18 @@ def _key(
     shapes = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in tensors.items())
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     modes = tuple(map(type, torch.overrides._get_current_function_mode_stack()))
-    function = (getattr(loss_fn, "__code__", type(loss_fn)), state_key(loss_fn))
+    code = getattr(loss_fn, "__code__", None)
+    function = type(loss_fn) if code is None else (code.co_filename, code.co_firstlineno, code.co_code, code.co_consts)
     return (
         *(modules, _states(model), repr(plain_state(model)), repr(getattr(model, "config", None))),
-        *(shapes, structure_key(structure, ""), function, training, modes),
+        *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, modes),
     )
 
 
 def _states(model: nn.Module) -> tuple[Any, ...]:
-    """Names, shapes, dtypes and devices of parameters and buffers, and which of them are one."""
+    """Names, shapes and dtypes of parameters and buffers, and which of them are one."""
     numbers: dict[int, int] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return tuple(
-        (name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad, numbers.setdefault(id(t), len(numbers)))
-        for name, t in named
+        (name, tuple(t.shape), t.dtype, t.requires_grad, numbers.setdefault(id(t), len(numbers))) for name, t in named
     )

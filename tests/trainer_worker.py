@@ -16,6 +16,7 @@ import planner
 from planner.trainer import decay_groups, warmup_cosine
 from tests.ranks import answer, task
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
+from tests.tracing import traced_once
 
 BATCH = 8
 NUM_SAMPLES = 21  # two full batches and one that is not
@@ -313,4 +314,6 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
 
 if __name__ == "__main__":
     names = task()
-    answer({scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names})
+    with traced_once():
+        found = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
+    answer(found)

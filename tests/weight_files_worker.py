@@ -14,6 +14,7 @@ import planner
 from runtime.checkpoint import CheckpointManager
 from tests.ranks import answer, task
 from tests.small_models import Mlp, seeded, squared_error
+from tests.tracing import traced_once
 
 
 def everywhere(found: Any) -> list[Any]:
@@ -146,7 +147,7 @@ def base_models(folder: Path) -> bool:
     return all(found)
 
 
-if __name__ == "__main__":
+def main() -> None:
     payload = task()
     where = Path(payload["folder"])
     large = {"layers": int(os.environ.get("MESHWRIGHT_TEST_LAYERS", "5")), "size": 512}
@@ -156,3 +157,8 @@ if __name__ == "__main__":
     results["hugging face"] = everywhere(hugging_face(where))
     results["base models"] = everywhere(base_models(where))
     answer(results)
+
+
+if __name__ == "__main__":
+    with traced_once():
+        main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import warnings
@@ -130,14 +131,18 @@ def _traced(
         except CaptureError as error:
             raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
     names = {path: ".".join(map(str, path)) for path in call.result.tensors}
-    structure = call.result.structure
     graph = graph.replace(
         loss=loss,
         training=graph_training,
         checkpointed=call.result.checkpoints,
-        unflatten=lambda outputs: rebuild(structure, {path: outputs[name] for path, name in names.items()}),
+        unflatten=functools.partial(_returned, call.result.structure, names),
     )
     return graph, call.result.changed
+
+
+def _returned(structure: Structure, names: Mapping[Path, str], outputs: Mapping[str, Any]) -> Any:
+    """What the model returns, put together from the graph's outputs by name."""
+    return rebuild(structure, {path: outputs[name] for path, name in names.items()})
 
 
 def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | None:

@@ -61,6 +61,16 @@ class Call:
         """How many operators there are in the tree."""
         return 1 + sum(map(size_of, _parts(self)))
 
+    @functools.cached_property
+    def depth(self) -> int:
+        """How many operators follow one another at most."""
+        return 1 + max(map(depth_of, _parts(self)), default=0)
+
+    @functools.cached_property
+    def operators(self) -> frozenset[tuple[str, ...]]:
+        """The overloads of every operator in the tree."""
+        return frozenset({self.ops}).union(*map(operators_of, _parts(self)))
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -85,13 +95,14 @@ def _parts(tree: Tree) -> tuple[Tree, ...]:
 
 def depth_of(tree: Tree) -> int:
     """How many operators follow one another at most."""
-    return isinstance(tree, Call) + max(map(depth_of, _parts(tree)), default=0)
+    return tree.depth if isinstance(tree, Call) else max(map(depth_of, _parts(tree)), default=0)
 
 
 def operators_of(tree: Tree) -> frozenset[tuple[str, ...]]:
     """The overloads of every operator in a tree."""
-    own = frozenset({tree.ops}) if isinstance(tree, Call) else frozenset()
-    return own.union(*map(operators_of, _parts(tree)))
+    if isinstance(tree, Call):
+        return tree.operators
+    return frozenset[tuple[str, ...]]().union(*map(operators_of, _parts(tree)))
 
 
 def _aten(*names: str) -> tuple[str, ...]:
