@@ -29,8 +29,8 @@ def test_backward_takes_all_results_of_a_round() -> None:
 
 def test_goals_are_about_operators_each_way_and_about_steps() -> None:
     rows = [
-        Row("operator", "quick", "", 29.0, 29.0, 1.0, 1.0),
-        Row("operator", "slow backward", "", 1.0, 31.0, 100.0, 100.0),
+        Row("operator", "quick", "", 129.0, 29.0, 100.0, 1.0),
+        Row("operator", "slow backward", "", 1.0, 131.0, 100.0, 100.0),
         Row("chain", "no goal", "", 100.0, 100.0, 1.0, 1.0),
         Row("step", "as quick", "", 5.0, None, 5.0, None),
         Row("step", "slower", "", 5.1, None, 5.0, None),

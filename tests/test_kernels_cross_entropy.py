@@ -113,7 +113,7 @@ def test_cross_entropy(
 @each_implementation
 def test_rows_of_several_blocks(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.kernels.logit_rows._MAX_BLOCK", 16)
-    monkeypatch.setattr("runtime.kernels.logit_rows._ATEN_BLOCK", 80)
+    monkeypatch.setattr("runtime.kernels.rows.ATEN_BLOCK", 80)
     check_accuracy(
         lambda logits, target: kernels.cross_entropy(logits, target, label_smoothing=0.1),
         definition(label_smoothing=0.1),
@@ -240,7 +240,7 @@ def test_second_derivatives(label_smoothing: float, z_loss: float) -> None:
 
 
 def test_forward_holds_no_second_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kernels.logit_rows._ATEN_BLOCK", 2**16)
+    monkeypatch.setattr("runtime.kernels.rows.ATEN_BLOCK", 2**16)
     logits = random_tensor((2048, 1000), 0).bfloat16().requires_grad_()
     target = random_target((2048,), 1000, 1)
     assert peak_bytes(lambda: kernels.cross_entropy(logits, target, label_smoothing=0.1).sum()) < logits.nbytes

@@ -82,7 +82,7 @@ def test_programs_that_walk_through_several_tiles(name: str, monkeypatch: pytest
 
 @each_norm
 def test_rows_taken_a_block_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_ATEN_BLOCK", 64)
+    monkeypatch.setattr(rows, "ATEN_BLOCK", 64)
     fused, definition, *_ = NORMS[name]
     for dtype in (torch.float64, torch.bfloat16):
         check_accuracy(fused, definition, tensors_of(name, 5, 5, 20), dtype=dtype, implementation="aten")

@@ -13,6 +13,7 @@ from runtime.kernels.activations import PLAIN, activate, activation_and_slope, a
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
 from runtime.kernels.library import (
+    WIDE,
     differentiable,
     differentiable_again,
     gradients_of,
@@ -49,6 +50,8 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none"
 
 
 def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    if input.dtype in WIDE and bias.dtype is input.dtype:
+        return (input + bias).contiguous()
     dtype = wide_dtype(input, bias)
     if input.is_contiguous():
         return torch.add(in_dtype(input, dtype), in_dtype(bias, dtype))
@@ -59,7 +62,7 @@ def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def _aten(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     total = _sum(input, bias)
     activate(total, gelu_name(approximate), out=total)
-    return in_dtype(total, promoted(input, bias))
+    return total if total.dtype is input.dtype else in_dtype(total, promoted(input, bias))
 
 
 def _aten_backward(

@@ -103,12 +103,12 @@ class Chain:
 
     def _is_on_device(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether kernels are to run, and on what they can read."""
+        if not runs_triton(tensors[0]):
+            return False
         device = tensors[0].device
         if self.backend == "inductor" and device.type != "cuda":
             return False
-        if torch.is_autocast_enabled(device.type) or not runs_triton(tensors[0]):
-            return False
-        return all(tensor.device == device for tensor in tensors)
+        return not torch.is_autocast_enabled(device.type) and all(tensor.device == device for tensor in tensors)
 
     def _run_compiled(self, tensors: Sequence[torch.Tensor]) -> Any:
         if are_operators_observed():
@@ -283,4 +283,4 @@ def _dtypes(given: Mapping[str, str] | None) -> dict[str, torch.dtype]:
 
 def _are_real(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are tensors of torch's own with data, not what stands for them."""
-    return all(type(tensor) in _OWN_TYPES and tensor.device.type != "meta" for tensor in tensors)
+    return all(type(tensor) in _OWN_TYPES and not tensor.is_meta for tensor in tensors)

@@ -5,6 +5,7 @@ Results lie as torch's own operators would leave them: in the order in which the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,8 +43,12 @@ class Layout:
 
     def restored(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor whose dims are in ``order`` (of size 1 where it has none) with the space's own order of dims."""
-        places = sorted(range(len(self.order)), key=lambda place: self.order[place])
-        return tensor.permute(places)
+        return tensor if self.order == tuple(range(len(self.order))) else tensor.permute(self._places)
+
+    @functools.cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Where each dim of the space is in ``order``."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     def sizes_in_order(self, kept: Sequence[bool]) -> Shape:
         """The space's sizes in ``order``, 1 for dims that are not kept."""

@@ -18,12 +18,13 @@ from runtime.kernels.logit_rows import (
     add_up_row,
     aten_gradient,
     aten_sums,
-    is_one_block,
+    is_small,
     launch_options,
     layout_of,
     readable_rows,
     row_offset,
     shapes_of_sums,
+    small_gradient,
     small_losses,
     triton_gradient,
     triton_sums,
@@ -165,9 +166,10 @@ def _aten(
     reuse_logits: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if is_one_block(logits, logits.numel()) and not label_smoothing and not z_loss:
-        losses, largest, log_sum = aten_small_losses(logits, target, ignore_index)
-        return in_dtype(losses, dtype or logits.dtype), torch.stack((largest, log_sum))
+    if is_small(logits, None, label_smoothing, z_loss):
+        losses = aten_small_losses(logits, target, ignore_index)
+        # The gradient of so few logits reads no statistic.
+        return in_dtype(losses, dtype or logits.dtype), losses.new_zeros((2, *target.shape))
     if target.device.type == "cpu":
         check_classes(target, logits.shape[-1], ignore_index)
     loss = LossOptions(logits.shape[-1], ignore_index, label_smoothing, z_loss)
@@ -176,13 +178,11 @@ def _aten(
     return losses.to(dtype or logits.dtype), statistic
 
 
-def aten_small_losses(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def aten_small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """``small_losses``, with an IndexError if a target is no class."""
     try:
         return small_losses(logits, target, ignore_index)
-    except RuntimeError:
+    except (IndexError, RuntimeError):
         check_classes(target, logits.shape[-1], ignore_index)
         raise
 
@@ -264,6 +264,24 @@ def _gradient_of(run: Any) -> Any:
     return backward
 
 
+def _aten_gradient(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    statistic: torch.Tensor,
+    start: torch.Tensor | None,
+    vocabulary: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
+    if is_small(logits, start, label_smoothing, z_loss):
+        return in_dtype(small_gradient(grad, logits, target, ignore_index), logits.dtype)
+    options = (vocabulary, ignore_index, label_smoothing, z_loss)
+    result: torch.Tensor = _gradient_of(aten_gradient)(grad, logits, target, statistic, start, *options)
+    return result
+
+
 def _gradient_in_place_of(run: Any) -> Any:
     def backward(logits: torch.Tensor, grad: torch.Tensor, *options: Any) -> None:
         run(logits, grad, logits, *options)
@@ -291,7 +309,7 @@ _GRADIENT = (
 )
 _backward = register(
     f"cross_entropy_backward(Tensor grad, Tensor logits, {_GRADIENT}) -> Tensor",
-    aten=_gradient_of(aten_gradient),
+    aten=_aten_gradient,
     triton=_gradient_of(triton_gradient),
     shapes=_gradient_of(lambda *arguments: None),
 )

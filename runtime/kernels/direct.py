@@ -13,11 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Devices that the operators are registered for.
 _BACKENDS = ("CPU", "CUDA")
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 @functools.cache
@@ -36,29 +40,30 @@ def _plain_keys() -> frozenset[int]:
 def nobody_listens() -> bool:
     """Whether nothing on this thread looks at operators; to be asked before ``are_plain``."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
-        or not all(map(_places_only, range(torch._C._len_torch_function_stack())))
-        or torch._C._are_functorch_transforms_active()
+        # Whatever else traces has a dispatch mode.
+        is_dynamo_compiling()
+        or _num_dispatch_modes()
+        or (_num_function_modes() and not _functions_only_place())
+        or _transforms()
     )
 
 
-def _places_only(place: int) -> bool:
-    """Whether a function mode, by its place, does no more than say where tensors are made (``with torch.device``).
+def _functions_only_place() -> bool:
+    """Whether function modes do no more than say where tensors are made (``with torch.device``).
 
     Programs run in one on a GPU; operators of ours make tensors where their operands are.
     """
-    return type(torch._C._get_function_stack_at(place)) is DeviceContext  # type: ignore[attr-defined]
+    modes = map(torch._C._get_function_stack_at, range(_num_function_modes()))  # type: ignore[attr-defined]
+    return all(type(mode) is DeviceContext for mode in modes)
 
 
 def are_plain(arguments: Sequence[Any]) -> bool:
     """Whether all tensors among the arguments are of torch's own class, with data, and such as kernels can read."""
-    plain = _plain_keys()
     for argument in arguments:
         kind = type(argument)
         if kind in _TENSORS:
             # On a processor operators are torch's own, which know what kind of tensor they are given.
-            if not argument.is_cpu and torch._C._dispatch_keys(argument).raw_repr() not in plain:
+            if not argument.is_cpu and torch._C._dispatch_keys(argument).raw_repr() not in _plain_keys():
                 return False
         elif isinstance(argument, torch.Tensor):
             return False

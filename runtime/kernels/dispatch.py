@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -11,6 +12,9 @@ from runtime.kernels.language import has_triton, interprets_triton
 #: Environment variable that forces one implementation, ``aten`` or ``triton``; empty or unset to choose by device.
 VARIABLE = "MESHWRIGHT_KERNELS"
 _CHOICES = ("aten", "triton")
+#: The table behind ``os.environ``, whose own ``get`` takes as long as an operator on a small tensor.
+_table: Any = getattr(os.environ, "_data", os.environ)
+_KEY: Any = VARIABLE if _table is os.environ else os.environ.encodekey(VARIABLE)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
@@ -19,16 +23,19 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     Raises:
         ValueError: if the environment asks for something unknown, or for Triton where it cannot run.
     """
-    forced = os.environ.get(VARIABLE, "")
-    if forced and forced not in _CHOICES:
+    forced = _table.get(_KEY)
+    if not forced:
+        return tensor.is_cuda and has_triton()
+    forced = os.environ[VARIABLE]
+    if forced not in _CHOICES:
         raise ValueError(
             f"{VARIABLE}={forced!r}: expected one of {', '.join(_CHOICES)}, or nothing to choose by device"
         )
-    on_gpu = tensor.device.type == "cuda"
+    on_gpu = tensor.is_cuda
     if forced == "triton":
         _check_triton(tensor, on_gpu=on_gpu)
         return True
-    return forced != "aten" and on_gpu and has_triton()
+    return False
 
 
 def _check_triton(tensor: torch.Tensor, *, on_gpu: bool) -> None:

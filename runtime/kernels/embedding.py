@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from runtime.kernels.direct import are_plain, nobody_listens
 from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, differentiable_again, in_dtype, register, wide, wide_dtype
+from runtime.kernels.library import WIDE, differentiable, differentiable_again, in_dtype, register, wide, wide_dtype
 
 #: Sorted positions to a chunk, at whose ends runs are cut; and rows that a program adds at a time.
 _CHUNK, _ROWS = 64, 4
@@ -42,6 +43,9 @@ def embedding(indices: torch.Tensor, weight: torch.Tensor, padding_idx: int | No
         if not -count <= padding_idx < count:
             raise ValueError(f"padding_idx={padding_idx}: expected a row of the weight, {-count} to {count - 1}")
         padding_idx %= count
+    if weight.is_cpu and weight.dtype in WIDE and nobody_listens() and are_plain((indices, weight)):
+        # torch's own keeps the same, computes the same, and is called without Python in between.
+        return torch.embedding(weight, indices, -1 if padding_idx is None else padding_idx)
     result: torch.Tensor = _forward(indices, weight, padding_idx)
     return result
 

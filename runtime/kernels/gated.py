@@ -7,7 +7,7 @@ import torch
 from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import gradients_of, in_dtype, promoted, wide, wide_dtype
+from runtime.kernels.library import WIDE, gradients_of, in_dtype, promoted, wide, wide_dtype
 
 
 def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -20,26 +20,31 @@ def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 def aten(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:
     """``activation(gate) · up``, contiguous, in the type to which the two promote."""
+    if gate.dtype is up.dtype and gate.dtype in WIDE:
+        return PLAIN[activation](gate).mul_(up).contiguous()
     dtype = wide_dtype(gate, up)
-    if gate.dtype is dtype and gate.is_contiguous():
+    if gate.dtype is dtype:
         out = PLAIN[activation](gate)
     else:
-        out = gate.new_empty(gate.shape, dtype=dtype)
-        activate(gate if gate.dtype is dtype else out.copy_(gate), activation, out=out)
-    return in_dtype(out.mul_(up), promoted(gate, up))
+        out = gate.to(dtype)
+        activate(out, activation, out=out)
+    return in_dtype(out.mul_(up), promoted(gate, up)).contiguous()
 
 
 def aten_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, contiguous; the activation is computed again."""
+    if gate.dtype is up.dtype is grad.dtype and gate.dtype in WIDE:
+        grad_gate = grad * up
+        activation_gradient(grad_gate, gate, activation, out=grad_gate)
+        return grad_gate.contiguous(), PLAIN[activation](gate).mul_(grad).contiguous()
     dtype = wide_dtype(gate, up)
     grad, gate_wide = in_dtype(grad, dtype), in_dtype(gate, dtype)
-    grad_gate, grad_up = (torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format) for _ in range(2))
-    torch.mul(grad, wide(up), out=grad_gate)
+    grad_gate = grad * wide(up)
     activation_gradient(grad_gate, gate_wide, activation, out=grad_gate)
-    activate(gate_wide, activation, out=grad_up)
-    return in_dtype(grad_gate, gate.dtype), in_dtype(grad_up.mul_(grad), up.dtype)
+    grad_up = PLAIN[activation](gate_wide).mul_(grad)
+    return in_dtype(grad_gate, gate.dtype).contiguous(), in_dtype(grad_up, up.dtype).contiguous()
 
 
 def plain_backward(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from runtime.kernels.library import (
+    WIDE,
     differentiable,
     differentiable_again,
     gradients_of,
@@ -25,6 +26,8 @@ from runtime.kernels.normalization import (
     sum_of,
     wanted_grads,
 )
+
+_native_backward: Any = torch.ops.aten.native_layer_norm_backward.default
 
 
 def layer_norm(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> torch.Tensor:
@@ -57,17 +60,18 @@ def add_layer_norm(
     return total, normal
 
 
-def _statistics(values: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> tuple[torch.Tensor, ...]:
-    """torch's own layer normalization of values in the dtype computed in: the result, and each row's mean and scale."""
-    weight = None if weight is None else in_dtype(weight, values.dtype)
-    bias = None if bias is None else in_dtype(bias, values.dtype)
-    results: tuple[torch.Tensor, ...] = torch.native_layer_norm(values, values.shape[-1:], weight, bias, eps)
-    return results
+def _are_alike(input: torch.Tensor, weight: Maybe, bias: Maybe) -> bool:
+    dtype = input.dtype
+    return (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype)
 
 
 def _aten(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> torch.Tensor:
+    if input.dtype in WIDE and _are_alike(input, weight, bias):
+        return torch.layer_norm(input.contiguous(), input.shape[-1:], weight, bias, eps)
     compute = promoted(input, weight, bias, least=torch.float32)
-    out, *_ = _statistics(in_dtype(input.contiguous(), compute), weight, bias, eps)
+    weight_like = None if weight is None else in_dtype(weight, compute)
+    bias_like = None if bias is None else in_dtype(bias, compute)
+    out = torch.layer_norm(in_dtype(input.contiguous(), compute), input.shape[-1:], weight_like, bias_like, eps)
     return in_dtype(out, promoted(input, weight, bias))
 
 
@@ -89,27 +93,29 @@ def _aten_backward(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    compute = promoted(grad, input, weight, least=torch.float32)
-    values, grad = in_dtype(input.contiguous(), compute), in_dtype(grad.contiguous(), compute)
-    weight_like, bias_like = (None if tensor is None else in_dtype(tensor, compute) for tensor in (weight, bias))
-    _, mean, scale = _statistics(values, weight_like, bias_like, eps)
-    grads = torch.ops.aten.native_layer_norm_backward(
-        grad,
-        values,
-        values.shape[-1:],
-        mean,
-        scale,
-        weight_like,
-        bias_like,
-        [wants_input, wants_weight, wants_bias],
-    )
+    values, grad, weight_like, bias_like = input.contiguous(), grad.contiguous(), weight, bias
+    simple = input.dtype in WIDE and grad.dtype is input.dtype and _are_alike(input, weight, bias)
+    if not simple:
+        compute = promoted(grad, input, weight, least=torch.float32)
+        values, grad = in_dtype(values, compute), in_dtype(grad, compute)
+        weight_like = None if weight is None else in_dtype(weight, compute)
+        bias_like = None if bias is None else in_dtype(bias, compute)
+    shape = values.shape[-1:]
+    _, mean, scale = torch.native_layer_norm(values, shape, None, None, eps)
+    wants = [wants_input, wants_weight, wants_bias]
+    by_input, by_weight, by_bias = _native_backward(grad, values, shape, mean, scale, weight_like, bias_like, wants)
     if wants_input and grad_sum is not None:
-        grads[0].add_(grad_sum)
-    results = [
-        input.new_empty(0) if one is None or like is None else in_dtype(one, like.dtype)
-        for one, like in zip(grads, (input, weight, bias), strict=True)
-    ]
-    return results[0], results[1], results[2]
+        by_input.add_(grad_sum)
+    if not simple:
+        by_input, by_weight, by_bias = (
+            one if one is None or like is None else in_dtype(one, like.dtype)
+            for one, like in ((by_input, input), (by_weight, weight), (by_bias, bias))
+        )
+    return (
+        input.new_empty(0) if by_input is None else by_input,
+        input.new_empty(0) if by_weight is None else by_weight,
+        input.new_empty(0) if by_bias is None else by_bias,
+    )
 
 
 def _plain_backward(
@@ -215,9 +221,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Maybe, ...]:
-    wants = ctx.needs_input_grad[:3]
-    grads = _backward(grad, None, *ctx.saved_tensors, ctx.eps, *wants)
-    return *wanted_grads(grads, wants), None
+    input, weight, bias = ctx.saved_tensors
+    wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    grads = _backward(grad, None, input, weight, bias, ctx.eps, wants_input, wants_weight, wants_bias)
+    by_input, by_weight, by_bias = grads
+    return by_input if wants_input else None, by_weight if wants_weight else None, by_bias if wants_bias else None, None
 
 
 def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ class FusedOperator:
         self._apply: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if not (nobody_listens() and len(arguments) == self._num_arguments and are_plain(arguments)):
+        if len(arguments) != self._num_arguments or not (nobody_listens() and are_plain(arguments)):
             return self.overload(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return self.overload(*arguments) if self._apply is None else self._apply(*arguments)
@@ -153,6 +153,10 @@ def gradients_of(
     wanted = [tensor for tensor in given if tensor is not None]
     found = iter(torch.autograd.grad(definition(*given), wanted, grad, create_graph=True))
     return tuple(None if tensor is None else next(found) for tensor in given)
+
+
+#: Dtypes in which fused operators compute without widening.
+WIDE = frozenset({torch.float32, torch.float64})
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,12 @@ from runtime.kernels.library import differentiable, differentiable_again, gradie
 from runtime.kernels.logit_rows import (
     aten_gradient,
     aten_sums,
-    is_one_block,
     shapes_of_sums,
     small_gradient,
     triton_gradient,
     triton_sums,
 )
+from runtime.kernels.rows import is_one_block
 
 #: Fewest tokens in a chunk. Each chunk reads and writes the float32 gradient of the weight once, 8 bytes for an
 #: element, and multiplies 2·tokens times for it: with fewer tokens a GPU would spend most of the time on the former.
@@ -271,7 +271,7 @@ def _aten_losses(
     if logits is None:
         losses: torch.Tensor = _chunked_losses(hidden, weight, bias, target, *loss[1:], chunk_tokens, dtype)
         return losses
-    return in_dtype(aten_small_losses(logits, target, ignore_index)[0], dtype or hidden.dtype)
+    return in_dtype(aten_small_losses(logits, target, ignore_index), dtype or hidden.dtype)
 
 
 def _aten_gradients(

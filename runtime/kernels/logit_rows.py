@@ -15,11 +15,13 @@ import torch
 
 from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import wide
+from runtime.kernels.library import in_dtype, wide
+from runtime.kernels.rows import is_one_block, rows_at_once
 
-#: Logits that the ATen versions treat at a time: few enough for a cache, enough for every core to have some.
-_ATEN_BLOCK = 2**18
 _MAX_BLOCK = 4096
+#: torch's number for losses that are neither summed nor averaged.
+_EACH = 0
+_aten: Any = torch.ops.aten
 
 
 def rows_of(logits: torch.Tensor) -> torch.Tensor:
@@ -44,40 +46,34 @@ def place_of(target: torch.Tensor, start: torch.Tensor | None, width: int) -> tu
     return place.clamp(0, width - 1), (place >= 0) & (place < width)
 
 
-def is_one_block(like: torch.Tensor, num_logits: int) -> bool:
-    """Whether a processor (that of ``like``) treats all logits at once: operators on all of them are then quickest."""
-    return like.device.type == "cpu" and 0 < num_logits <= _ATEN_BLOCK
+def is_small(logits: torch.Tensor, start: torch.Tensor | None, label_smoothing: float, z_loss: float) -> bool:
+    """Whether a plain loss is of so few logits, with all classes, that its gradient needs nothing but these."""
+    return start is None and not label_smoothing and not z_loss and is_one_block(logits, logits.numel())
 
 
-def small_losses(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses [...] of one block with all classes, in at least float32, and the largest logit and log-sum of each row.
+def small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Losses [...] of one block with all classes, in at least float32.
 
     Raises:
-        RuntimeError: if a target is no class.
+        IndexError: if a target is no class.
     """
-    logits = wide(logits)
-    place, ignored = _classes(target, ignore_index)
-    chosen = logits.gather(-1, place)
-    largest = logits.amax(-1, keepdim=True)
-    log_sum = (logits - largest).exp_().sum(-1, keepdim=True).log_()
-    losses = (largest - chosen).add_(log_sum).squeeze(-1).masked_fill_(ignored, 0.0)
-    return losses, largest.squeeze(-1), log_sum.squeeze(-1)
+    shares, classes = _flat(wide(logits).log_softmax(-1), target)
+    losses: torch.Tensor = torch._C._nn.nll_loss(shares, classes, None, _EACH, ignore_index)
+    return losses.view(target.shape)
 
 
 def small_gradient(grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Gradient of one block of logits with all classes from that of the losses, in at least float32."""
-    place, ignored = _classes(target, ignore_index)
-    result = torch.softmax(wide(logits), -1)
-    result.scatter_add_(-1, place, result.new_full((1,), -1.0).expand(place.shape))
-    return result.mul_(wide(grad).masked_fill(ignored, 0.0).unsqueeze(-1))
+    shares, classes = _flat(wide(logits).log_softmax(-1), target)
+    total = shares.new_empty(())  # not read: losses are not averaged
+    change = _aten.nll_loss_backward(wide(grad).reshape(-1), shares, classes, None, _EACH, ignore_index, total)
+    result: torch.Tensor = _aten._log_softmax_backward_data(change, shares, -1, shares.dtype)
+    return result.view(logits.shape)
 
 
-def _classes(target: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The class of each target [..., 1], 0 where it is ignored, and where that is."""
-    ignored = target == ignore_index
-    return target.masked_fill(ignored, 0).unsqueeze(-1).long(), ignored
+def _flat(shares: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As torch's loss takes them: [tokens, v] and the classes [tokens]."""
+    return shares.reshape(-1, shares.shape[-1]), in_dtype(target, torch.int64).reshape(-1)
 
 
 def aten_sums(
@@ -111,7 +107,7 @@ def aten_gradient(
     z_loss: float,
 ) -> None:
     """Writes the gradient of the logits to ``out``, which may be the logits themselves."""
-    if start is None and not label_smoothing and not z_loss and is_one_block(logits, logits.numel()):
+    if is_small(logits, start, label_smoothing, z_loss):
         out.copy_(small_gradient(grad, logits, target, ignore_index))
         return
     place, inside = place_of(target, start, logits.shape[-1])
@@ -144,7 +140,7 @@ def aten_gradient(
 def _blocks(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, tuple[int, slice]]]:
     """A few rows at a time of [outer, inner, v]: themselves, their places among all rows, and in ``rows``."""
     outer_count, inner_count, width = rows.shape
-    step = max(_ATEN_BLOCK // max(width, 1), 1)
+    step = rows_at_once(width)
     for outer in range(outer_count):
         for first in range(0, inner_count, step):
             inner = slice(first, min(first + step, inner_count))

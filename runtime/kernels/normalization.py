@@ -19,7 +19,7 @@ import torch
 
 from runtime.kernels import normalization_kernels as kernels
 from runtime.kernels.language import tl
-from runtime.kernels.library import in_dtype, promoted
+from runtime.kernels.library import promoted
 from runtime.kernels.rows import Tile, size_of_rows, sum_partials, tile_of, tiles_over, walkers_over
 
 #: The widest row that one program holds, in bytes of the type it computes in. Backward holds four such rows: values,
@@ -88,11 +88,14 @@ def sum_of(first: Maybe, second: Maybe) -> Maybe:
 
 
 def addends_grads(grad: Maybe, dtypes: Sequence[torch.dtype], wants: Sequence[bool]) -> tuple[Maybe, ...]:
-    """The gradients of the addends of a sum, of these dtypes, from that of the sum."""
-    return tuple(
-        in_dtype(grad, dtype) if wanted and grad is not None else None
-        for dtype, wanted in zip(dtypes, wants, strict=True)
-    )
+    """The gradients of the two addends of a sum, of these dtypes, from that of the sum."""
+    if grad is None:
+        return None, None
+    (first, second), (wants_first, wants_second) = dtypes, wants
+    by_first = grad if grad.dtype is first else grad.to(first)
+    return by_first if wants_first else None, (
+        grad if grad.dtype is second else grad.to(second)
+    ) if wants_second else None
 
 
 def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe) -> tuple[torch.Tensor, ...]:

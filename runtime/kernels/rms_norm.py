@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from runtime.kernels.library import (
+    WIDE,
     differentiable,
     differentiable_again,
     gradients_of,
@@ -26,7 +28,7 @@ from runtime.kernels.normalization import (
     sum_of,
     wanted_grads,
 )
-from runtime.kernels.rows import row_blocks
+from runtime.kernels.rows import is_one_block, row_blocks
 
 
 def rms_norm(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
@@ -60,20 +62,22 @@ def add_rms_norm(
     return total, normal
 
 
-def _normalized(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values · scale`` and ``scale = rsqrt(mean(values², -1) + eps)``, of values in the dtype computed in."""
-    squares = torch.square(values)
-    total = squares.sum(-1, keepdim=True)
-    scale = torch.add(
-        _as_tensor(eps, values.dtype, values.device), total, alpha=1.0 / max(1, values.shape[-1])
-    ).rsqrt_()
-    return torch.mul(values, scale, out=squares), scale
+def _scale_of(values: torch.Tensor, eps: float) -> torch.Tensor:
+    """``rsqrt(mean(values², -1) + eps)``, of values in the dtype computed in."""
+    total = (values * values).sum(-1, keepdim=True)
+    return torch.add(_as_tensor(eps, values.dtype, values.device), total, alpha=1.0 / max(1, values.shape[-1])).rsqrt_()
 
 
 @functools.cache
 def _as_tensor(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A scalar that is made once: torch takes longer to make one of a number than to add two small tensors."""
     return torch.tensor(number, dtype=dtype, device=device)
+
+
+def _is_simple(input: torch.Tensor, weight: Maybe) -> bool:
+    """Whether there is one dtype, which need not be widened, and one block."""
+    dtype = input.dtype
+    return weight is not None and weight.dtype is dtype and dtype in WIDE and is_one_block(input, input.numel())
 
 
 def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> torch.Tensor:
@@ -83,8 +87,13 @@ def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> tor
 
 
 def _aten(input: torch.Tensor, weight: Maybe, eps: float, offset: float = 0.0) -> torch.Tensor:
+    if weight is not None and _is_simple(input, weight):
+        values = input.contiguous()
+        normal = values * _scale_of(values, eps)
+        return normal.mul_(weight + offset if offset else weight)
     compute = promoted(input, weight, least=torch.float32)
-    normal, _ = _normalized(in_dtype(input.contiguous(), compute), eps)
+    values = in_dtype(input.contiguous(), compute)
+    normal = values * _scale_of(values, eps)
     if weight is not None:
         normal.mul_(_factor_of(weight, offset, compute))
     return in_dtype(normal, promoted(input, weight))
@@ -106,39 +115,66 @@ def _aten_backward(
     offset: float,
     wants_input: bool,
     wants_weight: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Maybe, ...]:
+    if wants_input and wants_weight and _is_simple(input, weight) and grad.dtype is input.dtype:
+        factor = weight + offset if offset else weight
+        return _rows_backward(input.contiguous(), grad.contiguous(), grad_sum, factor, eps, True, True)
     compute = promoted(grad, input, weight, least=torch.float32)
     factor = None if weight is None else _factor_of(weight, offset, compute)
-    grad_input = input.new_empty(input.shape) if wants_input else None
+    grad_input = grad_weight = None
     shares = []
-    for block, change, change_of_sum, result in row_blocks(input, grad, grad_sum, grad_input):
-        change = in_dtype(change, compute)
-        normal, scale = _normalized(in_dtype(block, compute), eps)
-        product = change * normal
-        if wants_weight:
-            shares.append(product.sum(0))
-        if result is None:
-            continue
-        if factor is not None:
-            product.mul_(factor)
-            change = change * factor
-        total = product.sum(-1, keepdim=True)
-        change = torch.addcmul(change, normal, total, value=-1.0 / max(1, input.shape[-1]), out=product)
-        if change_of_sum is None:
-            torch.mul(change, scale, out=result)
-        else:
-            torch.addcmul(change_of_sum, change, scale, out=result)
-    grad_weight = None
+    if is_one_block(input, input.numel()):
+        values, change = in_dtype(input.contiguous(), compute), in_dtype(grad.contiguous(), compute)
+        changed, share = _rows_backward(values, change, grad_sum, factor, eps, wants_input, wants_weight)
+        grad_input = None if changed is None else in_dtype(changed, input.dtype)
+        shares.append(share)
+    else:
+        grad_input = input.new_empty(input.shape) if wants_input else None
+        for block, change, change_of_sum, result in row_blocks(input, grad, grad_sum, grad_input):
+            values, change = in_dtype(block, compute), in_dtype(change, compute)
+            _, share = _rows_backward(values, change, change_of_sum, factor, eps, wants_input, wants_weight, out=result)
+            shares.append(share)
     if weight is not None and wants_weight:
         grad_weight = _sum_of(shares, weight)
     return tuple(input.new_empty(0) if one is None else one for one in (grad_input, grad_weight))
 
 
-def _sum_of(shares: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+def _rows_backward(
+    values: torch.Tensor,
+    change: torch.Tensor,
+    change_of_sum: Maybe,
+    factor: Maybe,
+    eps: float,
+    wants_input: bool,
+    wants_weight: bool,
+    *,
+    out: Maybe = None,
+) -> tuple[Maybe, Maybe]:
+    """Gradients of some rows (written to ``out``, if there is one) and, summed over them, of the weight."""
+    scale = _scale_of(values, eps)
+    normal = values * scale
+    product = change * normal
+    share = None
+    if wants_weight:
+        share = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+    if not wants_input:
+        return None, share
+    if factor is not None:
+        product.mul_(factor)
+        change = change * factor
+    total = product.sum(-1, keepdim=True)
+    changed = torch.addcmul(change, normal, total, value=-1.0 / max(1, values.shape[-1]))
+    if change_of_sum is None:
+        return torch.mul(changed, scale, out=changed if out is None else out), share
+    return torch.addcmul(change_of_sum, changed, scale, out=out), share
+
+
+def _sum_of(shares: Sequence[Maybe], weight: torch.Tensor) -> torch.Tensor:
     """The gradient of the weight from those of some rows each."""
-    if not shares:
+    present = [share for share in shares if share is not None]
+    if not present:
         return torch.zeros_like(weight)
-    return in_dtype(shares[0] if len(shares) == 1 else torch.stack(shares).sum(0), weight.dtype)
+    return in_dtype(present[0] if len(present) == 1 else torch.stack(present).sum(0), weight.dtype)
 
 
 def _plain_backward(
@@ -240,8 +276,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[Maybe, ...]:
     wants_input, wants_weight, *_ = ctx.needs_input_grad
-    grads = _backward(grad, None, *ctx.saved_tensors, *ctx.constants, wants_input, wants_weight)
-    return *wanted_grads(grads, (wants_input, wants_weight)), None, None
+    by_input, by_weight = _backward(grad, None, *ctx.saved_tensors, *ctx.constants, wants_input, wants_weight)
+    return by_input if wants_input else None, by_weight if wants_weight else None, None, None
 
 
 def _save_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

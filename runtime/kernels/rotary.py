@@ -7,12 +7,14 @@ but cos and sin is kept for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from runtime.kernels.library import (
+    WIDE,
     differentiable,
     differentiable_again,
     gradients_of,
@@ -22,6 +24,9 @@ from runtime.kernels.library import (
     wide_dtype,
 )
 from runtime.kernels.rotary_kernels import Rotation, rotate
+
+#: Up to so many elements, fewer operators are faster than fewer temporaries.
+_FEW = 2**13
 
 
 def rotary(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -46,9 +51,7 @@ def rotary(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 def check(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Raises ValueError unless cos and sin can rotate the input."""
     for name, table in (("cos", cos), ("sin", sin)):
-        if not 0 < table.dim() <= input.dim() or any(
-            size not in (1, wanted) for size, wanted in zip(reversed(table.shape[:-1]), reversed(input.shape[:-1]))
-        ):
+        if not 0 < table.dim() <= input.dim() or not _broadcasts(table.shape[-2::-1], input.shape[-2::-1]):
             raise ValueError(
                 f"{name} is {tuple(table.shape)} and the input {tuple(input.shape)}: expected all dims but the last to "
                 "broadcast to the input's; unsqueeze the dim of the heads"
@@ -59,6 +62,11 @@ def check(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
             f"cos and sin give {rotated} and {sin.shape[-1]} entries of a row of {input.shape[-1]}: expected the same "
             "even number, at most the row's"
         )
+
+
+def _broadcasts(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether sizes, the last dim's first, broadcast to others; of a table of one dim there are none."""
+    return all(size in (1, other) for size, other in zip(sizes, others))
 
 
 def _pairs(tensor: torch.Tensor, rotated: int, *, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,11 +87,39 @@ def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def aten_rotate(
+    inputs: Sequence[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    rotation: Rotation,
+    *,
+    dtypes: Sequence[torch.dtype],
+) -> list[torch.Tensor]:
+    """``inputs`` rotated, in ``dtypes``, laid out as they were."""
+    dtype = cos.dtype
+    if dtype in WIDE and sin.dtype is dtype and all(_is_few(tensor, cos) for tensor in inputs):
+        signed, turned = _signed(sin, rotation), _turned_pairs if rotation.interleaved else _turned_halves
+        return [
+            in_dtype((tensor * cos).addcmul_(turned(tensor), signed), wanted) for tensor, wanted in zip(inputs, dtypes)
+        ]
+    return [_rotated(tensor, cos, sin, rotation, dtype=wanted) for tensor, wanted in zip(inputs, dtypes, strict=True)]
+
+
+def _is_few(tensor: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Whether fewer operators are faster than fewer temporaries, and whole rows of the tables' dtype are rotated."""
+    shape = tensor.shape
+    return (
+        tensor.dtype is cos.dtype
+        and shape[-1] == cos.shape[-1]
+        and tensor.stride(-1) == 1
+        and 0 < tensor.numel() <= _FEW
+    )
+
+
+def _rotated(
     input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, *, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``input`` rotated, in ``dtype``, laid out as it was."""
     computed = wide_dtype(input, cos, sin)
-    input, cos, sin = (in_dtype(tensor, computed) for tensor in (input, cos, sin))
+    input, cos, sin = in_dtype(input, computed), in_dtype(cos, computed), in_dtype(sin, computed)
     rotated = cos.shape[-1]
     out = like(input, computed)
     torch.mul(_first_entries(input, rotated), cos, out=_first_entries(out, rotated))
@@ -101,6 +137,31 @@ def aten_rotate(
     return in_dtype(out, dtype)
 
 
+def _turned_halves(tensor: torch.Tensor) -> torch.Tensor:
+    """Both entries of every pair in each other's place."""
+    return tensor.roll(tensor.shape[-1] // 2, -1)
+
+
+def _turned_pairs(tensor: torch.Tensor) -> torch.Tensor:
+    """The same where pairs are neighbours."""
+    return tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def _signed(sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """What the other entry of a pair is multiplied by: ``(-sin_a, sin_b)`` or, transposed, ``(sin_b, -sin_a)``."""
+    signed = sin * _signs(sin.shape[-1], rotation.interleaved, sin.dtype, sin.device)
+    if not rotation.transposed:
+        return signed
+    return _turned_pairs(signed) if rotation.interleaved else _turned_halves(signed)
+
+
+@functools.cache
+def _signs(width: int, interleaved: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """-1 for the first entries of pairs, 1 for the second."""
+    signs = torch.tensor([-1.0, 1.0], dtype=dtype, device=device)
+    return signs.repeat(width // 2) if interleaved else signs.repeat_interleave(width // 2)
+
+
 def triton_rotate(
     inputs: Sequence[torch.Tensor],
     cos: torch.Tensor,
@@ -116,7 +177,7 @@ def triton_rotate(
 
 
 def _aten(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    return aten_rotate(input, cos, sin, Rotation(interleaved), dtype=promoted(input, cos, sin))
+    return aten_rotate([input], cos, sin, Rotation(interleaved), dtypes=[promoted(input, cos, sin)])[0]
 
 
 def _triton(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -131,7 +192,7 @@ def _shape(input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave
 def _aten_backward(
     grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    return aten_rotate(grad, cos, sin, Rotation(interleaved, transposed=True), dtype=dtype)
+    return aten_rotate([grad], cos, sin, Rotation(interleaved, transposed=True), dtypes=[dtype])[0]
 
 
 def _triton_backward(

@@ -38,10 +38,9 @@ def rotary_pair(
 def _aten(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> Pair:
-    def rotated(tensor: torch.Tensor) -> torch.Tensor:
-        return aten_rotate(tensor, cos, sin, Rotation(interleaved), dtype=promoted(tensor, cos, sin))
-
-    return rotated(query), rotated(key)
+    dtypes = [promoted(query, cos, sin), promoted(key, cos, sin)]
+    query, key = aten_rotate([query, key], cos, sin, Rotation(interleaved), dtypes=dtypes)
+    return query, key
 
 
 def _triton(
@@ -69,10 +68,7 @@ def _aten_backward(
     key_dtype: torch.dtype,
 ) -> Pair:
     back = Rotation(interleaved, transposed=True)
-    query, key = (
-        aten_rotate(grad, cos, sin, back, dtype=dtype)
-        for grad, dtype in ((grad_query, query_dtype), (grad_key, key_dtype))
-    )
+    query, key = aten_rotate([grad_query, grad_key], cos, sin, back, dtypes=[query_dtype, key_dtype])
     return query, key
 
 

@@ -23,8 +23,8 @@ _MOST_WARPS = 32
 _WALKING_WARPS = 16
 #: Multiprocessors of a device without any: few, so that every program walks through several tiles.
 _INTERPRETED_PROCESSORS = 1
-#: Elements that the ATen versions treat at a time on a processor.
-_ATEN_BLOCK = 2**18
+#: Elements that the ATen versions treat at a time: few enough for a cache, enough for every core to have some.
+ATEN_BLOCK = 2**18
 #: Rows and columns of the partial sums that one step of their reduction takes.
 _PARTIAL_ROWS, _PARTIAL_COLUMNS = 64, 32
 
@@ -73,6 +73,16 @@ def size_of_rows(tensor: torch.Tensor) -> tuple[int, int]:
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
+def is_one_block(like: torch.Tensor, count: int) -> bool:
+    """Whether a processor (that of ``like``) treats ``count`` elements at once: operators on all are then quickest."""
+    return like.is_cpu and 0 < count <= ATEN_BLOCK
+
+
+def rows_at_once(width: int) -> int:
+    """Rows that a processor treats at a time."""
+    return max(1, ATEN_BLOCK // max(1, width))
+
+
 def row_blocks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Tensors of one shape as ``[rows, width]``, and of those a block at a time (what is None stays None).
 
@@ -80,7 +90,7 @@ def row_blocks(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tu
     """
     num_rows, width = size_of_rows(first)
     flat = [None if tensor is None else tensor.reshape(num_rows, width) for tensor in (first, *others)]
-    step = max(1, _ATEN_BLOCK // max(1, width)) if first.device.type == "cpu" else max(1, num_rows)
+    step = rows_at_once(width) if first.device.type == "cpu" else max(1, num_rows)
     if 0 < num_rows <= step:
         yield tuple(flat)
         return
