@@ -62,13 +62,13 @@ def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
         yield from (one for one in (saved if isinstance(saved, (tuple, list)) else (saved,)) if one is not None)
 
 
-def is_alone_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor shares the memory of ``tensor``; False where torch does not tell."""
+def is_alone_in_memory(tensor: torch.Tensor, *, besides: int = 0) -> bool:
+    """Whether no other tensor shares the memory of ``tensor`` besides so many; False where torch does not tell."""
     count_users = getattr(torch._C, "_storage_Use_Count", None)
     if count_users is None or type(tensor) is not torch.Tensor:
         return False
     alone, given = (count_users(one.untyped_storage()._cdata) for one in (torch.empty(1), tensor))
-    return bool(given <= alone)
+    return bool(given <= alone + besides)
 
 
 def pinned_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,6 +94,9 @@ def dict_version(table: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
     """Operators that a selective checkpoint around them neither counts nor keeps, so that they may differ again."""
+    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        yield
+        return
     from torch.utils import _python_dispatch as modes
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 

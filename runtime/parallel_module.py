@@ -19,7 +19,6 @@ from runtime.layout import DATA, Layout
 from runtime.modes import SubmoduleModes
 from runtime.owned import Owned
 from runtime.parameters import ParameterTree
-from runtime.parameters.sharded import ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.step.engine import Engine
 from runtime.units.norm import clip_gradients
@@ -178,14 +177,10 @@ class ParallelModule(Unwrappable, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that are dropped are not shown as DTensors first."""
-        if not set_to_none:
+        if set_to_none:
+            self._tree.drop_gradients()
+        else:
             super().zero_grad(set_to_none=False)
-            return
-        for parameter in self.parameters():
-            if isinstance(parameter, ShardedParameter):
-                parameter.drop_gradient()
-            else:
-                parameter.grad = None
 
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)

@@ -21,6 +21,7 @@ from runtime.parameters.tensors import ParameterTensor, of_parameter_over
 #: Optimizer state that counts steps or the like: one number for a parameter, whatever its shape.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 _BASE: Any = torch._C.TensorBase
+_set_gradient = _BASE.grad.__set__
 
 
 class ShardedParameter(ParameterTensor):
@@ -83,12 +84,11 @@ class ShardedParameter(ParameterTensor):
 
     def refresh(self) -> None:
         """Follow ``owner`` to other memory."""
-        if self._local_tensor.data_ptr() != self.owner.data_ptr():
-            self._local_tensor = self.owner.detach()
+        self._local_tensor = self.owner.detach()
 
     def drop_gradient(self) -> None:
         """Set the gradient to None without showing it as a DTensor first."""
-        _BASE.grad.__set__(self, None)
+        _set_gradient(self, None)
         self.owner.grad = self._shown_gradient = None
 
     def take_gradient(self) -> None:

@@ -44,6 +44,9 @@ class ParameterTree:
         self._version = -1
         self._parameters: dict[int, ShardedParameter] = {}
         self._slots: list[tuple[dict[str, Any], str, ShardedParameter]] = []
+        #: Of every module: its parameters, and its submodules with their number when that was looked up.
+        self._tables: list[dict[str, Any]] = []
+        self._modules: list[tuple[dict[str, Any], int]] = []
         self.weights = Weights()
         self.update()
 
@@ -62,7 +65,21 @@ class ParameterTree:
         if self._version != self._held.version:
             self.update()
         for parameter in self._parameters.values():
-            parameter.refresh()
+            if parameter._local_tensor.data_ptr() != parameter.owner.data_ptr():
+                parameter.refresh()
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None, also of parameters that someone has added, without showing them as DTensors."""
+        if not self._tables or any([len(modules) != count for modules, count in self._modules]):  # noqa: C419 no calls
+            nodes = list(self.weights.modules())
+            self._tables = [node._parameters for node in nodes]
+            self._modules = [(node._modules, len(node._modules)) for node in nodes]
+        for parameter in self._parameters.values():
+            parameter.drop_gradient()
+        for table in self._tables:
+            for tensor in table.values():
+                if type(tensor) is not ShardedParameter and tensor is not None:
+                    tensor.grad = None
 
     def take_gradients(self) -> None:
         """Hand gradients that autograd left at the DTensors to the plain parameters."""

@@ -57,19 +57,26 @@ class BoundUnit:
         self._slots = [slots.get(name, []) for name in self._names]
         for tree in self.trees:
             tree.look_up_at_once()
+        #: Whether what a block uses are the owners themselves, always the same.
+        self._are_owners = all(unit.uses_owners for unit in self.units)
+        self._is_filled = False
 
     def run(self, block: Block, *tensors: torch.Tensor, forward: Callable[..., Any] | None = None) -> Any:
         """The block's outputs, with weights gathered for this run alone; ``forward`` runs it in another way."""
-        for slots, weight in zip(self._slots, self._weights()):
-            for table, name in slots:
-                table[name] = weight
+        if not (self._are_owners and self._is_filled):
+            self._fill(self._weights())
         block.weights = self.trees[0] if len(self.trees) == 1 else tuple(self.trees)
         try:
             return (forward or block.forward)(*tensors)
         finally:
-            for slots in self._slots:
-                for table, name in slots:
-                    table[name] = None
+            if not self._are_owners:
+                self._fill([None] * len(self._slots))
+
+    def _fill(self, weights: Sequence[torch.Tensor | None]) -> None:
+        for slots, weight in zip(self._slots, weights):
+            for table, name in slots:
+                table[name] = weight
+        self._is_filled = True
 
     def lend(self, tree: Weights) -> None:
         """Put the weights into a program's own tree, for what it computes outside of its units."""

@@ -14,6 +14,7 @@ from passes.emit import Program
 from passes.emit.program import ENTRY_POINT, InputSpec
 from passes.stages import BATCH_AXIS, StageGraph
 from runtime import ops
+from runtime.compat import mesh_of_thread, use_mesh
 from runtime.pipeline import TensorSpec
 from runtime.step.binding import BoundUnit, ChunkUnits
 from runtime.step.state import StepState
@@ -39,6 +40,8 @@ class ProgramRunner:
         self.tree = self._tree()
         self.entry = program.load()[ENTRY_POINT](self.tree)
         self._constants: tuple[torch.Tensor, ...] | None = None
+        #: The mesh as ``spmd_types`` keeps it; to look up its groups takes as long as several operators.
+        self._mesh: Any = None
 
     def _tree(self) -> Weights:
         """Buffers and literals; parameters are put in while a unit, or the program itself, uses them."""
@@ -72,11 +75,12 @@ class ProgramRunner:
     def _running(self, microbatch: int) -> Iterator[None]:
         """The mesh that collectives mean, the micro-batch, and the device on which tensors are made."""
         layout = self.state.places.layout
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(spmd.set_current_mesh(layout.device_mesh))
-            stack.enter_context(ops.in_microbatch(ops.Microbatch(microbatch, self.num_microbatches, BATCH_AXIS)))
-            if layout.device.type != "cpu":
-                stack.enter_context(torch.device(layout.device))
+        if self._mesh is None:
+            with spmd.set_current_mesh(layout.device_mesh):
+                self._mesh = mesh_of_thread()
+        on_device = contextlib.nullcontext() if layout.device.type == "cpu" else torch.device(layout.device)
+        this = ops.Microbatch(microbatch, self.num_microbatches, BATCH_AXIS)
+        with use_mesh(self._mesh), ops.in_microbatch(this), on_device:
             yield
 
 

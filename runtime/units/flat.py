@@ -10,7 +10,7 @@ Two layouts, both the same on every rank:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ class FlatLayout:
         return targets, sources
 
     def scatter_pairs(
-        self, rows: torch.Tensor, wholes: dict[int, torch.Tensor]
+        self, rows: torch.Tensor, wholes: Mapping[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views ``(of the rows, of the whole tensors)``, pair by pair; ``wholes`` by place."""
         targets, sources = [], []

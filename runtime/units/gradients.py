@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Gradients:
         #: The whole gradients of the last step, whose memory serves the next if nobody has kept them: memory from the
         #: system is slow at its first touch.
         self._spare: torch.Tensor | None = None
+        #: The buffer that was used last, and each parameter's whole gradient in it.
+        self._views: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._reduced_of: set[int] = set()
 
     @property
@@ -59,22 +61,27 @@ class Gradients:
         held = (self._buffer, self._reduced)
         return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
 
-    @torch.no_grad()
-    def add(self, place: int, gradient: torch.Tensor) -> None:
-        """Add the whole gradient of one parameter."""
+    def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Add the whole gradients of some parameters, by place; without gradients of their own."""
+        if not gradients:
+            return
         if self._buffer is None:
             self._buffer = self._fresh_buffer()
-        targets, sources = self._pairs(self._buffer, {place: gradient})
-        if place not in self._added:
-            copy_all(targets, sources)
-        elif targets:
+        repeated = {place: gradients[place] for place in gradients.keys() & self._added}
+        fresh = {place: one for place, one in gradients.items() if place not in repeated} if repeated else gradients
+        copy_all(*self._pairs(self._buffer, fresh))
+        targets, sources = self._pairs(self._buffer, repeated)
+        if targets:
             torch._foreach_add_(targets, sources)
-        self._added.add(place)
+        self._added.update(gradients)
 
     def _fresh_buffer(self) -> torch.Tensor:
         spare, self._spare = self._spare, None
-        if spare is not None and is_alone_in_memory(spare):
-            return spare
+        if spare is not None:
+            buffer, views = self._views or (None, ())
+            if is_alone_in_memory(spare, besides=len(views) if buffer is spare else 0):
+                return spare
+        self._views = None
         size = self._layout.row * self._layout.num_ranks if self._pieces else self._layout.total
         return torch.empty(size, dtype=self._dtype, device=self._owners[0].device)
 
@@ -83,9 +90,10 @@ class Gradients:
         if self._buffer is None:
             return
         self.settle()
-        for place in range(len(self._owners)):
-            if place not in self._added:
-                self._space(self._buffer, place).zero_()
+        if len(self._added) < len(self._owners):
+            for place in range(len(self._owners)):
+                if place not in self._added:
+                    self._space(self._buffer, place).zero_()
         reduce = self._group.reduce_scatter if self._pieces else self._group.all_reduce
         self._running = reduce(self._buffer), self._added
         self._buffer, self._added = None, set()
@@ -99,6 +107,7 @@ class Gradients:
         result = self._group.wait(running)
         if self._at_once:
             self._hand_over(result, added)
+            self._views = None
             return
         self._reduced = result if self._reduced is None else self._reduced.add_(result)
         self._reduced_of |= added
@@ -113,10 +122,15 @@ class Gradients:
         self._hand_over(self._reduced, self._reduced_of)
         self._spare = None if self._pieces else self._reduced
         self._reduced, self._reduced_of = None, set()
+        if self._views is not None and self._views[0] is not self._spare:
+            self._views = None
 
     def _hand_over(self, reduced: torch.Tensor, places: set[int]) -> None:
         """Add reduced gradients to the owners' ``grad``."""
-        totals = self._layout.pieces(reduced, self._owners) if self._pieces else self._layout.wholes(reduced)
+        if self._pieces:
+            totals = self._layout.pieces(reduced, self._owners)
+        else:  # Of their own: who keeps them is counted, see ``_fresh_buffer``.
+            totals = [whole.detach() for whole in self._wholes(reduced)]
         for place in sorted(places):
             owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)
             if not owner.requires_grad:
@@ -137,11 +151,18 @@ class Gradients:
         self._reduced, self._reduced_of = None, set()
 
     def _pairs(
-        self, buffer: torch.Tensor, given: dict[int, torch.Tensor]
+        self, buffer: torch.Tensor, given: Mapping[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if self._pieces:
             return self._layout.scatter_pairs(buffer, given)
-        return [self._space(buffer, place).view(self._layout.slots[place].shape) for place in given], [*given.values()]
+        wholes = self._wholes(buffer)
+        return [wholes[place] for place in given], [*given.values()]
+
+    def _wholes(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's whole gradient in a buffer."""
+        if self._views is None or self._views[0] is not buffer:
+            self._views = buffer, self._layout.wholes(buffer)
+        return self._views[1]
 
     def _space(self, buffer: torch.Tensor, place: int) -> torch.Tensor:
         if self._pieces:

@@ -18,6 +18,8 @@ from runtime.units.uses import used_at_once, used_one_by_one
 from runtime.units.weights import Gathered, Weights
 
 _REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
+#: Gradients of so many bytes together may wait for one another: that takes less time than to take each on its own.
+_SMALL_BYTES = 2**20
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
@@ -89,11 +91,13 @@ class Unit:
         self._check_shapes()
         self._bundles = self._make_bundles()
         self._token = nn.Parameter(torch.zeros(()))
-        self._plain = self.group.size == 1 and all(
+        #: Whether owners are the working weights, and autograd alone does all there is to do.
+        self.uses_owners = self.group.size == 1 and all(
             bundle.weights.as_owned and weight.gradient_dtype == weight.owner.dtype
             for bundle in self._bundles
             for weight in (self.weights[place] for place in bundle.places)
         )
+        self._is_small = sum(bundle.weights.num_bytes for bundle in self._bundles) <= _SMALL_BYTES
         # The neighbours, set by a chain.
         self.before: Unit | None = None
         self.after: Unit | None = None
@@ -121,7 +125,11 @@ class Unit:
         """The autograd leaves of a use: the token, or the parameters themselves where nothing needs doing."""
         if not self._bundles:
             return []
-        return [weight.owner for weight in self.weights if weight.owner.requires_grad] if self._plain else [self.token]
+        return (
+            [weight.owner for weight in self.weights if weight.owner.requires_grad]
+            if self.uses_owners
+            else [self.token]
+        )
 
     @property
     def gradient_bytes(self) -> int:
@@ -130,7 +138,7 @@ class Unit:
 
     def begin(self, num_uses: int) -> None:
         """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
-        if self._plain:
+        if self.uses_owners:
             return
         # A step that failed halfway may have left something.
         for bundle in self._bundles:
@@ -153,7 +161,7 @@ class Unit:
     def use(self) -> list[torch.Tensor]:
         """Whole working weights, in the order of ``weights``; differentiable where gradients are enabled."""
         working: list[torch.Tensor] = [weight.owner for weight in self.weights]
-        if self._plain:
+        if self.uses_owners:
             return working
         # What a use gathers is let go after it, and may have been gathered ahead: no checkpoint can repeat that.
         with unseen_by_checkpoints():
@@ -163,8 +171,8 @@ class Unit:
             if self._expected is None and not _in_backward():
                 self._open_uses += 1
             flat = [whole for some in wholes for whole in some]
-            used = used_at_once if self.zero == _GATHERED_PER_USE else used_one_by_one
-            iterator = iter(used(self, flat))
+            at_once = self.zero == _GATHERED_PER_USE or self._is_small
+            iterator = iter((used_at_once if at_once else used_one_by_one)(self, flat))
             wholes = [[next(iterator) for _ in some] for some in wholes]
         for bundle, some in zip(self._bundles, wholes):
             for place, whole in zip(bundle.places, some):
@@ -173,7 +181,7 @@ class Unit:
 
     def finish(self) -> None:
         """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
-        if self._plain:
+        if self.uses_owners:
             return
         for bundle in self._bundles:
             bundle.gradients.launch()
@@ -230,9 +238,18 @@ class Unit:
             return
         for bundle in self._bundles:
             if nr < len(bundle.places):
-                bundle.gradients.add(nr, gradient)
+                bundle.gradients.add({nr: gradient})
                 return
             nr -= len(bundle.places)
+
+    def _take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The whole gradients of all weights in one use."""
+        start = 0
+        for bundle in self._bundles:
+            end = start + len(bundle.places)
+            some = enumerate(gradients[start:end])
+            bundle.gradients.add({place: gradient for place, gradient in some if gradient is not None})
+            start = end
 
     def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """The gradients of one use are complete, with these."""
@@ -241,8 +258,8 @@ class Unit:
         if self.zero >= _REDUCED_PER_USE and self.after is not None:
             # One whole gradient at a time waits for its reduction.
             self.after.settle()
-        for nr, gradient in enumerate(gradients):
-            self.take(nr, gradient)
+        if gradients:
+            self._take_all(gradients)
         if self.zero >= _REDUCED_PER_USE:
             for bundle in self._bundles:
                 bundle.gradients.launch()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from runtime.kernels.direct import apply_of
 
 
 class Taker(Protocol):
@@ -28,7 +30,7 @@ class Taker(Protocol):
 
 def used_at_once(taker: Taker, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Differentiable views of weights whose gradients ``taker`` gets all at once."""
-    used: tuple[torch.Tensor, ...] = _AtOnce.apply(taker.token, taker, wholes)
+    used: tuple[torch.Tensor, ...] = _at_once(taker.token, taker, wholes)
     return used
 
 
@@ -38,8 +40,18 @@ def used_one_by_one(taker: Taker, wholes: Sequence[torch.Tensor]) -> tuple[torch
     A split backward pass can tell them apart, and a gradient is taken while the processor has it in its cache rather
     than kept until the others are there.
     """
-    anchors = _Anchors.apply(taker.token, taker, len(wholes))
-    return tuple(_Weight.apply(anchor, taker, nr, whole) for nr, (anchor, whole) in enumerate(zip(anchors, wholes)))
+    anchors = _anchors(taker.token, taker, len(wholes))
+    return tuple([_weight(anchor, taker, nr, whole) for nr, (anchor, whole) in enumerate(zip(anchors, wholes))])
+
+
+def _differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``once_differentiable``, which costs nothing where nobody differentiates gradients."""
+    checked = torch.autograd.function.once_differentiable(backward)
+
+    def run(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return (checked if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 class _AtOnce(torch.autograd.Function):
@@ -52,7 +64,7 @@ class _AtOnce(torch.autograd.Function):
         return tuple(whole.detach() for whole in wholes)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.taker.end_use(gradients)
         return torch.zeros_like(ctx.taker.token), None, None
@@ -68,7 +80,7 @@ class _Anchors(torch.autograd.Function):
         return tuple(token.new_zeros(count).unbind())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.taker.end_use()
         return torch.zeros_like(ctx.taker.token), None, None
@@ -84,7 +96,10 @@ class _Weight(torch.autograd.Function):
         return whole.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.taker.take(ctx.nr, gradient)
-        return torch.zeros_like(ctx.taker.token), None, None, None
+        return None, None, None, None
+
+
+_at_once, _anchors, _weight = apply_of(_AtOnce), apply_of(_Anchors), apply_of(_Weight)

@@ -61,6 +61,11 @@ class Weights:
         """Whether the owners themselves are the working weights."""
         return not self._pieces and all(owner.dtype == self._compute for owner in self.owners)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole working weights."""
+        return self.layout.total * self._compute.itemsize
+
     def stale(self) -> None:
         """The owners have changed."""
         self._fresh = False
