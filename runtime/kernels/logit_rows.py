@@ -20,7 +20,7 @@ from runtime.kernels.rows import is_one_block, rows_at_once
 
 _MAX_BLOCK = 4096
 #: torch's number for losses that are neither summed nor averaged.
-_EACH = 0
+_EACH: Any = 0
 _aten: Any = torch.ops.aten
 
 
@@ -58,7 +58,7 @@ def small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) 
         IndexError: if a target is no class.
     """
     shares, classes = _flat(wide(logits).log_softmax(-1), target)
-    losses: torch.Tensor = torch._C._nn.nll_loss(shares, classes, None, _EACH, ignore_index)
+    losses: torch.Tensor = torch._C._nn.nll_loss_nd(shares, classes, None, _EACH, ignore_index)
     return losses.view(target.shape)
 
 

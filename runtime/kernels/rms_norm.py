@@ -74,10 +74,9 @@ def _as_tensor(number: float, dtype: torch.dtype, device: torch.device) -> torch
     return torch.tensor(number, dtype=dtype, device=device)
 
 
-def _is_simple(input: torch.Tensor, weight: Maybe) -> bool:
+def _is_simple(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether there is one dtype, which need not be widened, and one block."""
-    dtype = input.dtype
-    return weight is not None and weight.dtype is dtype and dtype in WIDE and is_one_block(input, input.numel())
+    return weight.dtype is input.dtype and input.dtype in WIDE and is_one_block(input, input.numel())
 
 
 def _factor_of(weight: torch.Tensor, offset: float, compute: torch.dtype) -> torch.Tensor:
@@ -116,9 +115,9 @@ def _aten_backward(
     wants_input: bool,
     wants_weight: bool,
 ) -> tuple[Maybe, ...]:
-    if wants_input and wants_weight and _is_simple(input, weight) and grad.dtype is input.dtype:
-        factor = weight + offset if offset else weight
-        return _rows_backward(input.contiguous(), grad.contiguous(), grad_sum, factor, eps, True, True)
+    if weight is not None and wants_input and wants_weight and grad.dtype is input.dtype and _is_simple(input, weight):
+        shifted = weight + offset if offset else weight
+        return _rows_backward(input.contiguous(), grad.contiguous(), grad_sum, shifted, eps, True, True)
     compute = promoted(grad, input, weight, least=torch.float32)
     factor = None if weight is None else _factor_of(weight, offset, compute)
     grad_input = grad_weight = None
