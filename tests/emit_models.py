@@ -127,6 +127,28 @@ class Counted(nn.Module):
         return (x - self.mean).square().mean()
 
 
+class Wrapped(nn.Module):
+    """Computes nothing itself, as T5's block: its children do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wrapped() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 def library(name: str, *, batch_size: int = 8, **changes: Any) -> Callable[[], Graph]:
     """A model of the library with some entries of its config changed."""
 
@@ -165,6 +187,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "scaled": module(Scaled, x=(8, 8), temperature=()),
     "counted": module(Counted, x=(8, 8)),
     "turn": module(Turn, x=(8, 8)),
+    "stacked": module(Stacked, x=(8, 8)),
 }
 
 
@@ -225,6 +248,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "t5_cross_attention": _case("t5", "dp=2", **WHOLE),
     "vit": _case("vit", "dp=2", **WHOLE),
     "tied_weights": _case("tied", "tp=2", {"embedding.weight": {"tp": "S(0)"}}),
+    "vocabulary_cut": _case("tied", "tp=2", {"embedding.weight": {"tp": "S(0)"}, "embedding": {"tp": "P"}}),
     "images": _case("images", "dp=2", **WHOLE),
     "experts": _case("experts", "tp=2", {"up": {"tp": "S(0)"}, "down": {"tp": "S(0)"}}),
     "unknown_operator": _case("renormed", "dp=2", {**SAMPLES, "first": {"dp": "S(0)"}, "last": {"dp": "S(0)"}}),

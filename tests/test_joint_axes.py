@@ -23,7 +23,7 @@ from tests.ranks import run_on_ranks
 from tests.search_cases import UnitCosts
 from tests.test_search_conversions import way
 
-TURN = 'spmd.all_to_all(rows, ops.joint("dp", "tp"), src=S(1), dst=S(0))'
+TURN = 'spmd.all_to_all(probabilities, ops.joint("dp", "tp"), src=S(1), dst=S(0))'
 
 
 @dataclass(frozen=True)
