@@ -33,6 +33,7 @@ from runtime.step.places import VirtualPlaces
 #: Largest relative error that passes, by dtype of the parameters.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 MAX_RANKS = 64
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def verify(
@@ -237,7 +238,7 @@ def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
     module = module.to("cpu", dtype=dtype)
     for part in module.modules():
         # On one device torch would draw other masks.
-        if isinstance(part, nn.modules.dropout._DropoutNd):
+        if isinstance(part, _DROPOUTS):
             part.p = 0.0
     _without_dropout(module)
     return module.train()

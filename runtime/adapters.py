@@ -8,9 +8,9 @@ from typing import Any
 import spmd_types
 import torch
 import torch.distributed as dist
-from spmd_types import _collectives
 
-from runtime.compat import exchanges_lists
+from runtime.torch_compat.process_groups import exchanges_lists
+from runtime.torch_compat.spmd_internals import accept_any_stride_in_all_reduce
 
 _applied = False
 
@@ -21,20 +21,10 @@ def apply_adapters() -> None:
     if _applied:
         return
     _applied = True
-    _accept_any_stride_in_all_reduce()
+    accept_any_stride_in_all_reduce()
     spmd_types.set_dist(_Distributed())
     # It calls functions under the names they have in torch 2.11; later versions warn at each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"spmd_types(\.|$)")
-
-
-def _accept_any_stride_in_all_reduce() -> None:
-    """An all-reduce asserts a contiguous tensor, but gradients often are expanded or transposed views."""
-    original = _collectives._AllReduce.forward
-
-    def forward(ctx: Any, x: torch.Tensor, axis: Any, dst: Any, inplace: bool, dtype_options: Any) -> torch.Tensor:
-        return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
-
-    _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]
 
 
 class _Distributed:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.compat import without_dispatch_modes
 from runtime.launch.groups import flattened_group, shared_group
 from runtime.launch.rendezvous import ranks as listed
+from runtime.torch_compat.dispatcher import without_dispatch_modes
 
 Result = TypeVar("Result")
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from passes.plan import CollectivePlan
+from passes.torch_compat.operators import TorchDispatchMode, schema
+from runtime.torch_compat.autograd_engine import in_backward
+from runtime.torch_compat.process_groups import group_named
 
 #: Operator of torch → (collective, does its input hold only this rank's part?).
 _COLLECTIVES = {
@@ -53,7 +54,7 @@ class CommunicationCounter(TorchDispatchMode):
         self.counts: dict[tuple[str, str, str], list[int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
+        name = schema(func).name
         if name in _COLLECTIVES:
             self._count(name, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -67,7 +68,7 @@ class CommunicationCounter(TorchDispatchMode):
         num_bytes = _num_bytes(args[_INPUT_PLACE.get(name, 0)])
         if is_part:
             num_bytes *= _group_size(group)
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
         entry[1] += num_bytes
@@ -77,7 +78,7 @@ class CommunicationCounter(TorchDispatchMode):
         if group not in self.axes and group in ("sum", "max", "min", "avg", "product"):
             return None
         if group not in self.axes:
-            ranks = dist.get_process_group_ranks(_resolve_process_group(GroupName(group)))
+            ranks = dist.get_process_group_ranks(group_named(group))
             self.axes[group] = next((name for name, rows in self._joint if ranks in rows), None)
         return self.axes[group]
 
@@ -119,7 +120,7 @@ def _group_name(argument: Any) -> str | None:
 
 
 def _group_size(name: str) -> int:
-    return _resolve_process_group(GroupName(name)).size()
+    return group_named(name).size()
 
 
 def _num_bytes(tensors: Any) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.torch_compat.module_tables import buffers_of, parameters_of, tensors_of
+from runtime.torch_compat.model_internals import initialiser_of_model, initialiser_of_module
+
 
 def initialised_tensors(model: nn.Module, *, seed: int, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and whole value of the parameters and buffers in ``names``, as the model's own code initialises them.
@@ -17,10 +20,10 @@ def initialised_tensors(model: nn.Module, *, seed: int, names: Collection[str]) 
     A module's ``reset_parameters`` is called, then the model's ``_init_weights`` (Hugging Face), each module from
     its own seed. Only one module is in memory at a time. What neither of them fills is left out.
     """
-    initialise = getattr(model, "_init_weights", None)
+    initialise = initialiser_of_model(model)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        own = dict((*module._parameters.items(), *module._buffers.items()))
+        own = tensors_of(module)
         asked = [name for name, tensor in own.items() if tensor is not None and prefix + name in names]
         if not asked:
             continue
@@ -47,20 +50,20 @@ def _materialised(module: nn.Module, before: int) -> nn.Module:
     """A copy of one module, without its children, on the CPU: full of NaN, and of ``before`` where there is none."""
     memo: dict[int, Any] = {id(child): child for child in module.children()}
     copied = copy.deepcopy(module, memo)
-    copied._modules = dict(module._modules)
-    for tensors in (copied._parameters, copied._buffers):
+    owners: tuple[dict[str, Any], ...] = (parameters_of(copied), buffers_of(copied))
+    for tensors in owners:
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
                 filling = float("nan") if tensor.is_floating_point() else before
                 real: torch.Tensor = torch.full_like(tensor, filling, device="cpu")
                 if isinstance(tensor, nn.Parameter):
                     real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-                tensors[name] = real  # type: ignore[assignment]
+                tensors[name] = real
     return copied
 
 
 def _fill(module: nn.Module, initialise: Any) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = initialiser_of_module(module)
     if reset is not None:
         reset()
     if initialise is not None:

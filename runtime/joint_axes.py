@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import torch
-from spmd_types._mesh import _pg_for_axis
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.compat import without_dispatch_modes
+from passes.torch_compat.tensor_fields import DisableTorchFunction
 from runtime.launch.groups import flattened_group
+from runtime.torch_compat.dispatcher import without_dispatch_modes
+from runtime.torch_compat.spmd_internals import group_of_axis
 
 #: Group of an axis → its mesh, and the joint groups that were made of it. Programs know their mesh by its groups.
 _meshes: WeakKeyDictionary[ProcessGroup, tuple[DeviceMesh, dict[Sequence[str], ProcessGroup]]] = WeakKeyDictionary()
@@ -34,9 +34,9 @@ def joint(*names: str) -> ProcessGroup:
 
     All ranks of the mesh must call this for the same axes the first time.
     """
-    device_mesh, groups = _meshes[_pg_for_axis(names[0])]
+    device_mesh, groups = _meshes[group_of_axis(names[0])]
     if names not in groups:
         # Making a group is no part of the program, whatever looks on at that.
-        with torch._C.DisableTorchFunction(), without_dispatch_modes():
+        with DisableTorchFunction(), without_dispatch_modes():
             groups[names] = flattened_group(device_mesh[names], "_".join(names))
     return groups[names]

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, P, Placement, shard_dim
 from runtime.first_rank import from_first_rank
 from runtime.host_copies import HostCopies, host_copies
 from runtime.joint_axes import remember
+from runtime.torch_compat.process_groups import functional_collectives as funcol
 from runtime.virtual import virtual_mesh
 
 #: The mesh axis that cuts the batch.
@@ -126,12 +126,12 @@ class VirtualLayout:
         return tuple(reversed(coordinate))
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor:
-        from torch.distributed._local_tensor import LocalTensor
+        from runtime.torch_compat.local_tensors import LocalTensor, parts_of_ranks
 
         with self.plain():
             ranks = range(self.mesh.num_devices)
             # A tensor made among the virtual ranks is one per rank already.
-            wholes = whole._local_tensors if isinstance(whole, LocalTensor) else dict.fromkeys(ranks, whole)
+            wholes = parts_of_ranks(whole, ranks)
             parts = {
                 rank: part_of(wholes[rank], placement, self.mesh, self.coordinate_of(rank)).clone().contiguous()
                 for rank in ranks
@@ -139,11 +139,13 @@ class VirtualLayout:
         return LocalTensor(parts)
 
     def join(self, local: torch.Tensor, placement: Placement) -> torch.Tensor:
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
         with self.plain():
-            return self._assemble(local._local_tensors, placement, ()).clone()  # type: ignore[attr-defined]
+            return self._assemble(parts_of_ranks(local), placement, ()).clone()
 
     def marks(self, is_marked: Callable[[tuple[int, ...]], bool]) -> torch.Tensor | None:
-        from torch.distributed._local_tensor import LocalTensor
+        from runtime.torch_compat.local_tensors import LocalTensor
 
         marked = [is_marked(self.coordinate_of(rank)) for rank in range(self.mesh.num_devices)]
         with self.plain():
@@ -151,7 +153,7 @@ class VirtualLayout:
         return LocalTensor(parts)
 
     def plain(self) -> AbstractContextManager[Any]:
-        from torch.distributed._local_tensor import maybe_disable_local_tensor_mode
+        from runtime.torch_compat.local_tensors import maybe_disable_local_tensor_mode
 
         return maybe_disable_local_tensor_mode()
 
@@ -175,7 +177,9 @@ class VirtualLayout:
 
     def disagreement(self, local: torch.Tensor, placement: Placement) -> float:
         """Largest difference between ranks that should hold the same."""
-        parts: dict[int, torch.Tensor] = local._local_tensors  # type: ignore[attr-defined]
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
+        parts = parts_of_ranks(local)
         worst = 0.0
         for rank, part in parts.items():
             coordinate = self.coordinate_of(rank)
@@ -191,7 +195,7 @@ class VirtualLayout:
 @contextlib.contextmanager
 def virtual_ranks(mesh: MeshShape) -> Iterator[VirtualLayout]:
     """Every rank of ``mesh`` in this process: inside the block, tensors of a parallel module are ``LocalTensor``."""
-    from torch.distributed._local_tensor import LocalTensorMode
+    from runtime.torch_compat.local_tensors import LocalTensorMode
 
     with virtual_mesh(mesh) as device_mesh, LocalTensorMode(mesh.num_devices):
         yield VirtualLayout(device_mesh, mesh)

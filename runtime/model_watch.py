@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from runtime.compat import dict_version
+from passes.torch_compat.module_tables import HOOKS
 from runtime.modes import other_modes
 from runtime.surroundings import Surroundings, in_words
+from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _COMPARED = (*_PLAIN, list, dict, set)
 #: What every module has; modes and tensors are the parallel module's own.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 #: Module path, attribute of the module, attribute of the object that stands there ("" for the attribute itself).
 Place = tuple[str, str, str]
@@ -265,4 +265,4 @@ def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:
 
 
 def _num_hooks(attributes: Mapping[str, Any]) -> int:
-    return sum(len(attributes[table]) for table in _HOOKS)
+    return sum(len(attributes[table]) for table in HOOKS)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.emit import Program
 from passes.plan import Plan
+from passes.torch_compat.module_tables import has_hooks, share_content
 from runtime.accumulation import Accumulation
 from runtime.first_rank import FirstRanksState
 from runtime.layout import DATA, Layout
@@ -43,8 +44,7 @@ class ParallelModule(Unwrappable, nn.Module):
         self._accumulation = Accumulation()
         # What users see is this module's own content.
         self._tree = ParameterTree(engine.state, stages=engine.places.num_stages)
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = self._tree.weights.__dict__[table]
+        share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
         self.register_load_state_dict_post_hook(_weights_changed)
 
@@ -117,7 +117,7 @@ class ParallelModule(Unwrappable, nn.Module):
 
     def _refuse_hooks(self) -> None:
         """Raise ValueError for hooks that ``train_step`` would not call."""
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+        if has_hooks(self):
             raise ValueError("train_step calls no hooks of the parallel module: remove them, or call the module itself")
 
     @contextlib.contextmanager

@@ -29,12 +29,13 @@ import spmd_types as spmd
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from passes.autograd.kernels import EXPENSIVE
-from runtime.compat import mesh_of_thread, saved_tensors_hooks_of_thread, use_mesh
 from runtime.ops import get_random_state, running_again, set_random_state
+from runtime.torch_compat.autograd_engine import saved_tensors_hooks_of_thread
+from runtime.torch_compat.dispatcher import without_innermost_mode
+from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 
 POLICIES = ("none", "selective", "regather", "full")
 #: What programs call to send.
@@ -270,7 +271,7 @@ class _Sending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _COLLECTIVES or _thread.always_again:
             return func(*args, **(kwargs or {}))
-        with _pop_mode_temporarily():  # its operators are not torch's to keep
+        with without_innermost_mode():  # its operators are not torch's to keep
             result = func(*args, **(kwargs or {}))
         sent = _Sent(result, self.found.get(_storage(args[0])))
         self.sent.append(sent)
@@ -289,7 +290,9 @@ class _Sending(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _sending(sent: list[_Sent], keep: Any) -> Iterator[None]:
-    pack, unpack = saved_tensors_hooks_of_thread()  # of the checkpoint around us
+    hooks = saved_tensors_hooks_of_thread()
+    assert hooks is not None, "there is a checkpoint around us"
+    pack, unpack = hooks
     mode = _Sending(sent)
 
     def seen(tensor: torch.Tensor) -> Any:
@@ -313,7 +316,7 @@ class _Replaying(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         sent = next(self.sent)
         if sent.result is None:
-            with _pop_mode_temporarily():
+            with without_innermost_mode():
                 return func(*args, **(kwargs or {}))
         result, sent.result = sent.result, None
         return result.requires_grad_(sent.requires_grad)

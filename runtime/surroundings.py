@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from runtime.code_reads import Chain, CodeReads, reads_of
-from runtime.compat import dict_version
+from runtime.torch_compat.host_state import dict_version
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OURS = ("planner", "runtime", "passes", "cost_models")

@@ -7,7 +7,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from runtime.compat import without_dispatch_modes
+from runtime.torch_compat.dispatcher import without_dispatch_modes
 
 
 class Vote:

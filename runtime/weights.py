@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.torch_compat.module_tables import buffers_of, children_of, leave_unsaved, parameters_of
+
 
 class Weights(nn.Module):
     """A node of the tree: ``w.model.layers[0].mlp.up_proj.weight``; lists also slice and iterate.
@@ -51,35 +53,35 @@ class Weights(nn.Module):
         return iter([child for name, child in self.named_children() if name.isdigit()])
 
     def __len__(self) -> int:
-        return sum(name.isdigit() for name in self._modules)
+        return sum(name.isdigit() for name in children_of(self))
 
     def put(self, path: str, tensor: torch.Tensor | None, *, persistent: bool = True) -> None:
         """Place a parameter or buffer at ``path``, making the modules on the way."""
         parent, _, name = path.rpartition(".")
         node = self.node(parent)
         if isinstance(tensor, nn.Parameter):
-            node._parameters[name] = tensor
+            parameters_of(node)[name] = tensor
         else:
-            node._buffers[name] = tensor
+            buffers_of(node)[name] = tensor
             if not persistent:
-                node._non_persistent_buffers_set.add(name)
+                leave_unsaved(node, name)
 
     def node(self, path: str) -> Weights:
         """The module at ``path`` ("" for this one), made with those on the way if it is not there."""
         node = self
         for name in path.split(".") if path else ():
-            child = node._modules.get(name)
+            child = children_of(node).get(name)
             if child is None:
                 child = type(self)()
                 child.max_copies = self.max_copies
-                node._modules[name] = child
+                children_of(node)[name] = child
             node = child  # type: ignore[assignment]
         return node
 
     def look_up_at_once(self) -> None:
         """Let Python find what is held as plain attributes, not by ``nn.Module``'s search, which a block repeats."""
         for node in self.modules():
-            node.__dict__.update({**node._modules, **node._buffers})
+            node.__dict__.update({**children_of(node), **buffers_of(node)})
 
     def find(self, path: str) -> Any:
         """What stands at ``path``."""

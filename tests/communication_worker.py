@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from cost_models.schedules import SCHEDULES, rank_of_chunk
-from runtime.compat import issue_transfers
 from runtime.pipeline import PipelineExecutor, stage
+from runtime.torch_compat.pipelining import issue_transfers
 from tests import ranks
 from tests.communication.recorder import recorded
 from tests.pipeline_stages import Chunk

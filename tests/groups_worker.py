@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from planner.targets import as_device_mesh, read_target
-from runtime.compat import set_group_timeout
 from runtime.step.places import RankPlaces
+from runtime.torch_compat.process_groups import set_group_timeout
 from tests import ranks
 
 

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from passes.ir.types import MeshShape
 from planner.step.layout import AXES
-from runtime.compat import set_group_timeout
 from runtime.launch.groups import flattened_group, mesh_of_axes
 from runtime.step.places import RankPlaces
+from runtime.torch_compat.process_groups import set_group_timeout
 from tests.ranks import answer, task
 
 PATIENT = timedelta(seconds=4321)

@@ -13,13 +13,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, attention_kernel
 from passes.autograd.record import CallRecord, Made, Operand
 from passes.capture.interpret import run_node
 from passes.ir.graph import Node, Ref, map_refs
 from passes.ir.recent_results import RecentResults
+from passes.torch_compat.operators import TorchDispatchMode
+from passes.torch_compat.tensor_fields import storage_id
 
 _Tensors = Sequence[torch.Tensor]
 _records: RecentResults[CallRecord | None] = RecentResults(8192)
@@ -113,21 +114,17 @@ def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
             yield entry
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Matched:
     """Storages of a call, told apart: its inputs', its outputs', and those made inside."""
 
     def __init__(self, inputs: _Tensors, outputs: _Tensors) -> None:
         self.inputs, self.outputs = inputs, outputs
-        self.input_of = {_storage(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
-        self.output_of = {_storage(tensor): place for place, tensor in reversed(list(enumerate(outputs)))}
+        self.input_of = {storage_id(tensor): place for place, tensor in reversed(list(enumerate(inputs)))}
+        self.output_of = {storage_id(tensor): place for place, tensor in reversed(list(enumerate(outputs)))}
 
     def record(self, packed: _Tensors, kernels: _Kernels) -> CallRecord:
         kept_outputs, made = self._split(packed)
-        kept_inputs = tuple(sorted({self.input_of[_storage(t)] for t in packed if _storage(t) in self.input_of}))
+        kept_inputs = tuple(sorted({self.input_of[storage_id(t)] for t in packed if storage_id(t) in self.input_of}))
         expensive_outputs, expensive_made = self._split(kernels.expensive)
         return CallRecord(
             kept_inputs=kept_inputs,
@@ -138,19 +135,19 @@ class _Matched:
             is_expensive=bool(kernels.expensive),
             temporary=self._largest_temporary(packed, kernels.outputs),
             strides=tuple(tuple(output.stride()) for output in self.outputs),
-            alias_of=tuple(self.input_of.get(_storage(output)) for output in self.outputs),
+            alias_of=tuple(self.input_of.get(storage_id(output)) for output in self.outputs),
         )
 
     def _largest_temporary(self, packed: _Tensors, outputs: _Tensors) -> Made | None:
-        kept = {_storage(tensor) for tensor in packed}
-        _, made = self._split([tensor for tensor in outputs if _storage(tensor) not in kept])
+        kept = {storage_id(tensor) for tensor in packed}
+        _, made = self._split([tensor for tensor in outputs if storage_id(tensor) not in kept])
         return max(made, key=lambda entry: entry.num_bytes, default=None)
 
     def _split(self, tensors: _Tensors) -> tuple[tuple[int, ...], tuple[Made, ...]]:
         outputs: set[int] = set()
         made: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = storage_id(tensor)
             if storage in self.input_of:
                 continue
             if storage in self.output_of:

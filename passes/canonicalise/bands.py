@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.canonicalise.broadcasts import is_pointwise
 from passes.canonicalise.constants import CONSTANT
 from passes.canonicalise.fx import argument, aten, is_tensor, shape, value
+from passes.torch_compat.operators import OpOverload
 
 #: Elements of the largest tensor that is computed to know its values.
 LARGEST = 1 << 24

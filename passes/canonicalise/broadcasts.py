@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.canonicalise.constants import CONSTANT
 from passes.canonicalise.fx import aten, calls, insert, is_tensor, shape
+from passes.torch_compat.operators import OpOverload
 
 
 def narrow_constants(module: fx.GraphModule) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.canonicalise.fx import argument, aten, insert, is_tensor, shape, value, writes
 from passes.ir.errors import CaptureError
+from passes.torch_compat.operators import OpOverload, overload_name, schema
+from passes.torch_compat.tensor_fields import storage_id
 
 
 def functionalise(module: fx.GraphModule, buffers: Collection[str]) -> None:
@@ -126,7 +127,7 @@ def _target(node: fx.Node) -> Callable[..., Any]:
 def _same_memory(node: fx.Node, source: fx.Node) -> bool:
     """Whether ``node`` is a view of ``source``."""
     entries = [_tensors(node.meta.get("val")), _tensors(source.meta.get("val"))]
-    storages = [tensors[0].untyped_storage()._cdata for tensors in entries if tensors]
+    storages = [storage_id(tensors[0]) for tensors in entries if tensors]
     return len(storages) == 2 and storages[0] == storages[1]
 
 
@@ -152,9 +153,9 @@ def _functional(node: fx.Node) -> fx.Node:
 
 
 def _functional_overload(target: OpOverload) -> OpOverload:
-    name = target._schema.name.split("::")[1]
+    name = schema(target).name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), name.rstrip("_"), None)
-    overload = getattr(packet, target._overloadname, None) if name.endswith("_") else None
+    overload = getattr(packet, overload_name(target), None) if name.endswith("_") else None
     if overload is None:
         raise CaptureError(f"{target} writes to a tensor in place and has no functional form")
     return overload

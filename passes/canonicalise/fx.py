@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from passes.torch_compat.operators import OpOverload, schema, tree_leaves
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """The argument that the operator's schema calls ``name``, or its default there."""
     assert isinstance(node.target, OpOverload)
-    for index, entry in enumerate(node.target._schema.arguments):
+    for index, entry in enumerate(schema(node.target).arguments):
         if entry.name == name:
             if name in node.kwargs:
                 return node.kwargs[name]
@@ -65,7 +66,7 @@ def insert(
 def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, like: fx.Node) -> Any:
     """The fake value of a call whose tensor arguments are nodes; if it has none it is as fake as that of ``like``."""
     values, named = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    leaves = torch.utils._pytree.tree_leaves((values, named, like.meta.get("val")))
+    leaves = tree_leaves((values, named, like.meta.get("val")))
     mode = next((leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")), None)
     if mode is None:
         return target(*values, **named)
@@ -97,6 +98,6 @@ def writes(node: fx.Node) -> list[int]:
         return []
     return [
         index
-        for index, entry in enumerate(node.target._schema.arguments)
+        for index, entry in enumerate(schema(node.target).arguments)
         if entry.alias_info is not None and entry.alias_info.is_write
     ]

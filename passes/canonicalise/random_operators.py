@@ -23,6 +23,7 @@ from torch import fx
 
 from passes.canonicalise.fx import argument, aten, calls, insert, is_random, replace, shape, value
 from passes.ir.errors import CaptureError
+from passes.torch_compat.operators import schema
 
 #: What programs draw as it is.
 _DRAWN = (
@@ -48,7 +49,7 @@ def write_out_random_operators(module: fx.GraphModule) -> None:
                 f"{_place(node)}{target} draws from a torch.Generator of the model's own, which no plan can follow: "
                 "leave generator= out (programs draw from a seed, the step and the position of an element)"
             )
-        packet, in_place = str(target.overloadpacket).removesuffix("_"), target._schema.name.endswith("_")
+        packet, in_place = str(target.overloadpacket).removesuffix("_"), schema(target).name.endswith("_")
         write = None if target in _DRAWN else _WRITERS.get(packet)
         if write is not None:
             result = write(_Calls(node))
@@ -86,7 +87,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> Any:
-    return node.target._schema.arguments  # type: ignore[union-attr]
+    return schema(node.target).arguments
 
 
 class _Calls:

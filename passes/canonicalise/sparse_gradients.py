@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from passes.canonicalise.fx import aten, calls
+from passes.torch_compat.operators import schema
 
 #: Operators that may give sparse gradients, with the argument that says so.
 _ASKS_FOR_SPARSE: dict[Any, str] = {
@@ -27,7 +28,7 @@ def make_gradients_dense(module: fx.GraphModule) -> None:
         if name is None:
             continue
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
-        place = [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+        place = [argument.name for argument in schema(node.target).arguments].index(name)
         if place < len(node.args) and node.args[place]:
             node.update_arg(place, False)
         if place == len(node.args) - 1:

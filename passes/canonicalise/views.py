@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, retarget, shape
+from passes.torch_compat.operators import OpOverload, schema
 
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.ravel.default,
@@ -150,7 +150,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
 def _count_from_the_front(node: fx.Node) -> None:
     """Add the rank to every negative dim among the arguments."""
     assert isinstance(node.target, OpOverload)
-    for index, entry in enumerate(node.target._schema.arguments[: len(node.args)]):
+    for index, entry in enumerate(schema(node.target).arguments[: len(node.args)]):
         if entry.name not in ("dim", "dims", "dim0", "dim1", "axis"):
             continue
         rank = _rank(node)

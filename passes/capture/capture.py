@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 
 from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
-from passes.capture.draws import number_draws, unvalidated_distributions
+from passes.capture.draws import number_draws
 from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
@@ -32,6 +32,8 @@ from passes.capture.unfold import unfold
 from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
+from passes.torch_compat.tensor_fields import FakeTensor
+from passes.torch_compat.tracing import unvalidated_distributions
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -322,7 +324,7 @@ def _sources(
             aliases=own[1:],
             persistent=bool(spec.persistent) if kind == "buffer" else kind == "parameter",
             requires_grad=gradients and kind == "parameter" and node.meta["val"].requires_grad,
-            data=None if isinstance(data, torch._subclasses.FakeTensor) else data,
+            data=None if isinstance(data, FakeTensor) else data,
         )
     return sources
 

@@ -15,6 +15,7 @@ from passes.capture.naming import Namer, name_wishes
 from passes.capture.structure import Path
 from passes.ir.errors import CaptureError
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
+from passes.torch_compat.operators import HigherOrderOperator
 
 OUR_OPERATORS: dict[Any, str] = {cross_entropy: "meshwright.cross_entropy"}
 
@@ -94,7 +95,7 @@ class _Converter:
 
     def node(self, node: fx.Node) -> Node:
         path, module_class = _place(node)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             raise CaptureError(f"in module {path!r} ({module_class}): {node.target} cannot be planned: its branches or "
                                "loops run by the values of tensors")  # fmt: skip
         values = self.outputs(node, self.wishes[node])

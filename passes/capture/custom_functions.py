@@ -7,48 +7,34 @@ same value, and exactly its own gradient. Others are refused.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.capture.linear_backward import OnlyLinear
 from passes.ir.errors import CaptureError
+from passes.torch_compat.tracing import Apply, intercepted_functions
 
 
-@contextlib.contextmanager
-def traced_custom_functions() -> Iterator[None]:
-    """Inside the block, custom functions are traced with their own gradient, or raise ``CaptureError``.
+def traced_custom_functions() -> AbstractContextManager[None]:
+    """Inside the block, custom functions are traced with their own gradient, or raise ``CaptureError``."""
+    return intercepted_functions(_traced_call)
 
-    ``Function.apply`` itself stays: models keep it under names of their own (``swish = Swish.apply``), from before the
-    block. What it calls is replaced.
-    """
-    original = torch._C._FunctionBase.__dict__["apply"]
-    tracing = threading.get_ident()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing:
-            return original.__get__(None, cls)(*args, **kwargs)
-        if cls is CheckpointFunction:
-            raise CaptureError(
-                "torch.utils.checkpoint with use_reentrant=True cannot be traced (its backward runs the forward again "
-                "outside of the graph): pass use_reentrant=False"
-            )
-        carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
-        if not carries or not torch.is_grad_enabled() or cls.__module__.startswith("torch."):
-            return original.__get__(None, cls)(*args, **kwargs)
-        return _apply(cls, args)
-
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+def _traced_call(original: Apply, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if cls is CheckpointFunction:
+        raise CaptureError(
+            "torch.utils.checkpoint with use_reentrant=True cannot be traced (its backward runs the forward again "
+            "outside of the graph): pass use_reentrant=False"
+        )
+    carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
+    if not carries or not torch.is_grad_enabled() or cls.__module__.startswith("torch."):
+        return original(cls, *args, **kwargs)
+    return _apply(cls, args)
 
 
 class _Context:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import torch
-from torch.distributions import Distribution
 
 from passes.capture.interpret import operator
 from passes.ir.graph import Graph, Node
@@ -15,17 +12,6 @@ from passes.rules.call import bind
 
 #: Arguments of operators that draw only where none of these is False or zero.
 _SWITCHES = ("train", "training", "dropout", "dropout_p")
-
-
-@contextlib.contextmanager
-def unvalidated_distributions() -> Iterator[None]:
-    """``torch.distributions`` made in here do not look at the values of their parameters, which tracing has not."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def number_draws(graph: Graph) -> Graph:

@@ -16,6 +16,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + "/"
 #: Folders inside of the standard library's that hold other packages.
 _INSTALLED = ("site-packages", "dist-packages")
+#: Ours, that a model is traced by.
+_TRACING = (Path(__file__).parent, Path(__file__).parent.parent / "torch_compat")
 
 
 def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
@@ -40,7 +42,7 @@ def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
 def _is_of_the_model(filename: str) -> bool:
     """Whether a model's author wrote the file: it is not torch's, not ours, not of the standard library."""
     path = Path(filename)
-    if filename.startswith((_TORCH, "<")) or path.parent == Path(__file__).parent:
+    if filename.startswith((_TORCH, "<")) or path.parent in _TRACING:
         return False
     return not filename.startswith(_STANDARD_LIBRARY) or any(part in _INSTALLED for part in path.parts)
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-_TABLES = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward pre-hook"}
+from passes.torch_compat.module_tables import CONTENT, FORWARD_HOOKS, hooks_of
+from passes.torch_compat.operators import tree_leaves
+from passes.torch_compat.tensor_fields import DisableTorchFunction, versions
+
 #: Packages whose models read in the same forward what their hooks collect.
 _READ_BACK = ("transformers.",)
 
@@ -22,8 +24,8 @@ def announced_hooks(model: nn.Module) -> Iterator[None]:
     effects: dict[str, bool] = {}
     put_back: list[tuple[dict[int, Any], int, Any]] = []
     for path, module in model.named_modules():
-        for table, kind in _TABLES.items():
-            hooks = module.__dict__.get(table) or {}
+        for table, kind in FORWARD_HOOKS.items():
+            hooks = hooks_of(module, table)
             for key, hook in list(hooks.items()):
                 if not getattr(hook, "__module__", "").startswith(_READ_BACK):
                     put_back.append((hooks, key, hook))
@@ -58,8 +60,8 @@ def _noting(hook: Callable[..., Any], name: str, effects: dict[str, bool]) -> Ca
 
 
 def _contents(module: nn.Module, tree: Any) -> tuple[Any, ...]:
-    owners = (module.__dict__, module._parameters, module._buffers, module._modules)
-    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    with torch._C.DisableTorchFunction():
-        states = [(tensor._version, tensor.requires_grad) for tensor in tensors]
-    return [tuple((name, id(entry)) for name, entry in owner.items()) for owner in owners], states
+    owners = (module.__dict__, *(module.__dict__[table] for table in CONTENT))
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    with DisableTorchFunction():
+        needs = [tensor.requires_grad for tensor in tensors]
+    return [tuple((name, id(entry)) for name, entry in owner.items()) for owner in owners], versions(tensors), needs

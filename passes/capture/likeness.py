@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Entries of a module's ``__dict__`` that ``alike`` looks at in a way of its own.
-_OWN = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from passes.torch_compat.module_tables import CONTENT, buffers_of, children_of, has_hooks, parameters_of
+
 _PLAIN = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, set, frozenset, type)
 
 
@@ -27,19 +26,14 @@ def alike(first: nn.Module, second: nn.Module, *, shift: int) -> bool:
     """
     return first is second or (
         type(first) is type(second)
-        and _same_tensors(first._parameters, second._parameters)
-        and _same_tensors(first._buffers, second._buffers)
-        and list(first._modules) == list(second._modules)
+        and _same_tensors(parameters_of(first), parameters_of(second))
+        and _same_tensors(buffers_of(first), buffers_of(second))
+        and list(children_of(first)) == list(children_of(second))
         and not has_hooks(first)
         and not has_hooks(second)
         and _same_attributes(first, second, shift)
-        and all(_alike_or_none(first._modules[name], second._modules[name], shift) for name in first._modules)
+        and all(_alike_or_none(*pair, shift) for pair in zip(children_of(first).values(), children_of(second).values()))
     )
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after the module's forward or backward."""
-    return any(module.__dict__.get(name) for name in HOOKS)
 
 
 def moving_attributes(first: nn.Module, second: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -75,7 +69,7 @@ def _same_attributes(first: nn.Module, second: nn.Module, shift: int) -> bool:
     ours, theirs = first.__dict__, second.__dict__
     return ours.keys() == theirs.keys() and all(
         value is theirs[name]
-        or name in _OWN
+        or name in CONTENT
         or (type(value) is int and type(theirs[name]) is int and theirs[name] - value == shift)
         or _same(value, theirs[name])
         for name, value in ours.items()

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from passes.torch_compat.operators import tree_leaves
 
 #: Functions of one tensor that are linear in it, by name without underscores.
 _LINEAR = {"neg", "negative", "positive", "pos", "clone", "detach", "to", "type", "type_as", "float", "double", "half",
@@ -94,4 +95,4 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -8,6 +8,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from passes.torch_compat.tensor_fields import FakeTensor
+
 #: Larger ones are left alone: comparing them would take long.
 MAX_ELEMENTS = 4096
 
@@ -31,5 +33,5 @@ def merge_equal_literals(program: ExportedProgram) -> None:
 
 
 def _is_small(data: object) -> bool:
-    real = isinstance(data, torch.Tensor) and not isinstance(data, torch._subclasses.FakeTensor)
+    real = isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor)
     return real and not data.is_meta and data.numel() <= MAX_ELEMENTS  # type: ignore[attr-defined]

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from passes.ir.errors import CaptureError
+from passes.torch_compat.module_tables import BACKWARD_HOOKS, hooks_of, hooks_of_all_modules
+from passes.torch_compat.tensor_fields import gradient_hooks
 
 _Reasons = Iterator[str]
 
@@ -79,13 +80,9 @@ def _quantized_module(module: nn.Module) -> str | None:
     return None
 
 
-#: Tables of backward hooks on a module and the methods that fill them.
-_BACKWARD = {"_backward_hooks": "register_full_backward_hook", "_backward_pre_hooks": "register_full_backward_pre_hook"}
-
-
 def _backward_hooks(module: nn.Module) -> str | None:
-    for table, method in _BACKWARD.items():
-        hooks = module.__dict__.get(table)
+    for table, method in BACKWARD_HOOKS.items():
+        hooks = hooks_of(module, table)
         if hooks:
             return (
                 f"has a backward hook ({method}: {_names(hooks)}), which the program would not call: remove it, or "
@@ -95,8 +92,7 @@ def _backward_hooks(module: nn.Module) -> str | None:
 
 
 def _global_hooks() -> _Reasons:
-    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
-        hooks = getattr(torch_module, f"_global_{kind}_hooks", None)
+    for hooks in hooks_of_all_modules():
         if hooks:
             yield (
                 f"a hook is registered on all modules ({_names(hooks)}), also on those that tracing makes: remove it, "
@@ -104,20 +100,10 @@ def _global_hooks() -> _Reasons:
             )
 
 
-#: Tables of hooks on a tensor and the methods that fill them.
-_ON_TENSORS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
-
-
 def hook_of(tensor: torch.Tensor) -> str | None:
     """``method: name`` of the hooks on a parameter's gradient; None if it has none."""
-    for table, method in _ON_TENSORS.items():
-        hooks = getattr(tensor, table, None)
-        if hooks:
-            return f"{method}: {_names(hooks)}"
-    return None
+    named = (f"{method}: {_names(hooks)}" for method, hooks in gradient_hooks(tensor).items())
+    return next(named, None)
 
 
 def _tensor_reason(tensor: torch.Tensor) -> str | None:

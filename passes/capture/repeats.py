@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from passes.capture.likeness import alike
+from passes.torch_compat.module_tables import children_of, tensors_of
 
 #: Up to this many entries may differ before they come again (attention over a window in five layers of six).
 MAX_PERIOD = 6
@@ -67,21 +68,22 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
     """Repeats in the outermost lists that have any (``ModuleList``, ``Sequential``: children named by numbers)."""
     uses: Counter[int] = Counter()
     for _, module in model.named_modules(remove_duplicate=False):
-        tensors = (*module._parameters.values(), *module._buffers.values())
+        tensors = tensors_of(module).values()
         uses.update(id(tensor) for tensor in tensors if tensor is not None)
     return tuple(_repeats_below(model, "", uses))
 
 
 def _repeats_below(module: nn.Module, path: str, uses: Counter[int]) -> list[Repeat]:
-    names = list(module._modules)
-    entries = [child for child in module._modules.values() if child is not None]
+    children = children_of(module)
+    names = list(children)
+    entries = [child for child in children.values() if child is not None]
     if len(names) == len(entries) >= MIN_PERIODS and names == [str(index) for index in range(len(names))]:
         found = _repeats(_classes(entries, uses), path)
         if found:
             return found
     return [
         repeat
-        for name, child in module._modules.items()
+        for name, child in children.items()
         if child is not None
         for repeat in _repeats_below(child, f"{path}.{name}" if path else name, uses)
     ]

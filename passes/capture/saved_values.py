@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from passes.canonicalise.gradients import passes_gradient
 from passes.ir.errors import CaptureError
+from passes.torch_compat.tensor_fields import FakeTensor, storage_id
 
 
 def reconnect_saved_values(program: ExportedProgram) -> None:
@@ -121,4 +121,4 @@ def _view(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _memory(value: torch.Tensor) -> tuple[Any, ...]:
-    return value.untyped_storage()._cdata, value.storage_offset(), value.numel(), value.dtype
+    return storage_id(value), value.storage_offset(), value.numel(), value.dtype

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture.likeness import HOOKS, has_hooks, moving_attributes
+from passes.capture.likeness import moving_attributes
 from passes.capture.repeats import Repeat
 from passes.capture.structure import Path, Structure, flatten, rebuild
+from passes.torch_compat.module_tables import CONTENT, HOOKS, buffers_of, children_of, has_hooks
+from passes.torch_compat.tensor_fields import DisableTorchFunction, versions
 
 SKIPPED = "meshwright.skipped.default"
 
@@ -162,20 +164,19 @@ class _Calls:
 
 
 def _kind(tensor: torch.Tensor, with_gradient: bool) -> tuple[Any, ...]:
-    with torch._C.DisableTorchFunction():  # the tracer looks at every attribute that is read
+    with DisableTorchFunction():  # the tracer looks at every attribute that is read
         return tensor.shape, tensor.stride(), tensor.dtype, with_gradient and tensor.requires_grad
 
 
 def _versions(visit: _Visit) -> list[int]:
     """How often each argument was written to."""
-    with torch._C.DisableTorchFunction():
-        return [tensor._version for tensor in visit.tensors.values()]
+    return versions(list(visit.tensors.values()))
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, ...]]:
     """What the module and those inside it hold, by identity: a forward that leaves something behind changes it."""
     return [
-        tuple((name, id(entry)) for owner in (part.__dict__, part._buffers) for name, entry in owner.items())
+        tuple((name, id(entry)) for owner in (part.__dict__, buffers_of(part)) for name, entry in owner.items())
         for part in module.modules()
     ]
 
@@ -184,14 +185,14 @@ def _contents(module: nn.Module) -> list[tuple[Any, ...]]:
 def _skipping(model: nn.Module, calls: _Calls) -> Iterator[None]:
     """The entries of one repeat watched or replaced."""
     repeat = calls.repeat
-    owner = model.get_submodule(repeat.path)
-    entries = {index: owner._modules[str(index)] for index in range(repeat.start, repeat.stop)}
+    children = children_of(model.get_submodule(repeat.path))
+    entries = {index: children[str(index)] for index in range(repeat.start, repeat.stop)}
     undo: list[Callable[[], Any]] = []
     try:
         for index, entry in entries.items():
             assert entry is not None
             if repeat.is_copied(index):
-                owner._modules[str(index)] = _stand_in(entry, calls, index)
+                children[str(index)] = _stand_in(entry, calls, index)
             else:
                 undo.extend(_number_watched(entry, entries[_neighbour(repeat, index)], calls))
                 calls.expect("forward" not in entry.__dict__)
@@ -199,7 +200,7 @@ def _skipping(model: nn.Module, calls: _Calls) -> Iterator[None]:
                 entry.__class__ = _subclass(type(entry), {"forward": calls.traced(index, type(entry).forward)})
         yield
     finally:
-        owner._modules.update({str(index): entry for index, entry in entries.items()})
+        children.update({str(index): entry for index, entry in entries.items()})
         for put_back in reversed(undo):
             put_back()
 
@@ -221,7 +222,7 @@ def _stand_in(entry: nn.Module, calls: _Calls, index: int) -> nn.Module:
 
     refused = dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict"), refuse)
     stand_in: Any = object.__new__(_subclass(type(entry), {"__getattr__": missing, **refused}))
-    empty = {name: type(entry.__dict__[name])() for name in ("_parameters", "_buffers", "_modules", *HOOKS)}
+    empty = {name: type(entry.__dict__[name])() for name in (*CONTENT, *HOOKS)}
     stand_in.__dict__.update({**entry.__dict__, **empty})
     stand_in.__dict__["forward"] = calls.skipped(index, stand_in)
     return stand_in

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.torch_compat.module_tables import buffers_of, parameters_of
+from passes.torch_compat.tensor_fields import FakeTensorMode
 
 
 class StandIns:
@@ -47,7 +49,7 @@ def replaced_tensors(model: nn.Module, stand_ins: StandIns) -> Iterator[None]:
     """Parameters and buffers (and plain attributes on meta) replaced inside the block, put back after it."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
-        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        owners: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for tensors in owners:
             saved.extend((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
         saved.extend(

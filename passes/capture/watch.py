@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from passes.ir.errors import CaptureError
+from passes.torch_compat.tensor_fields import is_inside_transform, saved_tensors_hooks_of_thread
 
 #: Methods that change or look at gradients as they pass, by what to do instead.
 _METHODS = {
@@ -45,7 +45,7 @@ class WatchedForward(TorchFunctionMode):
     def _check_regions(self) -> None:
         if torch.is_inference_mode_enabled():
             raise CaptureError("torch.inference_mode inside of forward cannot be traced: use torch.no_grad")
-        if _functorch.maybe_current_level() is not None:
+        if is_inside_transform():
             raise CaptureError(
                 "a transform of torch.func (vmap, grad, jvp, …) inside of forward cannot be traced: write the batch "
                 "dim out, or use torch.autograd.grad(..., create_graph=True)"
@@ -63,5 +63,5 @@ class WatchedForward(TorchFunctionMode):
 
 def _pack_hook() -> Any:
     """The function that packs saved tensors now; None if they are saved as they are."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_hooks_of_thread()
     return None if hooks is None else hooks[0]

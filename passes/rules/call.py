@@ -59,11 +59,13 @@ def schema_of(op: str) -> Any:
     """Torch's schema of ``"aten.linear.default"`` and the like, None if there is none."""
     import torch
 
+    from passes.torch_compat.operators import schema
+
     namespace, _, rest = op.partition(".")
     name, _, overload = rest.rpartition(".")
     packet = getattr(getattr(torch.ops, namespace, None), name, None)
     operator = getattr(packet, overload, None) if packet is not None else None
-    return getattr(operator, "_schema", None)
+    return schema(operator)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ def build_model(config: Any, *, dtype: str = "float32", device: str = "meta") ->
     """
     import torch
 
+    from runtime.torch_compat.model_internals import build_from_config
+
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     if isinstance(config, str):
@@ -39,7 +41,7 @@ def build_model(config: Any, *, dtype: str = "float32", device: str = "meta") ->
     cls = training_class(config.model_type, config.architectures)
     try:
         with torch.device(device):
-            model = cls._from_config(config, dtype=getattr(torch, dtype)).train()
+            model = build_from_config(cls, config, dtype=getattr(torch, dtype)).train()
     except Exception as error:  # models and their checks raise what they like
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot build a {config.model_type} from this config: {reason}") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from runtime.checkpoint.pieces import Content, Piece
-from runtime.compat import copy_tensors, pinned_like
+from runtime.torch_compat.host_state import copy_tensors, pinned_like
 
 
 def device_of(content: Content) -> torch.device | None:

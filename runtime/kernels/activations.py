@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels.language import tl, triton
+from runtime.torch_compat.dispatcher import native_silu
 
 SILU = "silu"
 #: ``F.gelu``'s ``approximate`` to the name used here.
@@ -47,7 +48,7 @@ _ATEN: dict[str, tuple[Any, Any]] = {
 
 #: The same as torch differentiates them, any number of times.
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    SILU: torch._C._nn.silu,
+    SILU: native_silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }

@@ -17,11 +17,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from passes.chains.layout import COLUMN, FULL, OTHER, ROW, SCALAR
-from runtime.compat import are_operators_observed, as_one_operator
 from runtime.kernels.chain_launch import Launch
 from runtime.kernels.chain_layout import Layout, Shape, layout_of
 from runtime.kernels.dispatch import runs_triton
 from runtime.kernels.sharing import compile_shared, shared_function
+from runtime.torch_compat.dispatcher import are_operators_observed, as_one_operator
 
 Plain = Callable[..., Any]
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)

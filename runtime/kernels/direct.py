@@ -14,27 +14,25 @@ from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
-from torch.utils._device import DeviceContext
+
+from runtime.torch_compat.dispatcher import (
+    DeviceContext,
+    are_transforms_active,
+    dispatch_keys,
+    function_mode_at,
+    num_dispatch_modes,
+    num_function_modes,
+    plain_key_sets,
+)
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Devices that the operators are registered for.
 _BACKENDS = ("CPU", "CUDA")
-_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
-_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 @functools.cache
 def _plain_keys() -> frozenset[int]:
-    """The dispatch keys of plain tensors with data, one set for each backend."""
-    key = torch._C.DispatchKey
-    kinds = []
-    for backend in _BACKENDS:
-        keys = torch._C.DispatchKeySet(key.ADInplaceOrView)
-        for name in (backend, f"Autograd{backend}", f"Autocast{backend}"):
-            keys = keys | torch._C.DispatchKeySet(getattr(key, name))
-        kinds.append(keys.raw_repr())
-    return frozenset(kinds)
+    return plain_key_sets(_BACKENDS)
 
 
 def nobody_listens() -> bool:
@@ -42,9 +40,9 @@ def nobody_listens() -> bool:
     return not (
         # Whatever else traces has a dispatch mode.
         is_dynamo_compiling()
-        or _num_dispatch_modes()
-        or (_num_function_modes() and not _functions_only_place())
-        or _transforms()
+        or num_dispatch_modes()
+        or (num_function_modes() and not _functions_only_place())
+        or are_transforms_active()
     )
 
 
@@ -53,8 +51,7 @@ def _functions_only_place() -> bool:
 
     Programs run in one on a GPU; operators of ours make tensors where their operands are.
     """
-    modes = map(torch._C._get_function_stack_at, range(_num_function_modes()))  # type: ignore[attr-defined]
-    return all(type(mode) is DeviceContext for mode in modes)
+    return all(type(mode) is DeviceContext for mode in map(function_mode_at, range(num_function_modes())))
 
 
 def are_plain(arguments: Sequence[Any]) -> bool:
@@ -63,7 +60,7 @@ def are_plain(arguments: Sequence[Any]) -> bool:
         kind = type(argument)
         if kind in _TENSORS:
             # On a processor operators are torch's own, which know what kind of tensor they are given.
-            if not argument.is_cpu and torch._C._dispatch_keys(argument).raw_repr() not in _plain_keys():
+            if not argument.is_cpu and dispatch_keys(argument).raw_repr() not in _plain_keys():
                 return False
         elif isinstance(argument, torch.Tensor):
             return False

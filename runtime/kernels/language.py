@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from runtime.torch_compat.compilers import repair_interpreter
+
 __all__ = ["has_triton", "interprets_triton", "tl", "triton"]
 
 
@@ -32,19 +34,6 @@ class _Missing:
         return None
 
 
-def _repair_interpreter() -> None:
-    """Let loops run to a bound given at launch: NumPy 2.4 no longer makes an int of the array of one that holds it."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def repaired(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
-
-    interpreter._patch_lang_tensor = repaired
-
-
 triton: Any = _Missing()
 tl: Any = _Missing()
 if has_triton():
@@ -52,4 +41,4 @@ if has_triton():
     import triton.language as tl  # type: ignore[no-redef]
 
     if interprets_triton():
-        _repair_interpreter()
+        repair_interpreter()

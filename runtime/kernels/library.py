@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from passes.torch_compat.operators import OpOverload
+from passes.torch_compat.operators import schema as schema_of
 from runtime.kernels.device import common_device, on_device
 from runtime.kernels.direct import apply_of, are_plain, nobody_listens
 from runtime.kernels.dispatch import runs_triton
+from runtime.torch_compat.dispatcher import any_requires_grad
 
 NAMESPACE = "meshwright"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -23,16 +26,16 @@ class FusedOperator:
         run: computes it from tensors with data.
     """
 
-    def __init__(self, overload: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
+    def __init__(self, overload: OpOverload, run: Callable[..., Any]) -> None:
         self.overload = overload
         self._run = run
-        self._num_arguments = len(overload._schema.arguments)
+        self._num_arguments = len(schema_of(overload).arguments)
         self._apply: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         if len(arguments) != self._num_arguments or not (nobody_listens() and are_plain(arguments)):
             return self.overload(*arguments)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if torch.is_grad_enabled() and any_requires_grad(*arguments):
             return self.overload(*arguments) if self._apply is None else self._apply(*arguments)
         return self._run(*arguments)
 
@@ -46,7 +49,7 @@ class FusedOperator:
             save(ctx, arguments, output)
             return output
 
-        name = self.overload._schema.name.replace("::", "_")
+        name = schema_of(self.overload).name.replace("::", "_")
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._apply = apply_of(type(name, (torch.autograd.Function,), methods))
 

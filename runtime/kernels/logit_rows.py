@@ -17,6 +17,7 @@ from runtime.kernels.elementwise import wide_type
 from runtime.kernels.language import tl, triton
 from runtime.kernels.library import in_dtype, wide
 from runtime.kernels.rows import is_one_block, rows_at_once
+from runtime.torch_compat.dispatcher import native_nll_loss
 
 _MAX_BLOCK = 4096
 #: torch's number for losses that are neither summed nor averaged.
@@ -58,7 +59,7 @@ def small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) 
         IndexError: if a target is no class.
     """
     shares, classes = _flat(wide(logits).log_softmax(-1), target)
-    losses: torch.Tensor = torch._C._nn.nll_loss_nd(shares, classes, None, _EACH, ignore_index)
+    losses: torch.Tensor = native_nll_loss(shares, classes, None, _EACH, ignore_index)
     return losses.view(target.shape)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from runtime.torch_compat.compilers import TooManyKinds, call_within_limit
+
 _functions: dict[Any, Any] = {}
 _compiled: dict[Any, CompiledChain] = {}
 
@@ -43,16 +45,13 @@ class CompiledChain:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._is_limited:
             return self._run(*tensors)
-        from torch._dynamo.exc import FailOnRecompileLimitHit  # here: importing the compiler takes a second
-
         try:
-            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                return self._run(*tensors)
-        except FailOnRecompileLimitHit:
+            return call_within_limit(self._run, tensors)
+        except TooManyKinds as error:
             self._is_limited = True
             warnings.warn(
                 f"the chain {self._name} was called with more kinds of tensors than torch._dynamo.config."
-                f"recompile_limit={torch._dynamo.config.recompile_limit} (dtypes, orders in memory, needing gradients "
+                f"recompile_limit={error.limit} (dtypes, orders in memory, needing gradients "
                 "or not): other kinds run as separate operators, slower; raise the limit, or call with fewer kinds",
                 stacklevel=2,
             )

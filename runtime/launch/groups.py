@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from runtime.compat import default_group_timeout, group_is_split_from_default, new_group_of_members, set_group_timeout
+from runtime.torch_compat.process_groups import (
+    default_group_timeout,
+    flattened,
+    group_is_split_from_default,
+    new_group_of_members,
+    set_group_timeout,
+)
 
 
 class _Groups:
@@ -91,7 +97,7 @@ def mesh_of_axes(device_type: str, ranks: torch.Tensor, names: Sequence[str]) ->
 def flattened_group(device_mesh: DeviceMesh, name: str) -> ProcessGroup:
     """One group of all ranks along all axes of ``device_mesh`` that this rank is on, made once for each ``name``."""
     if group_is_split_from_default():
-        return with_timeout_of_job(device_mesh._flatten(name).get_group())
+        return with_timeout_of_job(flattened(device_mesh, name))
     return shared_group(name, sorted(device_mesh.mesh.flatten().tolist()))
 
 

@@ -85,7 +85,7 @@ def _present(rank: int | None, world_size: int | None, local_rank: int | None, d
     place = Place(*actual, local_rank, "", 1, "arguments")
     if local_rank is None and "LOCAL_RANK" in os.environ:
         place = Place(*actual, int(os.environ["LOCAL_RANK"]), "", 1, "arguments")
-    from runtime.compat import device_type_of_default_group
+    from runtime.torch_compat.process_groups import device_type_of_default_group
 
     kind = device or device_type_of_default_group()
     return Process(*actual, _local_rank(place), _own_gpu(place) if kind == "cuda" else torch.device(kind))
@@ -162,7 +162,9 @@ def _join(place: Place, device: torch.device, backend: str, timeout: float, coll
             f"not connect to one another by {backend} within {timeout:g} s; hosts must reach each other at any port "
             f"(GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the network interface): {error}"
         ) from error
-    from runtime.compat import set_group_timeout  # takes seconds, which a start that fails does not need
+    from runtime.torch_compat.process_groups import (
+        set_group_timeout,  # takes seconds, which a start that fails does not need
+    )
 
     set_group_timeout(_span(collective_timeout))
 

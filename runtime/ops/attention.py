@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from spmd_types._local import _get_local_tensor_mode
 from torch.nn.attention.bias import causal_lower_right
 
 from runtime.ops.random import Shards, dropout
 from runtime.ops.types import first_of_shard, groups_of
 from runtime.program import Block
+from runtime.torch_compat.spmd_internals import local_tensor_mode_of
 
 
 def scaled_dot_product_attention(
@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
     if enable_gqa and not _kernels_group(query, attn_mask):
         key, value = (repeated.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for repeated in (key, value))
         enable_gqa = False
-    if is_causal and length_axes and not dropout_p and query.is_cuda and _get_local_tensor_mode(query) is None:
+    if is_causal and length_axes and not dropout_p and query.is_cuda and local_tensor_mode_of(query) is None:
         return causal_without_mask(query, key, value, length_axes, scale=scale, enable_gqa=enable_gqa)
     if is_causal and (length_axes or dropout_p):
         attn_mask, is_causal = _causal_mask(query, key, length_axes), False

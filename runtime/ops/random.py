@@ -24,13 +24,12 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from spmd_types._local import _build_rank_to_group_local, _get_local_tensor_mode
 
-from runtime.compat import mesh_of_thread
 from runtime.kernels.philox import keep_mask, own_word, random_words
 from runtime.ops.microbatch import current_microbatch
 from runtime.ops.types import groups_of
 from runtime.program import Block
+from runtime.torch_compat.spmd_internals import local_tensor_mode_of, mesh_of_thread, places_in_group
 
 #: Added to the numbers of calls that are no training steps.
 _CALLS = 1 << 31
@@ -121,10 +120,10 @@ def _on_shard(like: torch.Tensor, draw: _Draw, make: _Make) -> torch.Tensor:
         starts = [place * size for place, size in zip(index, tensor.shape)]
         return make(tensor, starts, [size * parts for size, parts in zip(tensor.shape, count)])
 
-    mode = _get_local_tensor_mode(like)
+    mode = local_tensor_mode_of(like)
     if mode is None:
         return made(like, [dist.get_rank(group) for group, *_ in draw.shards])
-    places = [_build_rank_to_group_local(group) for group, *_ in draw.shards]
+    places = [places_in_group(group) for group, *_ in draw.shards]
     result: torch.Tensor = mode.tensor_map(like, lambda rank, tensor: made(tensor, [place[rank] for place in places]))
     return result
 

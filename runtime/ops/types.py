@@ -9,12 +9,13 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types import R, S
-from spmd_types._mesh import _pg_for_axis
+
+from runtime.torch_compat.spmd_internals import group_of_axis
 
 
 def groups_of(axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of mesh axes of the current mesh."""
-    return tuple(_pg_for_axis(axis) for axis in axes)
+    return tuple(group_of_axis(axis) for axis in axes)
 
 
 def first_of_shard(whole: int, part: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:

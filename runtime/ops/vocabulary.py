@@ -8,7 +8,6 @@ from typing import Any
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from spmd_types import I, P, R, V
 
@@ -23,6 +22,7 @@ from runtime.kernels.cross_entropy import (
     row_sums,
 )
 from runtime.ops.types import first_of_shard, groups_of
+from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 
 def embedding(

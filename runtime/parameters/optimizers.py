@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from runtime import kernels
 from runtime.parameters.sharded import SCALARS, ShardedParameter
+from runtime.torch_compat.dtensors import has_step_hooks, local_part, spec_of
 
 #: Each element of a parameter is updated from that element of its gradient and state, and from numbers.
 _ELEMENTWISE = frozenset(
@@ -123,9 +124,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
         and closure is None
         and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and len(hooks._global_optimizer_pre_hooks) == len(hooks._global_optimizer_post_hooks) == 1
+        and not has_step_hooks(optimizer, of_all=1)
     )
 
 
@@ -141,7 +140,7 @@ def _lend(optimizer: torch.optim.Optimizer) -> None:
         entry = optimizer.state.get(parameter)
         if entry:
             state[parameter.owner] = {
-                key: value._local_tensor if isinstance(value, DTensor) else value for key, value in entry.items()
+                key: local_part(value) if isinstance(value, DTensor) else value for key, value in entry.items()
             }
     _loans[optimizer] = _Loan(tuple(group["params"] for group in optimizer.param_groups), optimizer.state, parameters)
     optimizer.state = state
@@ -153,7 +152,7 @@ def _is_placed_alike(entry: Any, parameter: ShardedParameter) -> bool:
     if not entry:
         return True
     return all(
-        value._spec.placements == parameter._spec.placements and value.shape == parameter.shape
+        spec_of(value).placements == spec_of(parameter).placements and value.shape == parameter.shape
         for value in entry.values()
         if isinstance(value, DTensor)
     )
@@ -181,6 +180,6 @@ def _give_back(optimizer: torch.optim.Optimizer) -> None:
 def _as_dtensor(parameter: ShardedParameter, key: str, value: Any, before: Any) -> Any:
     if not isinstance(value, torch.Tensor) or key in SCALARS:
         return value
-    if isinstance(before, DTensor) and before._local_tensor is value:
+    if isinstance(before, DTensor) and local_part(before) is value:
         return before
     return parameter.placed(value)

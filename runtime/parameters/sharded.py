@@ -15,12 +15,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from runtime.owned import Owned
-from runtime.parameters.compat import dtensor_over, dtensor_spec, part_on_mesh
 from runtime.parameters.tensors import ParameterTensor, of_parameter_over
+from runtime.torch_compat.dtensors import (
+    TensorBase,
+    dtensor_over,
+    dtensor_spec,
+    local_part,
+    part_on_mesh,
+    set_local_part,
+    spec_of,
+)
 
 #: Optimizer state that counts steps or the like: one number for a parameter, whatever its shape.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-_BASE: Any = torch._C.TensorBase
+_BASE: Any = TensorBase
 _set_gradient = _BASE.grad.__set__
 
 
@@ -61,7 +69,7 @@ class ShardedParameter(ParameterTensor):
 
     def placed(self, local: torch.Tensor) -> DTensor:
         """``local``, shaped as ``owner``, as a DTensor of this parameter's placements."""
-        spec = self._spec
+        spec = spec_of(self)
         if spec.tensor_meta is None or local.dtype != spec.tensor_meta.dtype:
             spec = dtensor_spec(self.shape, local.dtype, self.device_mesh, self.placements)
         return of_parameter_over(local, spec, self)
@@ -84,7 +92,7 @@ class ShardedParameter(ParameterTensor):
 
     def refresh(self) -> None:
         """Follow ``owner`` to other memory."""
-        self._local_tensor = self.owner.detach()
+        set_local_part(self, self.owner.detach())
 
     def drop_gradient(self) -> None:
         """Set the gradient to None without showing it as a DTensor first."""
@@ -105,7 +113,7 @@ class ShardedParameter(ParameterTensor):
         local = self.owner.grad
         if local is None:
             self._shown_gradient = None
-        elif self._shown_gradient is None or self._shown_gradient._local_tensor is not local:
+        elif self._shown_gradient is None or local_part(self._shown_gradient) is not local:
             self._shown_gradient = self.placed(local)
         return self._shown_gradient
 
@@ -165,7 +173,7 @@ class ShardedParameter(ParameterTensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"ShardedParameter({self.path!r}, shape={list(self.shape)}, placements={self.placements}, "
-            f"local_tensor={self._local_tensor})"
+            f"local_tensor={local_part(self)})"
         )
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves
 
-from runtime.parameters.compat import dtensor_over, use_foreach_on
+from passes.torch_compat.operators import schema, tree_leaves
+from runtime.torch_compat.dtensors import dtensor_over, local_part, set_content, spec_of, use_foreach_on
 
 #: Operators on lists work on each place of the lists for itself.
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -47,7 +47,7 @@ class ParameterTensor(DTensor):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ParameterTensor)]
         if not on_lists and any(tensor.of_stage for tensor in tensors):
             _refuse_several(name, tensors)
-        in_place = func._schema.is_mutable and bool(args)
+        in_place = schema(func).is_mutable and bool(args)
         if in_place or name in _READING:
             for tensor in args[0] if on_lists else args[:1]:
                 if isinstance(tensor, ParameterTensor):
@@ -63,15 +63,14 @@ class ParameterTensor(DTensor):
 
     def complete(self) -> None:
         """Add up partial sums, in place."""
-        placements = self._spec.placements
+        placements = spec_of(self).placements
         if any(placement.is_partial() for placement in placements):
-            plain: DTensor = dtensor_over(DTensor, self._local_tensor, self._spec)
+            plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
             whole = [Replicate() if placement.is_partial() else placement for placement in placements]
-            completed = plain.redistribute(placements=whole)
-            self._local_tensor, self._spec = completed._local_tensor, completed._spec
+            set_content(self, plain.redistribute(placements=whole))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: DTensor = dtensor_over(DTensor, self._local_tensor, self._spec)
+        plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
         return plain.__reduce_ex__(protocol)
 
 
@@ -80,7 +79,7 @@ use_foreach_on(ParameterTensor)
 
 def of_parameter(value: Any, source: ParameterTensor) -> Any:
     """``value``, if it is a DTensor, as one that was computed from the parameter that ``source`` was."""
-    return of_parameter_over(value._local_tensor, value._spec, source) if isinstance(value, DTensor) else value
+    return of_parameter_over(local_part(value), spec_of(value), source) if isinstance(value, DTensor) else value
 
 
 def of_parameter_over(local: torch.Tensor, spec: Any, source: ParameterTensor) -> ParameterTensor:

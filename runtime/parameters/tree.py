@@ -8,9 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from passes.torch_compat.module_tables import parameters_of
 from runtime.owned import Owned
-from runtime.parameters.compat import dtensor_over, dtensor_spec
 from runtime.parameters.sharded import ShardedParameter
+from runtime.torch_compat.dtensors import dtensor_over, dtensor_spec, local_part
 from runtime.weights import Weights
 
 
@@ -65,7 +66,7 @@ class ParameterTree:
         if self._version != self._held.version:
             self.update()
         for parameter in self._parameters.values():
-            if parameter._local_tensor.data_ptr() != parameter.owner.data_ptr():
+            if local_part(parameter).data_ptr() != parameter.owner.data_ptr():
                 parameter.refresh()
 
     def drop_gradients(self) -> None:
@@ -134,7 +135,7 @@ class ParameterTree:
 
     def _note_slot(self, path: str) -> None:
         parent, _, name = path.rpartition(".")
-        table = (self.weights.find(parent) if parent else self.weights)._parameters
+        table = parameters_of(self.weights.find(parent) if parent else self.weights)
         parameter = table.get(name)
         if isinstance(parameter, ShardedParameter):
             self._slots.append((table, name, parameter))

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from runtime.compat import has_saved_tensors_hooks
+from runtime.torch_compat.autograd_engine import has_saved_tensors_hooks
 
 #: A gradient, or None where autograd has none (zero).
 Gradient = torch.Tensor | None

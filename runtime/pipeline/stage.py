@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from cost_models.schedules import Action
-from runtime.compat import issue_transfers
 from runtime.pipeline.backward import Gradient, backward, input_backward
 from runtime.pipeline.specs import StageRunner, TensorSpec, check_tensors
+from runtime.torch_compat.pipelining import PipelineStageBase, issue_transfers, neighbour_transfers
 
 
-class Stage(_PipelineStageBase):
+class Stage(PipelineStageBase):
     """Runs a ``StageRunner`` forward and backward, and says which tensors are to be sent and received.
 
     In the place of torch's ``PipelineStage``, which
@@ -169,8 +168,7 @@ class Stage(_PipelineStageBase):
             self._wait_for_send(*key)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [operation for operation in operations if operation.group_peer != self.group_rank]
+        return [operation for operation in neighbour_transfers(self) if operation.group_peer != self.group_rank]
 
     # -- between chunks of one rank -----------------------------------------------------------------------------
 

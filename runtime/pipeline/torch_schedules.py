@@ -7,16 +7,12 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from cost_models.schedule_orders import ORDERS
 from cost_models.schedules import SCHEDULES, Action, actions, schedule_named
 from runtime.pipeline.stage import Stage
+from runtime.torch_compat.pipelining import runtime_of_actions
 
 
 def expected_order(
@@ -57,10 +53,8 @@ def build_schedule(schedule: str, stages: Sequence[Stage], *, num_microbatches: 
     order = expected_order(schedule, **shape)
     options: dict[str, Any] = {"n_microbatches": num_microbatches, "loss_fn": _loss_itself, "scale_grads": False}
     if runs_own_order(schedule, **shape):
-        runtime = _PipelineScheduleRuntime(list(stages), **options)
-        runtime.pipeline_order = _as_torch(order)
-        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
-        return runtime
+        triples = [[(action.chunk, action.kind, action.microbatch) for action in actions] for actions in order]
+        return runtime_of_actions(stages, triples, **options)
     schedule_class = _torch_class(schedule)
     if issubclass(schedule_class, PipelineScheduleSingle):
         return schedule_class(stages[0], **options)
@@ -73,10 +67,3 @@ def _torch_class(schedule: str) -> Any:
 
 def _loss_itself(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
-
-
-def _as_torch(order: tuple[tuple[Action, ...], ...]) -> dict[int, list[Any]]:
-    return {
-        rank: [_Action(action.chunk, _ComputationType(action.kind), action.microbatch) for action in rank_order]
-        for rank, rank_order in enumerate(order)
-    }

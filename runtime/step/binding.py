@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.stages import StageGraph
 from passes.stages.build import StageUnit
+from passes.torch_compat.module_tables import buffers_of
 from runtime import ops
-from runtime.compat import mesh_of_thread, use_mesh
 from runtime.compiling import as_compiled, can_be_one_graph
 from runtime.program import Block
 from runtime.recompute import always_again, recomputed
 from runtime.step.state import StepState
 from runtime.step.state_info import StateInfo
+from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.units.group import DataGroup
 from runtime.units.unit import Unit, UnitWeight
 from runtime.weights import Weights
@@ -83,7 +84,7 @@ class BoundUnit:
         for path, weight in zip(self._names, self._weights()):
             tree.put(path, None)
             parent, _, name = path.rpartition(".")
-            (tree.find(parent) if parent else tree)._buffers[name] = weight
+            buffers_of(tree.find(parent) if parent else tree)[name] = weight
 
     def _weights(self) -> list[torch.Tensor]:
         with always_again():

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from passes.torch_compat.operators import tree_map
 from runtime.skeleton import skeleton
 
 
@@ -39,4 +39,4 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(cast, tree)
+    return tree_map(cast, tree)

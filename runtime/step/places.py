@@ -6,14 +6,13 @@ process each, virtual ones are all ranks of one stage in this process, and every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
@@ -21,6 +20,7 @@ from passes.stages import BATCH_AXIS
 from runtime.first_rank import from_first_rank
 from runtime.launch.groups import flattened_group, group_of
 from runtime.layout import Layout, RankLayout, VirtualLayout, part_of
+from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 PIPELINE = "pp"
 
@@ -242,24 +242,24 @@ class VirtualPlaces:
         return None
 
     def _each(self, whole: torch.Tensor, part: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        from torch.distributed._local_tensor import LocalTensor
+        from runtime.torch_compat.local_tensors import LocalTensor, parts_of_ranks
 
         with self.plain():
             ranks = range(self.layout.mesh.num_devices)
-            wholes: Mapping[int, torch.Tensor] = (
-                whole._local_tensors if isinstance(whole, LocalTensor) else dict.fromkeys(ranks, whole)
-            )
+            wholes = parts_of_ranks(whole, ranks)
             parts = {rank: part(self._virtual.coordinate_of(rank), wholes[rank]).clone().contiguous() for rank in ranks}
         return LocalTensor(parts)
 
     def assemble(
         self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
         with self.plain():
             whole = torch.zeros(tuple(shape), dtype=dtype)
             if part is None:
                 return whole
-            for rank, local in part._local_tensors.items():  # type: ignore[attr-defined]
+            for rank, local in parts_of_ranks(part).items():
                 place = rectangle(self._virtual.coordinate_of(rank))
                 if place.primary:  # Added up, as real ranks do: a part that two of them count is then wrong here too.
                     place.of(whole).add_(local.detach())
@@ -267,10 +267,12 @@ class VirtualPlaces:
 
     def disagreement(self, local: torch.Tensor, rectangle: RectangleOf) -> float:
         """Largest difference between ranks that hold the same rectangle."""
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
         first: dict[tuple[int, ...], torch.Tensor] = {}
         worst = 0.0
         with self.plain():
-            for rank, part in local._local_tensors.items():  # type: ignore[attr-defined]
+            for rank, part in parts_of_ranks(local).items():
                 place = rectangle(self._virtual.coordinate_of(rank))
                 known = first.setdefault((*place.offsets, *place.sizes), part.detach())
                 difference = (part.detach() - known).abs()

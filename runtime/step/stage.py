@@ -14,10 +14,10 @@ from passes.emit import Program
 from passes.emit.program import ENTRY_POINT, InputSpec
 from passes.stages import BATCH_AXIS, StageGraph
 from runtime import ops
-from runtime.compat import mesh_of_thread, use_mesh
 from runtime.pipeline import TensorSpec
 from runtime.step.binding import BoundUnit, ChunkUnits
 from runtime.step.state import StepState
+from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.units.unit import Unit
 from runtime.weights import Weights
 

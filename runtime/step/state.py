@@ -10,6 +10,7 @@ from torch import nn
 
 from passes.ir.types import I, MeshShape, R
 from passes.stages import Deferral
+from passes.torch_compat.module_tables import convert_tensors
 from runtime.initialise import initialised_tensors, still_on_meta
 from runtime.owned import Owned
 from runtime.step.places import Places, VirtualPlaces
@@ -157,7 +158,7 @@ class StepState:
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
         """``nn.Module._apply`` of all tensors, which may replace them."""
-        self.weights._apply(function, recurse)
+        convert_tensors(self.weights, function, recurse)
         self.version += 1
 
     # -- what a parallel module asks ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.torch_compat.host_state import copy_into_all
 from runtime.units.pieces import piece_dim, piece_shape
 
 #: Tensors start at multiples of this many elements: 16 bytes of a 16-bit dtype, as vectorised kernels like it.
@@ -128,7 +129,7 @@ class FlatLayout:
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source into its target, with a change of dtype where they differ."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        copy_into_all(targets, sources)
 
 
 def _aligned(size: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.compat import has_hooks, is_alone_in_memory
+from runtime.torch_compat.autograd_engine import gradient_hooks
+from runtime.torch_compat.host_state import add_all, is_alone_in_memory
 from runtime.units.flat import FlatLayout, copy_all
 from runtime.units.group import DataGroup
 
@@ -72,7 +73,7 @@ class Gradients:
         copy_all(*self._pairs(self._buffer, fresh))
         targets, sources = self._pairs(self._buffer, repeated)
         if targets:
-            torch._foreach_add_(targets, sources)
+            add_all(targets, sources)
         self._added.update(gradients)
 
     def _fresh_buffer(self) -> torch.Tensor:
@@ -135,7 +136,7 @@ class Gradients:
             owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)
             if not owner.requires_grad:
                 continue  # Frozen since the plan was made.
-            if has_hooks(owner):
+            if gradient_hooks(owner):
                 torch.autograd.backward(owner, total.clone())
             elif owner.grad is None:
                 owner.grad = total

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from runtime.torch_compat.host_state import norm_of_all, scale_all
 from runtime.units.group import DataGroup
 
 #: Whether a rank counts a parameter; of virtual ranks a number for each.
@@ -75,7 +76,7 @@ def clip_gradients(
         )
     scale = (max_norm / (norm + _SMALL)).clamp(max=1.0)
     for gradients in _by_kind([owner.grad for owner, _ in own if owner.grad is not None]):
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
+        scale_all(gradients, scale.to(gradients[0].device, gradients[0].dtype))
     return norm
 
 
@@ -93,7 +94,7 @@ def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor
     found: dict[int, torch.Tensor] = {}
     for some in _by_kind(gradients):
         dtype = torch.promote_types(some[0].dtype, torch.float32)
-        found.update(zip(map(id, some), torch._foreach_norm(some, norm_type, dtype=dtype)))
+        found.update(zip(map(id, some), norm_of_all(some, norm_type, dtype=dtype)))
     return [found[id(gradient)] for gradient in gradients]
 
 

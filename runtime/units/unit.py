@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from runtime.compat import unseen_by_checkpoints
 from runtime.recompute import can_be_made_again
+from runtime.torch_compat.autograd_engine import in_backward, when_done
+from runtime.torch_compat.dispatcher import unseen_by_checkpoints
 from runtime.units.gradients import Gradients
 from runtime.units.group import DataGroup
 from runtime.units.pieces import piece_shape
@@ -20,7 +21,6 @@ from runtime.units.weights import Gathered, Weights
 _REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
 #: Gradients of so many bytes together may wait for one another: that takes less time than to take each on its own.
 _SMALL_BYTES = 2**20
-_ENGINE = torch.autograd.Variable._execution_engine
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Unit:
             wholes = self._gathered() if self.zero == _GATHERED_PER_USE else self._kept()
             self._gather_ahead()
         if torch.is_grad_enabled() and self._bundles:
-            if self._expected is None and not _in_backward():
+            if self._expected is None and not in_backward():
                 self._open_uses += 1
             flat = [whole for some in wholes for whole in some]
             at_once = self.zero == _GATHERED_PER_USE or self._is_small
@@ -213,9 +213,9 @@ class Unit:
         if self._backward is None:
             self._backward = [bundle.weights.gather() for bundle in self._bundles]
             self._gather_ahead()
-            if _in_backward():
+            if in_backward():
                 # A backward pass that ends without gradients of the weights must not keep them either.
-                _ENGINE.queue_callback(self._drop_backward)
+                when_done(self._drop_backward)
         return self._backward
 
     def _drop_backward(self) -> None:
@@ -223,7 +223,7 @@ class Unit:
 
     def _gather_ahead(self) -> None:
         """Let the unit that will be used next start gathering."""
-        if not _in_backward():
+        if not in_backward():
             if self.after is not None:
                 self.after.prefetch()
             return
@@ -269,7 +269,7 @@ class Unit:
                 bundle.gradients.launch()
         if self._expected is None and not self._callback_queued:
             self._callback_queued = True
-            _ENGINE.queue_callback(self._end_of_backward)
+            when_done(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._callback_queued = False
@@ -303,10 +303,6 @@ class Unit:
                     f"{weight.name} of shape {tuple(weight.shape)} is owned as {tuple(weight.owner.shape)} by rank "
                     f"{self.group.rank} of {self.group.size}; ZeRO {self.zero} expects {tuple(expected)}"
                 )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def chained(units: Sequence[Unit]) -> tuple[Unit, ...]:

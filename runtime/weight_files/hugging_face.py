@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from runtime.agreement import rank_in, together
+from runtime.torch_compat.model_internals import tensors_to_ignore
 
 
 def hugging_face_names(model: nn.Module) -> dict[str, Any]:
     """Arguments ``prefix``, ``ignore`` and ``rename`` of ``load_weights``, as far as ``model`` tells them."""
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = tensors_to_ignore(model)
     kept = model.state_dict().keys()
     # Files of older versions hold buffers that are computed today.
     patterns.extend(f"^{re.escape(name)}$" for name, _ in model.named_buffers() if name not in kept)

@@ -1,4 +1,4 @@
-"""What torch's DTensor and foreach operators have but do not export: all of it here."""
+"""DTensors made over a tensor that is there, taken apart, and given to optimizers as lists."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import TensorBase
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import optimizer as optimizer_module
+from torch.utils._foreach_utils import _foreach_supported_types
+
+__all__ = ["TensorBase", "dtensor_over", "dtensor_spec", "has_step_hooks", "local_part", "part_on_mesh", "set_content",
+           "set_local_part",
+           "spec_of", "use_foreach_on"]  # fmt: skip
 
 
 def dtensor_spec(
@@ -29,6 +36,26 @@ def dtensor_over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *,
     return kind(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """This rank's part itself, where ``to_local`` gives a view of it with a history."""
+    return tensor._local_tensor
+
+
+def set_local_part(tensor: DTensor, local: torch.Tensor) -> None:
+    """Put another part of the same shape into a DTensor."""
+    tensor._local_tensor = local
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """How a DTensor lies on its mesh."""
+    return tensor._spec
+
+
+def set_content(tensor: DTensor, source: DTensor) -> None:
+    """Let ``tensor`` be what ``source`` is, in its place."""
+    tensor._local_tensor, tensor._spec = source._local_tensor, source._spec
+
+
 def part_on_mesh(
     shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -39,6 +66,15 @@ def part_on_mesh(
 
 def use_foreach_on(kind: type[torch.Tensor]) -> None:
     """Let optimizers and clipping work on lists of tensors of class ``kind``, as they do on DTensors."""
-    from torch.utils._foreach_utils import _foreach_supported_types
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
 
-    _foreach_supported_types.append(kind)
+
+def has_step_hooks(optimizer: torch.optim.Optimizer, *, of_all: int) -> bool:
+    """Whether someone looks at steps of ``optimizer`` other than the first ``of_all`` who look at all optimizers'."""
+    of_every_optimizer = (optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks)
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any(len(hooks) != of_all for hooks in of_every_optimizer)
+    )

@@ -1,0 +1,29 @@
+"""Operators as torch's registry has them, and looking at every one that is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "overload_name",
+    "schema",
+    "tree_leaves",
+    "tree_map",
+]
+
+
+def schema(operator: Any) -> Any:
+    """The schema of an operator; None for what is none."""
+    return getattr(operator, "_schema", None)
+
+
+def overload_name(operator: OpOverload) -> str:
+    """``"Tensor"`` for ``aten.add.Tensor``, ``""`` for the default one."""
+    return operator._overloadname

@@ -1,0 +1,108 @@
+"""Faults of ``torch.export`` and its surroundings, mended for the time of one call of it on one thread.
+
+Every context here replaces something of torch for the whole process, so only one capture at a time may enter them
+(``passes.capture`` holds a lock); other threads find what they call unchanged in effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.distributions import Distribution
+from torch.export import _trace
+from torch.fx import GraphModule
+
+#: ``Function.apply``: class, then the arguments.
+Apply = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Tracing failures are raised; the graph that the tracer also logs and prints helps nobody."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before, logger.disabled = logger.disabled, True
+    vars(_trace)["print"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        del vars(_trace)["print"]
+
+
+@contextlib.contextmanager
+def lazy_code() -> Iterator[None]:
+    """Graph modules compile their code when first called: export makes dozens and calls none (a third of its time)."""
+    original = GraphModule.recompile
+    tracing = threading.get_ident()
+
+    def recompile(self: GraphModule) -> Any:
+        if threading.get_ident() != tracing:
+            return original(self)
+
+        def forward(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            original(module)
+            return type(module).forward(module, *args, **kwargs)
+
+        type(self).forward = forward
+
+    GraphModule.recompile = recompile  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphModule.recompile = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def stack_traces_noted(notes: bool) -> Iterator[None]:
+    """Whether nodes carry the lines of code that they come from; torch 2.11 notes them whatever is asked."""
+    config: Any = getattr(torch.fx, "config", None)
+    if not hasattr(config, "do_not_emit_stack_traces"):
+        yield
+        return
+    before, config.do_not_emit_stack_traces = config.do_not_emit_stack_traces, not notes
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
+@contextlib.contextmanager
+def intercepted_functions(intercept: Callable[[Apply, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """On this thread, a call of an ``autograd.Function`` is ``intercept(original, class, args, kwargs)``.
+
+    ``Function.apply`` itself stays: models keep it under names of their own (``swish = Swish.apply``), from before the
+    block. What it calls is replaced.
+    """
+    original = torch._C._FunctionBase.__dict__["apply"]
+    tracing = threading.get_ident()
+
+    def call_original(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing:
+            return call_original(cls, *args, **kwargs)
+        return intercept(call_original, cls, args, kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """``torch.distributions`` made in here do not look at the values of their parameters, which tracing has not."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

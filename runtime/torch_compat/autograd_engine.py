@@ -1,0 +1,38 @@
+"""What runs and hangs on the autograd graph: its engine, the tensors that it saves, hooks on leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from passes.torch_compat.tensor_fields import gradient_hooks, saved_tensors_hooks_of_thread
+
+__all__ = ["gradient_hooks", "has_saved_tensors_hooks", "in_backward", "saved_tensors_hooks_of_thread", "when_done"]
+
+_SAVED_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_done(function: Callable[[], Any]) -> None:
+    """Call ``function`` at the end of the backward pass that this thread runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_saved_tensors_hooks(node: torch.autograd.graph.Node) -> bool:
+    """Whether ``node`` holds a tensor behind ``saved_tensors_hooks``; True where torch does not tell."""
+    return any(getattr(saved, "unpack_hook", True) is not None for saved in _saved_tensors(node))
+
+
+def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
+    kind = type(node)
+    if kind not in _SAVED_NAMES:
+        _SAVED_NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    for name in _SAVED_NAMES[kind]:
+        saved = getattr(node, name)
+        yield from (one for one in (saved if isinstance(saved, (tuple, list)) else (saved,)) if one is not None)

@@ -1,0 +1,16 @@
+"""``LocalTensor``: one tensor that is the parts of all ranks, in one process. Imported where there are such ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_disable_local_tensor_mode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["FakeStore", "LocalTensor", "LocalTensorMode", "maybe_disable_local_tensor_mode", "parts_of_ranks"]
+
+
+def parts_of_ranks(tensor: torch.Tensor, ranks: Iterable[int] = ()) -> dict[int, torch.Tensor]:
+    """The part of each rank; a plain tensor is the same one on all of ``ranks``."""
+    return tensor._local_tensors if isinstance(tensor, LocalTensor) else dict.fromkeys(ranks, tensor)

@@ -1,0 +1,47 @@
+"""``spmd_types``: its current mesh, the groups of axes, ranks under ``LocalTensorMode``, and a fault of 0.3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from spmd_types import _collectives, _state
+from spmd_types._local import _build_rank_to_group_local as places_in_group
+from spmd_types._local import _get_local_tensor_mode as local_tensor_mode_of
+from spmd_types._mesh import _pg_for_axis as group_of_axis
+
+__all__ = ["accept_any_stride_in_all_reduce", "group_of_axis", "local_tensor_mode_of", "mesh_of_thread",
+           "places_in_group", "use_mesh"]  # fmt: skip
+
+
+def mesh_of_thread() -> Any:
+    """The mesh of ``spmd_types.set_current_mesh`` on this thread, for ``use_mesh``; None if there is none."""
+    return _state._current_mesh_entry()
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Any) -> Iterator[None]:
+    """``set_current_mesh`` with what ``mesh_of_thread`` gave, on any thread."""
+    if mesh is None:
+        yield
+        return
+    _state._push_mesh(mesh.axes, mesh.all_names, mesh.pgs, local_axes=mesh.local_axes)
+    try:
+        yield
+    finally:
+        _state._pop_mesh()
+
+
+def accept_any_stride_in_all_reduce() -> None:
+    """An all-reduce asserts a contiguous tensor (0.3), but gradients often are expanded or transposed views.
+
+    For the whole process and for good: backward passes call it on threads of their own, at any time.
+    """
+    original = _collectives._AllReduce.forward
+
+    def forward(ctx: Any, x: torch.Tensor, axis: Any, dst: Any, inplace: bool, dtype_options: Any) -> torch.Tensor:
+        return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
+
+    _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]
