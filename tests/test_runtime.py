@@ -210,6 +210,13 @@ def test_local_inputs_give_the_same_loss() -> None:
         assert torch.equal(joined(parallel(**local, local_inputs=True).loss, layout), whole)
 
 
+def test_without_data_ranks_every_rank_passes_the_whole_batch() -> None:
+    pins = {"input:tokens": {"tp": "S(0)"}, "input:labels": {"tp": "R"}}
+    with sharded(seeded(TiedClassifier), "tp=2", constraints=pins) as (parallel, _, layout):
+        whole = joined(parallel(**token_batch()).loss, layout)
+        assert torch.equal(joined(parallel(**token_batch(), local_inputs=True).loss, layout), whole)
+
+
 def test_collectives_are_as_planned() -> None:
     with sharded(seeded(TiedClassifier)) as (parallel, _, layout):
         parallel(**token_batch())

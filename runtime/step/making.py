@@ -349,8 +349,8 @@ class Maker:
 
 
 def local_axes(mesh: MeshShape) -> tuple[str, ...]:
-    """The axes on which local inputs are cut already: the data axis if there is one, else all."""
-    return (BATCH_AXIS,) if BATCH_AXIS in mesh.names else mesh.names
+    """The axes on which local inputs are cut already: ranks of all others pass the same samples."""
+    return tuple(name for name in mesh.names if name == BATCH_AXIS)
 
 
 def _paths_of(stage: StageGraph) -> set[str]:
