@@ -30,6 +30,7 @@ from passes.shard import PlanMismatch, shard
 from runtime.typecheck import ProgramTypeError, typecheck
 from tests.emit_cases import CASES as HAND_WRITTEN
 from tests.emit_models import CASES as PLANNED
+from tests.emit_models import programs
 from tests.hand_plan import hand_plan, mlp_graph
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -73,6 +74,11 @@ def test_values_with_a_role_are_not_called_like_an_operator_with_a_number(case: 
     names = {node.id for node in ast.walk(ast.parse(program_of(case).source)) if isinstance(node, ast.Name)}
     views = "|".join((VIEWS | PARTS | METHODS) - {"t"})
     assert not [name for name in names if re.fullmatch(rf"({views})(_\d+)?|(linear|matmul|add|mul|cat)_\d+", name)]
+
+
+def test_a_block_has_the_name_of_its_own_class_where_only_its_children_compute() -> None:
+    (program,) = programs("stacked", "dp=1")
+    assert "class Wrapped(Block):  # layers.{1..2}" in program.source
 
 
 def test_long_lines_are_broken_inside_brackets_and_mean_the_same() -> None:
