@@ -1,4 +1,4 @@
-"""Several chunks a rank: good cuts; nothing is proved.
+"""Heuristic cuts for several chunks a rank; nothing is proved.
 
 ``balance`` moves units off the busiest rank, for several long runs. ``by_rounds`` is for one long run under interleaved
 schedules, where a round waits for its longest chunk: the chunks of a round hold equally many layers, in equal choices.
@@ -21,16 +21,16 @@ from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
 from planner.step.stages.program import chunks_of, in_rounds
 from planner.step.stages.ranks import main_run
 
-#: How many of the least busy ranks are tried as the place for a unit of the busiest one.
+#: How many of the least busy ranks are tried as receivers of a unit of the busiest one.
 _TARGETS = 4
-#: How many ways to divide the layers over rounds are tried, and how many ranks for all others to be alike to.
+#: How many divisions of the layers over rounds are tried, and how many ranks are tried as models for all others.
 _WAYS, _MODELS = 3, 3
 
 
 def balance(problem: StageProblem, weights: Weights) -> Assignment | None:
-    """Cuts that balance the ranks' seconds, then the fastest choices of each rank within its memory (None: not enough).
+    """Balance the ranks' seconds by cuts, then take each rank's fastest choices within memory (None: out of memory).
 
-    Memory has no part in the cuts: schedules with several chunks a rank load the ranks' memory nearly alike.
+    The cuts ignore memory: schedules with several chunks a rank use nearly equal memory on all ranks.
     """
     fastest = [min(weights.unit(choice.costs) for choice in run.choices) for run in problem.runs]
     units = [run for run, entry in enumerate(problem.runs) for _ in range(entry.count)]
@@ -39,10 +39,10 @@ def balance(problem: StageProblem, weights: Weights) -> Assignment | None:
     begins = [0, *ends[:-1]]
     for rank, chunks in enumerate(chunks_of(problem)):
         slots = [(chunk, run) for chunk in chunks for run in units[begins[chunk] : ends[chunk]]]
-        chosen = _fastest(problem, rank, slots, weights)
-        if chosen is None:
+        placed = _fastest(problem, rank, slots, weights)
+        if placed is None:
             return None
-        for chunk, run, choice in chosen:
+        for chunk, run, choice in placed:
             counts[chunk][run, choice] = counts[chunk].get((run, choice), 0) + 1
     return tuple(tuple((run, choice, count) for (run, choice), count in sorted(groups.items())) for groups in counts)
 
@@ -58,12 +58,12 @@ def _balanced_ends(problem: StageProblem, seconds: Sequence[float]) -> list[int]
         return np.bincount(ranks, weights=chunks, minlength=problem.num_ranks)
 
     def cost(ends: np.ndarray) -> tuple[float, float]:
-        found = loads(ends)
+        load_by_rank = loads(ends)
         if in_rounds(problem):
             chunks = np.diff(sums[np.concatenate(([0], ends))])
             longest = chunks.reshape(-1, problem.num_ranks).max(axis=1)
             return float(longest.sum()), float((chunks**2).sum())
-        return float(found.max()), float((found**2).sum())
+        return float(load_by_rank.max()), float((load_by_rank**2).sum())
 
     best = cost(ends)
     for _ in range(2 * len(seconds)):
@@ -83,7 +83,7 @@ def _balanced_ends(problem: StageProblem, seconds: Sequence[float]) -> list[int]
 
 
 def _moved(ends: np.ndarray, giver: int, taker: int) -> np.ndarray | None:
-    """The ends after one chunk gives a unit to another: all chunks between shift by one. None if it has just one."""
+    """The ends after ``giver`` passes a unit to ``taker``, shifting all chunks between; None if it has just one."""
     if giver == taker or ends[giver] - (ends[giver - 1] if giver else 0) < 2:
         return None
     moved = ends.copy()
@@ -97,7 +97,7 @@ def _moved(ends: np.ndarray, giver: int, taker: int) -> np.ndarray | None:
 def _fastest(
     problem: StageProblem, rank: int, slots: Sequence[tuple[int, int]], weights: Weights
 ) -> list[tuple[int, int, int]] | None:
-    """The (chunk, run, choice) of every unit of a rank where it is fastest within memory, over all levels of peaks."""
+    """The (chunk, run, choice) of every unit in the rank's fastest choices within memory, over all levels of peaks."""
     limit, held = problem.memory[rank], problem.in_flight
     bounded = math.isfinite(limit)
     runs = {run for _, run in slots}
@@ -124,33 +124,38 @@ _Placed = list[tuple[int, int, int]]
 
 
 def by_rounds(problem: StageProblem, weights: Weights) -> Iterator[Assignment]:
-    """Assignments in which the chunks of a round are alike, for interleaved schedules and one long run.
+    """Yield assignments in which the chunks of a round are alike, for interleaved schedules and one long run.
 
-    Each rank's fastest choices within its memory differ, and every round would wait for another rank. So some rank's
-    choices are taken over by all others that they fit on, and then made faster one by one where memory is left.
+    The ranks' fastest choices within memory differ, and every round would wait for another rank. So one rank is the
+    model: all others copy its choices where they fit, and each then speeds up single units while memory allows.
     """
     run = main_run(problem)
     if run is None or not in_rounds(problem):
         return
     chunks = chunks_of(problem)
     for counts in _round_counts(problem, run):
-        slots = [[(chunk, kind) for chunk in mine for kind in _runs_of(problem, run, chunk, counts)] for mine in chunks]
-        own = [_fastest(problem, rank, slots[rank], weights) for rank in range(problem.num_ranks)]
-        found = [placed for placed in own if placed is not None]
-        if len(found) < len(own):
+        slots = [
+            [(chunk, kind) for chunk in chunks_of_rank for kind in _runs_of(problem, run, chunk, counts)]
+            for chunks_of_rank in chunks
+        ]
+        fastest_by_rank = [_fastest(problem, rank, slots[rank], weights) for rank in range(problem.num_ranks)]
+        placed_by_rank = [placed for placed in fastest_by_rank if placed is not None]
+        if len(placed_by_rank) < len(fastest_by_rank):
             continue
-        yield _grouped(problem, found)
+        yield _grouped(problem, placed_by_rank)
         if all(math.isinf(limit) for limit in problem.memory):
             continue
-        busy = [sum(_seconds(problem, unit) for unit in placed) for placed in found]
+        busy = [sum(_seconds(problem, unit) for unit in placed) for placed in placed_by_rank]
         for model in sorted(range(problem.num_ranks), key=lambda rank: -busy[rank])[:_MODELS]:
-            alike = [_alike(problem, rank, run, placed, found[model]) for rank, placed in enumerate(found)]
+            alike = [
+                _alike(problem, rank, run, placed, placed_by_rank[model]) for rank, placed in enumerate(placed_by_rank)
+            ]
             yield _grouped(problem, [_quickened(problem, rank, placed) for rank, placed in enumerate(alike)])
 
 
 def all_alike(problem: StageProblem) -> Iterator[Assignment]:
-    """Assignments with equally many units in every chunk, as far as they go, all of the long run in one choice; each
-    also with faster choices where memory is left. For one long run."""
+    """Yield assignments with even chunks and one choice for the whole long run, each also with faster choices where
+    memory allows. For one long run."""
     run = main_run(problem)
     if run is None:
         return
@@ -159,23 +164,23 @@ def all_alike(problem: StageProblem) -> Iterator[Assignment]:
         placed = [
             [
                 (chunk, kind, choice if kind == run else -1)
-                for chunk in mine
+                for chunk in chunks_of_rank
                 for kind in _runs_of(problem, run, chunk, counts)
             ]
-            for mine in chunks_of(problem)
+            for chunks_of_rank in chunks_of(problem)
         ]
-        found = [_with_ends(problem, rank, units) for rank, units in enumerate(placed)]
-        ranks = [units for units in found if units is not None]
+        placed_by_rank = [_with_ends(problem, rank, units) for rank, units in enumerate(placed)]
+        ranks = [units for units in placed_by_rank if units is not None]
         if len(ranks) == problem.num_ranks:
             yield _grouped(problem, ranks)
             yield _grouped(problem, [_quickened(problem, rank, units) for rank, units in enumerate(ranks)])
 
 
 def _even_counts(problem: StageProblem, run: int) -> list[int]:
-    """Units of the long run in each chunk: one less beside an end of the model; one more, where they do not go up, in
-    chunks that are held for few micro-batches."""
-    each, more = divmod(problem.num_units, problem.num_chunks)
-    counts = [each] * problem.num_chunks
+    """Units of the long run in each chunk: one less beside an end of the model; remainders go to the chunks with the
+    fewest micro-batches in flight."""
+    per_chunk, more = divmod(problem.num_units, problem.num_chunks)
+    counts = [per_chunk] * problem.num_chunks
     for chunk in sorted(range(problem.num_chunks), key=lambda chunk: problem.in_flight[chunk])[:more]:
         counts[chunk] += 1
     counts[0] -= run > 0
@@ -184,7 +189,7 @@ def _even_counts(problem: StageProblem, run: int) -> list[int]:
 
 
 def _with_ends(problem: StageProblem, rank: int, placed: _Placed) -> _Placed | None:
-    """The units with the fastest choices for the model's ends (given as −1) that fit; None if none does."""
+    """The units with the fastest choices for the model's ends (marked −1) that fit in memory; None if none does."""
     ends = sorted({kind for _, kind, choice in placed if choice < 0})
     orders = [
         sorted(range(len(problem.runs[kind].choices)), key=lambda choice: _seconds(problem, (0, kind, choice)))
@@ -210,16 +215,16 @@ def _grouped(problem: StageProblem, ranks: Sequence[_Placed]) -> Assignment:
 
 
 def _runs_of(problem: StageProblem, run: int, chunk: int, counts: Sequence[int]) -> list[int]:
-    """The runs of the units of a chunk that holds so many of the long one."""
+    """The run of each unit in a chunk that holds ``counts[chunk]`` units of the long run."""
     before = [0] * (chunk == 0 and run > 0)
     after = [len(problem.runs) - 1] * (chunk == problem.num_chunks - 1 and run < len(problem.runs) - 1)
     return [*before, *([run] * counts[chunk]), *after]
 
 
 def _round_counts(problem: StageProblem, run: int) -> list[list[int]]:
-    """Units of the long run in each chunk: the shortest ways by rounds, later rounds holding more where they differ."""
+    """Units of the long run in each chunk, for the shortest divisions over rounds; later rounds hold the remainders."""
     crossing = (problem.runs[run].receive_forward, problem.runs[run].receive_backward)
-    found: list[list[int]] = []
+    candidates: list[list[int]] = []
     for pick in (min, max):
         seconds = [
             pick(choice.costs.forward_seconds + choice.costs.backward_seconds for choice in entry.choices)
@@ -229,13 +234,13 @@ def _round_counts(problem: StageProblem, run: int) -> list[list[int]]:
             continue
         for rounds in fewest_rounds(problem, seconds, crossing, hold=1, most=_WAYS):
             counts = _counted(problem, run, rounds)
-            if counts is not None and counts not in found:
-                found.append(counts)
-    return found
+            if counts is not None and counts not in candidates:
+                candidates.append(counts)
+    return candidates
 
 
 def _counted(problem: StageProblem, run: int, rounds: Rounds) -> list[int] | None:
-    """Units of the long run in each chunk, what is too many taken off one rank after another."""
+    """Units of the long run in each chunk, with any surplus taken off the ranks in turn."""
     ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
     counts = [rounds.first[0], *([rounds.first[1]] * (ranks - 1))]
     for place in range(inner):
@@ -258,26 +263,26 @@ def _counted(problem: StageProblem, run: int, rounds: Rounds) -> list[int] | Non
 
 
 def _alike(problem: StageProblem, rank: int, run: int, own: _Placed, model: _Placed) -> _Placed:
-    """The units of a rank in the choices of another one's, round by round; its own ones where those do not fit."""
-    wanted: dict[int, list[int]] = {}
+    """The rank's units in the choices of the ``model`` rank, round by round; unchanged where those do not fit."""
+    choices_by_round: dict[int, list[int]] = {}
     for chunk, kind, choice in model:
         if kind == run:
-            wanted.setdefault(chunk // problem.num_ranks, []).append(choice)
-    taken = []
+            choices_by_round.setdefault(chunk // problem.num_ranks, []).append(choice)
+    copied = []
     for chunk, kind, choice in own:
-        left = wanted.get(chunk // problem.num_ranks, [])
-        if kind == run and left:
-            left.sort(key=lambda other: _seconds(problem, (chunk, kind, other)))
-            choice = left.pop() if len(left) > 1 else left[0]
-        taken.append((chunk, kind, choice))
-    return taken if _used(problem, taken) <= problem.memory[rank] * (1 + ROUNDING) else own
+        remaining = choices_by_round.get(chunk // problem.num_ranks, [])
+        if kind == run and remaining:
+            remaining.sort(key=lambda other: _seconds(problem, (chunk, kind, other)))
+            choice = remaining.pop() if len(remaining) > 1 else remaining[0]
+        copied.append((chunk, kind, choice))
+    return copied if _used(problem, copied) <= problem.memory[rank] * (1 + ROUNDING) else own
 
 
 def _used(problem: StageProblem, placed: _Placed) -> float:
-    """Bytes of a rank that holds these units."""
+    """Bytes that a rank needs to hold these units."""
     held = problem.in_flight
     costs = [(problem.runs[run].choices[choice].costs, held[chunk]) for chunk, run, choice in placed]
-    return sum(_kept(*each) for each in costs) + max(figures.peak_bytes for figures, _ in costs)
+    return sum(_kept(*figures) for figures in costs) + max(figures.peak_bytes for figures, _ in costs)
 
 
 def _kept(costs: LayerCosts, held: float) -> float:
@@ -285,25 +290,28 @@ def _kept(costs: LayerCosts, held: float) -> float:
 
 
 def _quickened(problem: StageProblem, rank: int, placed: _Placed) -> _Placed:
-    """The units with faster choices, one after another, while memory allows."""
+    """The units in order, each with the fastest choice that still fits in memory."""
     limit, held = problem.memory[rank] * (1 + ROUNDING), problem.in_flight
     costs = [[choice.costs for choice in run.choices] for run in problem.runs]
     quickest = [
         sorted(range(len(row)), key=lambda choice: row[choice].forward_seconds + row[choice].backward_seconds)
         for row in costs
     ]
-    kept = sum(_kept(costs[run][choice], held[chunk]) for chunk, run, choice in placed)
+    held_bytes = sum(_kept(costs[run][choice], held[chunk]) for chunk, run, choice in placed)
     peaks = Counter(costs[run][choice].peak_bytes for _, run, choice in placed)
     placed = list(placed)
     for place, (chunk, run, choice) in enumerate(placed):
-        own = costs[run][choice]
-        peaks[own.peak_bytes] -= 1
-        rest, peak = kept - _kept(own, held[chunk]), max((each for each, count in (+peaks).items()), default=0.0)
+        current = costs[run][choice]
+        peaks[current.peak_bytes] -= 1
+        rest, peak = (
+            held_bytes - _kept(current, held[chunk]),
+            max((size for size, count in (+peaks).items()), default=0.0),
+        )
         for other in quickest[run][: quickest[run].index(choice)]:
             faster = costs[run][other]
             size = rest + _kept(faster, held[chunk])
             if size + max(peak, faster.peak_bytes) <= limit:
-                placed[place], kept, own = (chunk, run, other), size, faster
+                placed[place], held_bytes, current = (chunk, run, other), size, faster
                 break
-        peaks[own.peak_bytes] += 1
+        peaks[current.peak_bytes] += 1
     return placed

@@ -22,7 +22,7 @@ __all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_
 
 Array = NDArray[np.float64]
 
-#: Relative precision of what is found by bisection.
+#: Relative precision of bisections.
 _PRECISION = 1e-7
 _EXTREMES = np.maximum, np.minimum
 
@@ -34,8 +34,8 @@ class TimeBounds:
     Attributes:
         load: of the largest load of a rank for one micro-batch.
         terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
-        whole: with rounds, what whole units say beside: (micro-batches, rest, pairs of a load and what filling adds to
-            it); of one pair the step is at least micro-batches · (the load, or a bound if that is more) + fill + rest.
+        whole: with rounds, a second bound from units being whole: (micro-batches, rest, pairs (load, fill)). For some
+            pair the step is at least micro-batches · max(load, any bound of the largest load) + fill + rest.
     """
 
     load: float
@@ -44,17 +44,17 @@ class TimeBounds:
 
     @property
     def step(self) -> float:
-        """Of the whole step."""
+        """Lower bound of the whole step."""
         return self.step_with(self.load)
 
     def step_with(self, load: float) -> float:
-        """Of the whole step, if the largest load is at least ``load``."""
+        """Lower bound of the whole step, if the largest load is at least ``load``."""
         least = max(times * load + rest for times, rest in self.terms)
         times, rest, pairs = self.whole
-        return max(least, min((times * max(load, own) + fill for own, fill in pairs), default=0.0) + rest)
+        return max(least, min((times * max(load, pair_load) + fill for pair_load, fill in pairs), default=0.0) + rest)
 
     def load_within(self, step: float) -> float:
-        """The largest load that a step of so many seconds leaves room for."""
+        """The largest load that is possible in a step of ``step`` seconds."""
         return min(((step - rest) / times for times, rest in self.terms if times > 0), default=math.inf)
 
 
@@ -66,9 +66,9 @@ def lower_bound(problem: StageProblem) -> float:
 def time_bounds(problem: StageProblem) -> TimeBounds:
     """Bounds from averages over ranks, and from units being whole; of a ``folded`` problem.
 
-    A sum over units of the choice that is cheapest under fixed weights is a bound if the weighted figures never exceed
-    the step: the largest load is at least the mean of the ranks, the tail at least a mean of what it is the largest of.
-    Several such weightings are tried (``_weightings``).
+    Let fixed weights of the figures never exceed the step; then the sum over units of the cheapest weighted choice is a
+    bound. Such weights exist since a largest value (load, tail) is at least the mean over ranks. Several weightings are
+    tried (``_weightings``).
     """
     counts = np.array([run.count for run in problem.runs], dtype=float)
     starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
@@ -98,7 +98,7 @@ def time_bounds(problem: StageProblem) -> TimeBounds:
 def _filled_rounds(
     problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float]
 ) -> Iterator[tuple[float, float]]:
-    """By the sum ℓ of the rounds' longest chunks, in units of the longest run: (seconds of ℓ, least fill beside it).
+    """Yield (seconds of ℓ, least fill) for every sum ℓ of the rounds' longest chunks, in units of the longest run.
 
     Round j whose longest chunk holds ρ(j) units has D(j) others, at most (p − 1)·ρ(j). With Σ ρ = ℓ there are N − ℓ
     others in all; the largest D is least where the ρ are as even as they can be, s = ℓ mod v of them one more than
@@ -108,10 +108,10 @@ def _filled_rounds(
     p, v = problem.num_ranks, problem.num_chunks // problem.num_ranks
     count, cost = max(((run.count, unit) for run, unit in zip(problem.runs, seconds)), key=math.prod)
     for units in range(-(-count // p), count + 1):
-        others, (each, more) = count - units, divmod(units, v)
+        others, (units_per_round, more) = count - units, divmod(units, v)
         most = others / v
         if more:
-            most = max(most, (others - (v - more) * (p - 1) * each) / more)
+            most = max(most, (others - (v - more) * (p - 1) * units_per_round) / more)
         received = (p - 1) * sum(crossing) - max(crossing)
         yield units * cost + (v - 1) * sum(crossing), most * cost + received
 
@@ -134,7 +134,7 @@ def _figures(problem: StageProblem) -> Array:
 
 
 def _received(problem: StageProblem) -> tuple[float, float]:
-    """Seconds, forward and backward, that a micro-batch is at least on its way between ranks, all chunks together."""
+    """Lower bounds of the seconds (forward, backward) to receive one micro-batch between ranks, over all chunks."""
     crossings = sum(before != after for before, after in itertools.pairwise(problem.ranks))
     return (
         crossings * min(run.receive_forward for run in problem.runs),
@@ -143,7 +143,7 @@ def _received(problem: StageProblem) -> tuple[float, float]:
 
 
 def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
-    """Ways to write a bound of the step: (times the load bound, weights of the figures, first layer's reduction too).
+    """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
     for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
@@ -162,7 +162,7 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
         fills = [(1 / divisor, 1 / divisor, 0.0)]
     hides = 1 / p + (p - 1) / (p * v)
     reduces = any(choice.costs.reduce_step > choice.costs.backward for run in problem.runs for choice in run.choices)
-    found = []
+    weightings = []
     for (forward, backward, weight), mean, hidden in itertools.product(fills, (True, False), (False, True)):
         if hidden and not reduces:
             continue
@@ -170,15 +170,15 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
         forward, backward = forward + share, backward + share - (hides if hidden else 0.0)
         if forward >= 0 and backward >= 0:
             weights = np.array([forward, backward, weight, 1 / p if hidden else 0.0, 1 / p])
-            found.append((0.0 if mean else times, weights, not hidden))
-    return found
+            weightings.append((0.0 if mean else times, weights, not hidden))
+    return weightings
 
 
 def bottleneck(problem: StageProblem, seconds: Sequence[float]) -> float:
-    """The largest load of a rank is at least this, if a unit of each run takes at least ``seconds`` of it.
+    """Lower bound of the largest load of a rank, if a unit of each run takes at least ``seconds`` of its rank.
 
-    With one chunk a rank: the best contiguous partition. With more: the run that takes longest in all, spread over all
-    ranks, with the model's first and last unit where they must be.
+    With one chunk a rank: the best contiguous partition. With more: the run with the longest total time, spread over
+    all ranks, with the model's first and last unit on their fixed ranks.
     """
     runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
     lower = sum(count * cost for count, cost in runs) / problem.num_ranks
@@ -201,8 +201,8 @@ class Rounds:
     """How many units of the longest run the chunks of an interleaved schedule hold, round by round.
 
     ``first`` and ``last`` are (units of the chunk that holds the model's end, of each other chunk of that round);
-    ``middle`` units of each rank are left to the rounds between, all of whose chunks are full. ``load`` is the sum of
-    the rounds' longest chunks.
+    ``middle`` is the number of units of each rank in the rounds between, whose chunks are all full. ``load`` is the sum
+    of the rounds' longest chunks.
     """
 
     load: float
@@ -214,15 +214,15 @@ class Rounds:
 def fewest_rounds(
     problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float], *, hold: int = 0, most: int = 1
 ) -> list[Rounds]:
-    """The ``most`` shortest ways to divide the longest run over rounds, if a unit of each run takes ``seconds``.
+    """The ``most`` shortest divisions of the longest run over rounds, if a unit of each run takes ``seconds``.
 
-    Rounds wait for their longest chunk, which holds whole units, so p equal units in a round take as long as one: the
-    first load is a bound of any assignment's (for ``hold`` = 0).
+    A round waits for its longest chunk, which holds whole units, so p equal units in a round take as long as one. For
+    ``hold`` = 0 the first load is a lower bound for any assignment.
 
     Args:
         crossing: seconds, forward and backward, to receive a boundary from another rank.
-        hold: units that every chunk holds at least, but for one that holds an end of the model; if any, of equally
-            short ways those come first whose rounds are most alike.
+        hold: minimum number of units in every chunk that holds no end of the model; if positive, ties are broken in
+            favour of the most equal rounds.
     """
     ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
     runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
@@ -233,10 +233,10 @@ def fewest_rounds(
         return [Rounds(everywhere, (0, 0), (0, 0), count)]
     ends = []
     for other, received in ((0, crossing[0]), (len(runs) - 1, crossing[1])):
-        bare = other == longest  # the model's ends receive nothing from before, or after, it
-        found = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
-        ends.append([way for way in found if way[2] >= hold and way[1] >= (hold if bare else 0)])
-    first, last = (np.array(found, dtype=float).reshape(-1, 3) for found in ends)
+        bare = other == longest  # the model's ends receive nothing from outside
+        end_rounds = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
+        ends.append([row for row in end_rounds if row[2] >= hold and row[1] >= (hold if bare else 0)])
+    first, last = (np.array(rows, dtype=float).reshape(-1, 3) for rows in ends)
     room = [end[:, 1] + (ranks - 1) * end[:, 2] for end in (first, last)]
     rest = np.ceil(np.maximum(0.0, count - room[0][:, None] - room[1]) / ranks)
     middle = np.maximum(rest, inner * hold)
@@ -255,26 +255,26 @@ def fewest_rounds(
 
 
 def _end_rounds(ranks: int, count: int, cost: float, end: float) -> list[tuple[float, int, int]]:
-    """(seconds of the longest chunk, units beside the model's end, units of each other chunk) of its round."""
-    found = set()
+    """Possible (seconds of the longest chunk, units beside the model's end, units of each other chunk) of a round."""
+    rounds = set()
     for units in range(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost))):
         if units * cost >= end:
-            found.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
+            rounds.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
         if end + units * cost >= 0:
-            found.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
-    return sorted(found)
+            rounds.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
+    return sorted(rounds)
 
 
 def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:
-    """Whether stages of at most ``limit`` suffice, filled one after another."""
+    """Whether ``num_stages`` stages of at most ``limit`` seconds suffice, filled one after another."""
     limit *= 1 + 1e-12
     used, room = 1, limit
     for count, cost in runs:
         if cost <= 0:
             continue
-        here = min(count, int(room / cost))
-        room -= here * cost
-        rest = count - here
+        num_fitting = min(count, int(room / cost))
+        room -= num_fitting * cost
+        rest = count - num_fitting
         if rest:
             whole = int(limit / cost)
             if not whole:
@@ -286,7 +286,7 @@ def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) ->
 
 
 def _spread(problem: StageProblem, runs: Sequence[tuple[int, float]]) -> float:
-    """The least load at which every rank, filled with whole units, holds all of the run that takes longest."""
+    """The least load at which the ranks, filled with whole units, hold all of the run with the longest total time."""
     longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
     count, cost = runs[longest]
     if cost <= 0:
@@ -296,7 +296,7 @@ def _spread(problem: StageProblem, runs: Sequence[tuple[int, float]]) -> float:
         ends[0] += runs[0][1]
     if longest < len(runs) - 1:
         ends[problem.ranks[-1]] += runs[-1][1]
-    # the load is one rank's ends and whole units: try each rank's from the least number of units on
+    # the load is some rank's ends plus whole units: for each rank, increase the units until all fit
     least = sum(ends) + count * cost
     best = math.inf
     for end in sorted(set(ends)):
@@ -308,5 +308,5 @@ def _spread(problem: StageProblem, runs: Sequence[tuple[int, float]]) -> float:
 
 
 def _room(ends: Sequence[float], cost: float, load: float) -> int:
-    """How many units fit on all ranks with at most ``load`` each; a rank whose ends take more holds none."""
+    """How many units fit on all ranks within a load of ``load`` each; a rank whose ends exceed it holds none."""
     return sum(max(0, math.floor((load - end) / cost + 1e-9)) for end in ends)

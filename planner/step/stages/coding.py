@@ -1,4 +1,4 @@
-"""Assignments as columns of the stage program, and back."""
+"""Conversion between assignments and column values of the stage program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from planner.step.stages.program import StageProgram
 
 
 def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:
-    """The columns of an assignment."""
+    """The column values of an assignment."""
     values = {move.column: 0.0 for moves in stage.moves for move in moves}
     for moves, groups in zip(stage.moves, assignment):
         columns = {(move.run, move.choice): move.column for move in moves}
@@ -17,7 +17,7 @@ def encode(stage: StageProgram, assignment: Assignment) -> dict[int, float]:
 
 
 def decode(stage: StageProgram, values: list[float]) -> Assignment:
-    """The assignment that a solution stands for."""
+    """The assignment of a solution's column values."""
     chunks = []
     opening = next(((0, choice) for choice, column in stage.first if values[column] > 0.5), None)
     for chunk, moves in enumerate(stage.moves):

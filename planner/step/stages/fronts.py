@@ -1,4 +1,4 @@
-"""What some units take of a rank at best: undominated (seconds, bytes) over all their choices, in whole units."""
+"""Pareto fronts of (seconds, bytes) for a set of units on one rank, over all their choices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Array = NDArray[np.float64]
 
 #: Seconds, bytes and index of each choice that a unit may take.
 Options = tuple[Array, Array, NDArray[np.int64]]
-#: Fronts are thinned to this many points; what that may lose is accounted for in ``Front.lost``.
+#: Larger fronts are thinned; ``Front.lost`` accounts for the error.
 _LARGEST_FRONT = 1000
 
 
 @dataclass(frozen=True)
 class Front:
-    """Undominated (seconds, bytes) of some units on a rank, and how each point came about.
+    """Undominated (seconds, bytes) of some units on a rank, with the choices that lead to each point.
 
-    ``lost`` bounds the seconds by which a point that was thinned out is faster than the one that stands for it.
+    ``lost`` bounds the seconds by which a point removed by thinning is faster than the one that replaces it.
     """
 
     seconds: Array
@@ -37,7 +37,7 @@ class Front:
     picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
-        """The front with one more unit, of ``slot`` = (chunk, run), in one of some options (seconds, bytes, choice)."""
+        """The front with one more unit of ``slot`` = (chunk, run), in any of ``options`` (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options
         if not len(choices) or not len(self.seconds):
             return Front(np.zeros(0), np.zeros(0), self.limit, self.lost, self, slot)
@@ -50,9 +50,9 @@ class Front:
             order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
         lost = self.lost
         if len(order) > _LARGEST_FRONT:
-            kept = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
-            lost += float(np.diff(seconds[order[kept]]).max())
-            order = order[kept]
+            sampled = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
+            lost += float(np.diff(seconds[order[sampled]]).max())
+            order = order[sampled]
         return Front(
             seconds[order],
             sizes[order],
@@ -66,28 +66,28 @@ class Front:
 
     def units(self) -> list[tuple[int, int, int]]:
         """The (chunk, run, choice) of every unit of the fastest point."""
-        found, front, point = [], self, 0
+        placed, front, point = [], self, 0
         while front.before is not None:
-            found.append((*front.slot, int(front.picks[point])))
+            placed.append((*front.slot, int(front.picks[point])))
             front, point = front.before, int(front.parents[point])
-        return found
+        return placed
 
 
 def options_of(
     choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, peak: float, held: float, bounded: bool
 ) -> Options:
-    """The undominated choices of a unit that need at most ``peak`` bytes beyond what they keep.
+    """The undominated choices of a unit with peaks of at most ``peak`` bytes.
 
-    ``held`` is the number of micro-batches in flight; without a memory limit (``bounded``) bytes count as nothing.
+    ``held`` is the number of micro-batches in flight; without a memory limit (``bounded`` False) bytes count as 0.
     """
-    found = []
+    candidates = []
     for index, choice in enumerate(choices):
         costs = choice.costs
         if costs.peak_bytes <= peak:
             size = costs.state_bytes + held * costs.saved_bytes if bounded else 0.0
-            found.append((seconds(costs), size, index))
+            candidates.append((seconds(costs), size, index))
     best: list[tuple[float, float, int]] = []
-    for option in sorted(found):
+    for option in sorted(candidates):
         if not best or option[1] < best[-1][1]:
             best.append(option)
     times, sizes, indices = zip(*best) if best else ((), (), ())
@@ -96,9 +96,9 @@ def options_of(
 
 @dataclass(frozen=True)
 class Weights:
-    """What counts as the seconds of a rank: of a unit, and shares of the seconds to receive forward and backward.
+    """How a rank's seconds are counted: seconds of a unit, and factors of the seconds to receive forward and backward.
 
-    ``proves`` says that a rank is never busy for less than this in one micro-batch.
+    ``proves`` says that the count is a lower bound of the rank's busy time for one micro-batch.
     """
 
     unit: Callable[[LayerCosts], float]
@@ -106,12 +106,12 @@ class Weights:
     proves: bool = True
 
 
-#: What a unit keeps its rank busy: a load counted in this way is the load.
+#: The exact busy time of a rank for one micro-batch.
 LOAD = Weights(lambda costs: costs.forward + costs.backward)
 
 
 def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
-    """By rank, seconds that its chunks take at least to receive boundaries from others, each way times its share."""
+    """By rank, a lower bound of its seconds to receive boundaries, forward and backward each times its share."""
     ranks, allowed = problem.ranks, spans(problem)
     total = [0.0] * problem.num_ranks
     for cut in range(1, problem.num_chunks):

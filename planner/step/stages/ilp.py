@@ -1,4 +1,4 @@
-r"""The stage program: where the pipeline is cut, and what every unit runs as, in one integer program.
+r"""The stage program: the cuts of the pipeline and the choice of every unit, in one integer program.
 
 Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
 in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; m micro-batches. A schedule has fill coefficients φ
@@ -48,8 +48,8 @@ hull of each rank's least load against the units that it holds,
 
     n[r] ≤ most(r),   load(r) ≥ slope·n[r] + intercept                       every rank r, hull edge       (tables)
 
-over what a step no slower than the best known one leaves room for. Both are found rank by rank, exactly, before the
-program is solved, together with assignments that often meet the bound, so that the program need not be solved at all.
+over the loads that are possible in a step no slower than the incumbent. Both are computed rank by rank, exactly, before
+the program is solved, together with assignments that often meet the bound, so that the program is often not needed.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ from planner.step.stages.rounds import add_longest
 from planner.step.stages.segments import Segments, cut_segments
 from planner.step.stages.tails import shorter_tails
 
-#: ``StageSolution.status``: nothing better than the cutoff exists; nothing was found in time.
+#: ``StageSolution.status``: no assignment beats the cutoff; the limit was reached without an assignment.
 CUTOFF, NOTHING_FOUND = "cutoff", "nothing found in time"
 
 
 @dataclass(frozen=True)
 class StageSolution:
-    """What was found.
+    """The best assignment and its certificate.
 
     Attributes:
-        assignment: the best assignment, None where there is none better than the cutoff, or none was found in time.
+        assignment: the best assignment, None if none beats the cutoff or none was found in time.
         objective: seconds of the step, as ``step_seconds`` prices it (infinite without an assignment).
-        bound: seconds that no assignment beats (with a cutoff: none that is better than the cutoff does).
-        status: "optimal" (within the gap asked for), "cutoff", "stopped by effort limit" …
-        num_variables, num_constraints: size of the integer program, 0 where none was needed.
+        bound: lower bound in seconds over all assignments (with a cutoff: over those that beat it).
+        status: "optimal" (within the requested gap), "cutoff", "stopped by effort limit" …
+        num_variables, num_constraints: size of the integer program, 0 if none was built.
     """
 
     assignment: Assignment | None
@@ -117,11 +117,11 @@ class StageSolution:
         return (self.objective - self.bound) / self.objective if self.objective else 0.0
 
 
-#: How often a relaxation is solved at most, each time with one path more.
+#: How often a relaxation is solved at most, each time with one more path.
 _RELAXED = 40
-#: Gap and effort of finding the paths that a program needs.
+#: Gap and effort of the solves that generate a program's paths.
 _PATH_GAP, _PATH_EFFORT = 1e-4, 10 * SECOND
-#: By whether memory counts: what was proved of a problem rank by rank.
+#: Rank-by-rank proofs of a problem, without (False) and with (True) its memory limits.
 Proofs = dict[bool, Shares | Segments | None]
 
 
@@ -144,32 +144,32 @@ def solve_stages(
         deadline: of ``time.monotonic``, by which the solver is stopped whatever its effort.
         cutoff: seconds; only an assignment faster than this is of interest.
         gap: relative gap at which an assignment counts as optimal.
-        proofs: what ``bound_within_memory`` has found of the same problem.
-        solver: PuLP's name of who solves the integer program.
+        proofs: the proofs of ``bound_within_memory`` for the same problem.
+        solver: PuLP's name of the solver.
     """
     problem = folded(problem)
     if problem.num_units < problem.num_chunks:
         return None
     if memory_shortfall(problem) > 0:
         return None
-    reduced, kept = undominated(problem)
-    found = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs, solver).run(effort, deadline)
-    if found is None or found.assignment is None:
-        return found
-    return replace(found, assignment=relabelled(found.assignment, kept))
+    reduced, original_indices = undominated(problem)
+    solution = _Search(reduced, math.inf if cutoff is None else cutoff, gap, proofs, solver).run(effort, deadline)
+    if solution is None or solution.assignment is None:
+        return solution
+    return replace(solution, assignment=relabelled(solution.assignment, original_indices))
 
 
 def quick_bound(problem: StageProblem, *, cutoff: float = math.inf) -> float:
-    """A weaker bound than ``bound_within_memory``, found ten times as fast."""
+    """A weaker bound than ``bound_within_memory``, computed ten times as fast."""
     settled = folded(problem)
     bounds = time_bounds(settled)
     return bounds.step_with(load_within_memory(settled, lower=bounds.load, upper=bounds.load_within(cutoff)))
 
 
 def bound_within_memory(problem: StageProblem, *, cutoff: float = math.inf, proofs: Proofs | None = None) -> float:
-    """Seconds that no assignment within memory beats, infinite if none fits; ``cutoff``: as good as infinite.
+    """Lower bound in seconds over assignments within memory, infinite if none fits; ``cutoff`` counts as infinite.
 
-    What is found on the way is put into ``proofs``.
+    Stores its proofs in ``proofs``.
     """
     reduced, _ = undominated(folded(problem))
     search = _Search(reduced, cutoff, 0.0, proofs)
@@ -191,8 +191,8 @@ def whole_program(problem: StageProblem) -> StageProgram:
 
 
 def even_rounds(problem: StageProblem) -> Iterator[Assignment]:
-    """Assignments of an interleaved schedule whose rounds are alike: they may run faster than the closed form says of
-    uneven ones. None for other schedules."""
+    """Yield assignments with equal rounds for an interleaved schedule (nothing for others): they may run faster than
+    uneven ones, although the closed form prices them higher."""
     settled = folded(problem)
     yield from by_rounds(settled, _whole_step(settled))
 
@@ -216,7 +216,7 @@ class _Search:
         self.paths: dict[Counts, None] = {}
 
     def run(self, effort: float, deadline: float) -> StageSolution | None:
-        """Try what is quick, then the integer program's relaxation, then the program itself."""
+        """Try quick heuristics, then the integer program's relaxation, then the program itself."""
         self.effort, self.deadline = effort, deadline
         if self.settled() or (self.try_alike() and self.settled()):
             return self.solution()
@@ -236,7 +236,7 @@ class _Search:
         return self.solve(stage)
 
     def program(self, shares: Shares | Segments | None) -> StageProgram:
-        """The integer program, made once, with what is known so far."""
+        """The integer program, built once, with all valid inequalities proved so far."""
         if self.stage is None:
             self.stage = build_stage_program(self.problem, load_bound=self.load)
             add_longest(self.stage)
@@ -248,7 +248,7 @@ class _Search:
         return self.stage
 
     def settled(self) -> bool:
-        """Whether the best is within the gap of the bound, or nothing can be better than the cutoff."""
+        """Whether the best is within the gap of the bound, or no assignment can beat the cutoff."""
         limit = min(self.objective, self.cutoff)
         return math.isfinite(limit) and limit - self.bound <= self.gap * limit
 
@@ -265,14 +265,14 @@ class _Search:
                 self.paths[path.counts] = None
         return True
 
-    def offer_all(self, found: Shares | Segments) -> bool:
-        """Keep what was found rank by rank, chunks of a rank alike where that fits; whether anything fits."""
-        if isinstance(found, Shares) and self.problem.num_chunks > self.problem.num_ranks and self.offer(found.even):
+    def offer_all(self, proof: Shares | Segments) -> bool:
+        """Offer the assignment of a proof, with even chunks on each rank where that fits; whether any fits."""
+        if isinstance(proof, Shares) and self.problem.num_chunks > self.problem.num_ranks and self.offer(proof.even):
             return True
-        return found.assignment is not None and self.offer(found.assignment)
+        return proof.assignment is not None and self.offer(proof.assignment)
 
     def try_alike(self) -> bool:
-        """With one chunk: every run in the choice that is fastest by itself."""
+        """With one chunk: offer every run in its fastest choice."""
         if self.problem.num_chunks > 1:
             return False
         unit = _whole_step(self.problem).unit
@@ -292,41 +292,41 @@ class _Search:
                 self.offer(assignment)
         proofs: dict[bool, Shares | Segments] = {}
         for remember in (False, True):
-            found = self.prove(remember=remember)
-            if found is None:
+            proof = self.prove(remember=remember)
+            if proof is None:
                 self.try_balanced()
                 return None
-            if self.settled() or math.isinf(found.load):
-                return found
-            proofs[remember] = found
-            if self.offer_all(found) and not in_rounds(self.problem):
+            if self.settled() or math.isinf(proof.load):
+                return proof
+            proofs[remember] = proof
+            if self.offer_all(proof) and not in_rounds(self.problem):
                 break
-        last = found
+        last_proof = proof
         if math.isfinite(self.cutoff):
-            self.relax(self.program(last))
-        for remember, found in proofs.items():
-            if self.settled() or self.improve(found, remember=remember):
+            self.relax(self.program(last_proof))
+        for remember, proof in proofs.items():
+            if self.settled() or self.improve(proof, remember=remember):
                 break
-        return last
+        return last_proof
 
     def prove(self, *, remember: bool) -> Shares | Segments | None:
-        """The least bottleneck, as if memory were plenty or (``remember``) within it, and what follows for the step."""
+        """Compute the least bottleneck, with unlimited memory or (``remember``) within it, and raise the bounds."""
         if remember not in self.proofs:
             self.proofs[remember] = self.taken_apart(self.within(remember=remember), LOAD)
-        found = self.proofs[remember]
-        if found is not None and math.isinf(found.load):
+        proof = self.proofs[remember]
+        if proof is not None and math.isinf(proof.load):
             self.bound = math.inf
-        elif found is not None:
-            self.load = max(self.load, found.load)
+        elif proof is not None:
+            self.load = max(self.load, proof.load)
             self.bound = max(self.bound, self.bounds.step_with(self.load))
-        return found
+        return proof
 
-    def improve(self, found: Shares | Segments, *, remember: bool) -> bool:
-        """Look for assignments beside the proof's; whether what is left has no place in memory to gain from."""
+    def improve(self, proof: Shares | Segments, *, remember: bool) -> bool:
+        """Offer assignments beside the proof's; whether no further improvement is expected."""
         problem = self.within(remember=remember)
         fitting = False
         for weights in (LOAD, _whole_step(self.problem)):
-            shares = found if weights.proves else self.taken_apart(problem, weights)
+            shares = proof if weights.proves else self.taken_apart(problem, weights)
             if shares is None or math.isinf(shares.load):
                 continue
             for assignment in by_rounds(problem, weights):
@@ -342,14 +342,14 @@ class _Search:
         return replace(self.problem, memory=memory)
 
     def try_balanced(self) -> None:
-        """Cuts that balance the ranks, and the fastest choices within memory."""
+        """Offer cuts that balance the ranks, with the fastest choices within memory."""
         for weights in (LOAD, _whole_step(self.problem)):
             assignment = balance(self.problem, weights)
             if assignment is not None:
                 self.offer(assignment)
 
     def try_shorter_tail(self) -> None:
-        """The best so far with less of a tail, if it has one that counts."""
+        """Offer the incumbent with shorter tails, if its tail exceeds the gap."""
         if self.best is None:
             return
         if step_seconds(as_step(self.problem, self.best)).tail <= self.gap * self.objective:
@@ -358,14 +358,14 @@ class _Search:
             self.offer(assignment)
 
     def taken_apart(self, problem: StageProblem, weights: Weights) -> Shares | Segments | None:
-        """The least bottleneck rank by rank, where the problem allows that."""
+        """The least bottleneck rank by rank, None for a problem that does not decompose by rank."""
         shares = share_out(problem, weights)
         if shares is None and problem.num_chunks == problem.num_ranks:
             return cut_segments(problem, weights, load_bound=self.load if weights.proves else 0.0)
         return shares
 
     def raise_bound(self, stage: StageProgram, solution: Solution) -> None:
-        """Take over the bound of a program, or of its relaxation (for steps faster than the best, if any)."""
+        """Raise the bound by the solver's bound of a program or its relaxation."""
         limit = min(self.objective, self.cutoff)
         if solution.infeasible:
             self.bound = limit
@@ -373,14 +373,14 @@ class _Search:
             self.bound = max(self.bound, min(limit, (solution.bound + stage.constant) * stage.second))
 
     def solved(self, program: LinearProgram, **options: Any) -> Solution:
-        """A program's solution, with what effort and time are left."""
-        left = max(0.0, self.deadline - time.monotonic())
-        solution = solve(program, time_limit=left, effort=self.effort, **options)
+        """Solve a program within the remaining effort and time."""
+        remaining_seconds = max(0.0, self.deadline - time.monotonic())
+        solution = solve(program, time_limit=remaining_seconds, effort=self.effort, **options)
         self.effort = max(0.0, self.effort - solution.effort)
         return solution
 
     def relax(self, stage: StageProgram) -> None:
-        """Raise the bound by the program's relaxation, with the paths that are longest for its answers."""
+        """Raise the bound by the program's relaxation, adding the longest path of each of its solutions."""
         for _ in range(_RELAXED):
             if not self.effort:
                 break
@@ -390,27 +390,27 @@ class _Search:
                 break
 
     def solve(self, stage: StageProgram) -> StageSolution | None:
-        """Solve the integer program, from the best assignment so far; again while paths are missing."""
+        """Solve the integer program from the incumbent, and again while its solutions' longest paths are missing."""
         limit = None if math.isinf(self.cutoff) else self.cutoff / stage.second - stage.constant
         while True:
             start = encode(stage, self.best) if self.best is not None else None
             solution = self.solved(stage.program, gap=self.gap, cutoff=limit, start=start, solver=self.solver)
-            found = None if solution.values is None else decode(stage, solution.values)
-            if found is not None:
-                self.offer(found)
+            assignment = None if solution.values is None else decode(stage, solution.values)
+            if assignment is not None:
+                self.offer(assignment)
             self.raise_bound(stage, solution)
             if solution.infeasible and self.best is None and math.isinf(self.cutoff):
                 return None
-            if self.settled() or solution.status in STOPPED or not self.add_path(stage, found):
+            if self.settled() or solution.status in STOPPED or not self.add_path(stage, assignment):
                 return self.solution(OPTIMAL if solution.infeasible else solution.status)
 
     def add_path(self, stage: StageProgram, assignment: Assignment | None) -> bool:
-        """Add the longest path of an assignment to the program; whether there is one that it does not have."""
+        """Add the longest path of an assignment to the program; whether it was missing."""
         path = None if assignment is None else played_path(as_step(self.problem, assignment))
         return path is not None and add_paths(stage, [path.counts]) > 0
 
     def solution(self, status: str = OPTIMAL) -> StageSolution:
-        """What is known, as a result."""
+        """The incumbent and the bound as a result."""
         if self.best is None or self.objective >= self.cutoff:
             proved = self.bound >= self.cutoff * (1 - self.gap)
             status = CUTOFF if proved else UNPROVED if status == UNPROVED else NOTHING_FOUND
@@ -421,7 +421,7 @@ class _Search:
 
 
 def _whole_step(problem: StageProblem) -> Weights:
-    """What a unit adds to the step where ranks are alike: its load, its part of the fill, its update."""
+    """Weights of a unit's contribution to the step if ranks are alike: its load, its part of the fill, its update."""
     times, ranks = problem.num_microbatches, problem.num_ranks
     schedule = SCHEDULES[problem.schedule]
     fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)

@@ -1,18 +1,18 @@
-"""A quick bound of the largest load within memory: every rank as a fractional knapsack of seconds and bytes.
+"""A quick lower bound of the largest load within memory: every rank as a fractional knapsack of seconds and bytes.
 
-A rank that holds n units of the long run beside what it must hold has, for every worth λ ≥ 0 of a byte in seconds,
+Let a rank hold n units of the long run beside its mandatory units. For every price λ ≥ 0 of a byte in seconds,
 
     Σ seconds + λ · Σ bytes ≤ L + λ · room
 
-with each unit at its cheapest choice v(λ) = min_c (seconds(c) + λ · bytes(c)), whatever is chosen: so
+Every unit costs at least v(λ) = min_c (seconds(c) + λ · bytes(c)), whatever is chosen, so
 
-    n ≤ (L + λ · room − Σ v(λ) of what it must hold) / v(λ)
+    n ≤ (L + λ · room − Σ v(λ) of the mandatory units) / v(λ)
 
-and n is whole. Of all λ only the slopes between two choices are tried: between those the right side is the ratio of two
-linear functions, hence monotone. What counts beyond what is kept is the largest peak: it is one of the choices' peaks,
-and for each of them (for a few near each other at once, room taken by the least of them) only choices of no larger peak
-take part. Ranks that cannot hold all units together within L show that the largest load exceeds L.
-``planner.step.stages.ranks`` finds the same in whole choices, ten times as slowly.
+and n is whole. Only the λ at slopes between two choices are tried: between those the right side is the ratio of two
+linear functions, hence monotone. Beyond state and saved activations a rank holds its largest peak, which is one of the
+choices' peaks. For each such peak (neighbouring peaks are grouped; a group takes the room of its least), only choices
+of no larger peak are allowed. If all ranks together cannot hold all units within L, the largest load exceeds L.
+``planner.step.stages.ranks`` computes the same bound with whole choices, ten times as slowly.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ Array = NDArray[np.float64]
 #: Seconds, bytes of state and bytes saved (rows) of some choices.
 _Choices = Array
 
-#: Relative precision of the load that is found by bisection.
+#: Relative precision of the bisection for the load.
 _PRECISION = 1e-4
-#: The bytes of a choice are worth so many times its seconds where seconds no longer count.
+#: At the largest price of a byte, a choice's bytes cost so many times its seconds.
 _MOST = 1e4
-#: Peaks count as one where they differ by no more than this share of a rank's memory.
+#: Peaks that differ by no more than this share of a rank's memory are grouped into one level.
 _SAME = 0.01
-#: What a number of units may be off by before it is rounded down.
+#: Tolerance added to a number of units before it is rounded down.
 _WHOLE = 1e-6
 
 
 class LoadBound:
     """Bounds of the largest load of a problem whose units are one long run, with at most one unit at either end.
 
-    ``apart`` says whether peaks are told apart; as one they take the room of the least, which is weaker and quicker.
+    ``apart`` says whether levels of peaks are distinguished. If not, all take the room of the least peak: weaker and
+    quicker.
     """
 
     def __init__(self, problem: StageProblem, run: int, *, apart: bool = True) -> None:
@@ -67,10 +68,10 @@ class LoadBound:
             choices = [_choices(entry, largest) for entry in runs]
             if not before or any(not np.array_equal(*pair) for pair in zip(choices, before)):
                 self.levels.append(self._level(np.full(problem.num_ranks, least) if index else lowest, choices))
-            before = choices  # the same choices beside a larger peak fit no better
+            before = choices  # equal choices with a larger peak cannot fit better
 
     def _lowest_peaks(self) -> Array:
-        """The largest peak of each rank at least: of what it must hold."""
+        """Lower bound of each rank's largest peak, from its mandatory units."""
         held = np.zeros(self.problem.num_ranks)
         for chunk, entry in self.ends:
             rank = self.problem.ranks[chunk]
@@ -80,7 +81,7 @@ class LoadBound:
         return np.where(bare, np.maximum(held, _lowest_peak(self.problem.runs[self.run])), held)
 
     def most(self, load: float) -> float:
-        """Units of the long run that all ranks hold at most, if none is busy for more than ``load`` seconds."""
+        """Upper bound of the units of the long run on all ranks, if none is busy for more than ``load`` seconds."""
         best = np.full(self.problem.num_ranks, -math.inf)
         for offset, slope, fixed in self.levels:
             units = (offset + slope * load).min(axis=1)
@@ -89,7 +90,7 @@ class LoadBound:
         return float(best.sum())
 
     def least_load(self, lower: float, upper: float) -> float:
-        """The largest load is at least this; ``lower`` is a bound already, ``upper`` as good as infinite."""
+        """Lower bound of the largest load; ``lower`` is a proved bound, ``upper`` counts as infinite."""
         count = self.problem.runs[self.run].count
         if self.most(upper) < count:
             return upper
@@ -104,39 +105,39 @@ class LoadBound:
         return lower
 
     def _level(self, least: Array, choices: Sequence[_Choices]) -> tuple[Array, Array, Array]:
-        """(a, b, c) by rank and worth of a byte: a rank holds at most c + min(a + b · load) units, if the largest of
-        their peaks is at least its ``least`` and allows ``choices``, of the long run and the ends."""
+        """(a, b, c) by rank and price of a byte: a rank holds at most c + min(a + b · load) units, if its largest peak
+        is at least its ``least`` and allows ``choices``, of the long run and the ends."""
         problem = self.problem
         seconds, state, saved = choices[0]
         spare = self.held.min(axis=1)
         worth = _slopes(seconds, state + spare[:, None] * saved)
-        each = _cheapest(choices[0], self.held, worth)
+        cost_in_chunk = _cheapest(choices[0], self.held, worth)
         room = np.array(problem.memory)[:, None] * (1 + ROUNDING) - least[:, None]
-        rest = worth * room - self.received[:, None] - each.sum(axis=1)
+        rest = worth * room - self.received[:, None] - cost_in_chunk.sum(axis=1)
         fixed = np.full(problem.num_ranks, float(self.held.shape[1]))
-        for (chunk, _), mine in zip(self.ends, choices[1:]):
+        for (chunk, _), end_choices in zip(self.ends, choices[1:]):
             rank = problem.ranks[chunk]
             place = self.chunks[rank].index(chunk)
-            own = _cheapest(mine, self.held[rank : rank + 1, place : place + 1], worth[rank : rank + 1])
-            rest[rank] += each[rank, place] - own[0, 0]
+            end_cost = _cheapest(end_choices, self.held[rank : rank + 1, place : place + 1], worth[rank : rank + 1])
+            rest[rank] += cost_in_chunk[rank, place] - end_cost[0, 0]
             fixed[rank] -= 1
         unit = _cheapest(choices[0], spare[:, None], worth)[:, 0]
         return rest / unit, 1.0 / unit, fixed
 
 
 def _peaks(runs: Sequence[UnitRun], width: float) -> list[tuple[float, float]]:
-    """Levels of peaks, lowest first: (least, largest) of those that are taken for one, at most ``width`` apart.
+    """Levels of peaks, lowest first, as (least, largest) of the peaks grouped into each, at most ``width`` apart.
 
     Every run has a choice at or below each level.
     """
     floor = max(map(_lowest_peak, runs))
-    found: list[tuple[float, float]] = []
+    levels: list[tuple[float, float]] = []
     for peak in sorted({max(floor, choice.costs.peak_bytes) for run in runs for choice in run.choices}):
-        if found and peak - found[-1][0] <= width:
-            found[-1] = (found[-1][0], peak)
+        if levels and peak - levels[-1][0] <= width:
+            levels[-1] = (levels[-1][0], peak)
         else:
-            found.append((peak, peak))
-    return found
+            levels.append((peak, peak))
+    return levels
 
 
 def _lowest_peak(run: UnitRun) -> float:
@@ -152,11 +153,11 @@ def _choices(run: UnitRun, peak: float) -> _Choices:
             if costs.peak_bytes <= peak
         }
     )
-    kept: list[tuple[float, float, float]] = []
+    undominated_rows: list[tuple[float, float, float]] = []
     for row in rows:
-        if not any(state <= row[1] and saved <= row[2] for _, state, saved in kept):
-            kept.append(row)
-    return np.array(kept, dtype=float).T
+        if not any(state <= row[1] and saved <= row[2] for _, state, saved in undominated_rows):
+            undominated_rows.append(row)
+    return np.array(undominated_rows, dtype=float).T
 
 
 @functools.cache
@@ -166,8 +167,8 @@ def _pairs(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _slopes(seconds: Array, sizes: Array) -> Array:
-    """By rank: no worth of a byte, those at which the cheapest choice changes, and one beside which seconds are
-    nothing; ``sizes``: by rank and choice."""
+    """Prices of a byte by rank: zero, those at which the cheapest choice changes, and one at which seconds hardly
+    matter; ``sizes``: by rank and choice."""
     first, second = _pairs(len(seconds))
     slower = seconds[second] - seconds[first]
     freed = sizes[:, first] - sizes[:, second]
@@ -193,11 +194,11 @@ def _seconds(choice: UnitChoice) -> float:
 
 
 def load_within_memory(problem: StageProblem, *, lower: float, upper: float) -> float:
-    """The largest load of a rank is at least this (``folded``, of one kind); ``lower`` where nothing more is known.
+    """Lower bound of the largest load of a rank, for a ``folded`` problem of one kind; at least ``lower``.
 
     Args:
-        lower: a bound of the load, in seconds.
-        upper: a load that is as good as infinite.
+        lower: a proved bound of the load, in seconds.
+        upper: seconds; a load that counts as infinite.
     """
     if not all(map(math.isfinite, problem.memory)):
         return lower

@@ -1,4 +1,4 @@
-"""Whether memory can suffice at all: the bytes that the tightest rank lacks under the leanest choices and best cuts."""
+"""Lower bound of the memory shortfall on the tightest rank, in bytes, under the leanest choices and best cuts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from planner.step.stages.problem import ROUNDING, StageProblem
 
-#: Relative precision of a shortfall found by bisection.
+#: Relative precision of the bisection for the shortfall.
 _PRECISION = 1e-6
 
 
 def memory_shortfall(problem: StageProblem) -> float:
-    """Bytes missing on the tightest rank whatever is chosen: a lower bound, 0 if nothing shows that memory is short.
+    """Lower bound of the bytes missing on the tightest rank, whatever is chosen; 0 if memory may suffice.
 
-    Exact for one chunk; to the precision of the bisection for one chunk a rank, where filling the ranks one after
-    another decides it; with more chunks a rank units are taken to lie where they are held least often.
+    Exact for one chunk. For one chunk a rank exact to the precision of the bisection, by filling the ranks in order.
+    For more chunks a rank a relaxation: units lie in the rank's chunk with the fewest micro-batches in flight.
     """
     if all(math.isinf(limit) for limit in problem.memory):
         return 0.0
@@ -51,56 +51,56 @@ def memory_shortfall(problem: StageProblem) -> float:
 
 @dataclass(frozen=True)
 class _Lean:
-    """The fewest bytes that a unit of each run keeps, among choices that never need more than ``peak`` beyond that."""
+    """The fewest bytes of state and saved activations of a unit of each run, of choices with peaks up to ``peak``."""
 
     peak: float
     sizes: tuple[float, ...]
 
 
 def _leanest(problem: StageProblem, held: float) -> list[_Lean]:
-    """For each level of peaks, where a higher one lets some run keep less."""
+    """The leanest choices for each level of peaks at which some run needs fewer bytes than below."""
     choices = [[choice.costs for choice in run.choices] for run in problem.runs]
     sizes = [[(c.peak_bytes, c.state_bytes + held * c.saved_bytes) for c in costs] for costs in choices]
-    found: list[_Lean] = []
+    levels: list[_Lean] = []
     for level in sorted({peak for run in sizes for peak, _ in run}):
         lean = _Lean(
             level, tuple(min((size for peak, size in run if peak <= level), default=math.inf) for run in sizes)
         )
-        if not found or lean.sizes != found[-1].sizes:
-            found.append(lean)
-    return found
+        if not levels or lean.sizes != levels[-1].sizes:
+            levels.append(lean)
+    return levels
 
 
 def _one_after_another(problem: StageProblem, ranks: Sequence[list[_Lean]], extra: float) -> bool:
-    """Whether all units find a place if each rank, in order, takes as many as it can hold."""
-    taken = 0
+    """Whether all units fit if each rank, in order, holds as many as it can."""
+    num_placed = 0
     for rank, (levels, limit) in enumerate(zip(ranks, problem.memory)):
         room = limit * (1 + ROUNDING) + extra
-        end = max(_reach(problem, lean, room - lean.peak, taken) for lean in levels)
+        end = max(_reach(problem, lean, room - lean.peak, num_placed) for lean in levels)
         end = min(end, problem.num_units - (problem.num_ranks - 1 - rank))
-        if end <= taken:
+        if end <= num_placed:
             return False
-        taken = end
-    return taken == problem.num_units
+        num_placed = end
+    return num_placed == problem.num_units
 
 
-def _reach(problem: StageProblem, lean: _Lean, room: float, taken: int) -> int:
-    """The unit up to which a rank gets that begins at unit ``taken`` with ``room`` bytes."""
+def _reach(problem: StageProblem, lean: _Lean, room: float, position: int) -> int:
+    """The end (exclusive) of the units that fit in ``room`` bytes, beginning at unit ``position``."""
     start = 0
     for run, size in zip(problem.runs, lean.sizes):
         end = start + run.count
-        if taken < end:
-            here = end - taken if size * (end - taken) <= room else max(0, math.floor(room / size))
-            room -= here * size if here else 0.0
-            taken += here
-            if taken < end:
-                return taken
+        if position < end:
+            num_fitting = end - position if size * (end - position) <= room else max(0, math.floor(room / size))
+            room -= num_fitting * size if num_fitting else 0.0
+            position += num_fitting
+            if position < end:
+                return position
         start = end
-    return taken
+    return position
 
 
 def _all_together(problem: StageProblem, ranks: Sequence[list[_Lean]], extra: float) -> bool:
-    """Whether all ranks together have the bytes, and places for the units of each run."""
+    """Whether all ranks together have the bytes for all units, and room for the units of each run by itself."""
     rooms = [limit * (1 + ROUNDING) + extra - levels[0].peak for levels, limit in zip(ranks, problem.memory)]
     if min(rooms) < 0:
         return False

@@ -1,7 +1,7 @@
-"""(path): of schedules with two chunks a rank, down the ranks and back up, paths through the order as rows.
+"""(path): paths through the order of actions as rows, for schedules with two chunks a rank (down the ranks and back).
 
-There are more paths than a program could hold, so those are added that are longest for assignments at hand; with them
-the program is solved again, until its answer has no longer path than the program knows of.
+There are too many paths for one program. Only the longest paths of candidate assignments are added, and the program is
+solved again until the longest path of its solution is among its rows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from cost_models.order_path import Counts, longest_path, played_microbatches
 from planner.step.stages.program import Linear, StageProgram
 
-#: How much longer than the program's pipeline a path is at least, as a share, to become a row.
+#: A path becomes a row if it is longer than the program's pipeline by more than this share.
 NEGLIGIBLE = 1e-4
 
 
 def add_paths(stage: StageProgram, paths: Iterable[Counts]) -> int:
-    """The rows of those that the program does not have; how many these are.
+    """Add a row for every path that the program does not have yet; return how many were added.
 
     m·L + G ≥ Σ_k (F·f[k] + I·(b[k] − W[k]) + W·W[k]) + L for each micro-batch that is not played, with F, I and W the
     numbers of forwards and gradients of inputs and of weights of chunk k on the path.
@@ -37,7 +37,7 @@ def add_paths(stage: StageProgram, paths: Iterable[Counts]) -> int:
 
 
 def add_longest_path(stage: StageProgram, values: Sequence[float]) -> bool:
-    """Add the longest path of the chunks' seconds in a solution; whether it is new and longer than the pipeline."""
+    """Add the longest path for a solution's chunk times; whether it is new and longer than the pipeline."""
     problem = stage.problem
     if stage.pipeline is None:
         return False

@@ -17,7 +17,7 @@ from cost_models.step import Chunk, LayerCosts, PipelineStep
 Assignment = tuple[tuple[tuple[int, int, int], ...], ...]
 #: Relative slack of a memory limit: what sums of bytes may be off by.
 ROUNDING = 1e-9
-#: A figure in which one choice can only beat another if they agree.
+#: Marks a figure that must be equal for one choice to dominate another.
 SAME = 2
 
 
@@ -49,7 +49,7 @@ class UnitRun:
 
     @functools.cached_property
     def folded(self) -> UnitRun:
-        """The run with each choice's hidden communication in its compute: what the closed form makes of the two."""
+        """The run with each choice's overlapped communication merged into its compute, as the closed form does."""
         return self._folded(split=False)
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class UnitRun:
         folded = [_fold(choice.costs, split=split) for choice in self.choices]
         if all(costs is choice.costs for costs, choice in zip(folded, self.choices)):
             return self
-        return replace(self, choices=tuple(replace(each, costs=costs) for each, costs in zip(self.choices, folded)))
+        return replace(self, choices=tuple(replace(choice, costs=costs) for choice, costs in zip(self.choices, folded)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class StageProblem:
     memory: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a problem that says nothing sensible."""
+        """Raise ValueError for an inconsistent problem."""
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
         if self.num_ranks < 1 or self.num_microbatches < 1 or self.num_chunks % self.num_ranks or not self.num_chunks:
@@ -100,7 +100,7 @@ class StageProblem:
 
     @property
     def num_units(self) -> int:
-        """Units of all runs together; with fewer units than chunks there is no answer."""
+        """Number of units of all runs; with fewer units than chunks the problem is infeasible."""
         return sum(run.count for run in self.runs)
 
     @functools.cached_property
@@ -164,30 +164,31 @@ def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
 
 
 def fits(problem: StageProblem, memory: Sequence[float]) -> bool:
-    """Whether bytes per rank are within the problem's memory (up to rounding)."""
+    """Whether the bytes per rank are within the problem's memory (up to rounding)."""
     return all(used <= limit * (1 + ROUNDING) for used, limit in zip(memory, problem.memory))
 
 
-def relabelled(assignment: Assignment, kept: Sequence[Sequence[int]]) -> Assignment:
-    """An assignment of a problem with fewer choices, in terms of the problem that ``kept`` says they are from."""
-    return tuple(tuple((run, kept[run][choice], count) for run, choice, count in groups) for groups in assignment)
+def relabelled(assignment: Assignment, original: Sequence[Sequence[int]]) -> Assignment:
+    """An assignment of a problem with fewer choices, its choice indices mapped back by ``original``."""
+    return tuple(tuple((run, original[run][choice], count) for run, choice, count in groups) for groups in assignment)
 
 
 def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
-    """The problem without choices that another one beats or equals in every figure, and where the rest come from.
+    """The problem without dominated choices, and for each run the original index of each remaining choice.
 
-    The second value gives, for each run, the original index of each choice kept.
+    A choice is dominated if another one beats or equals it in every figure.
     """
     better = _directions(problem)
-    kept = tuple(_undominated(run.choices, better) for run in problem.runs)
+    indices_by_run = tuple(_undominated(run.choices, better) for run in problem.runs)
     runs = tuple(
-        replace(run, choices=tuple(run.choices[index] for index in indices)) for run, indices in zip(problem.runs, kept)
+        replace(run, choices=tuple(run.choices[index] for index in indices))
+        for run, indices in zip(problem.runs, indices_by_run)
     )
-    return replace(problem, runs=runs), kept
+    return replace(problem, runs=runs), indices_by_run
 
 
 def _directions(problem: StageProblem) -> dict[str, int]:
-    """For each figure what is better: less (1), more (-1), indifferent (0), or SAME where either may help."""
+    """For each figure: whether less is better (1), more is better (-1), neither matters (0), or SAME if either may."""
     better = {figure.name: 1 for figure in fields(LayerCosts)}
     schedule = SCHEDULES[problem.schedule]
     fill_forward, fill_backward, fill_weight = schedule.fill

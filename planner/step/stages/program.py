@@ -1,4 +1,4 @@
-"""The stage program as arrays: each function adds the constraints of the name in brackets, stated in ``ilp``."""
+"""The stage program as arrays: each function adds the constraints named in parentheses, which ``ilp`` states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from cost_models.step import LayerCosts
 from planner.search.linear import LinearProgram
 from planner.step.stages.problem import StageProblem, UnitChoice
 
-#: Time is counted so that the mean load of a rank is this, and memory so that a rank's limit is: both then stand well
-#: above the solver's tolerances.
+#: Scaled mean load of a rank and scaled memory limit of a rank: both stay well above the solver's tolerances.
 REFERENCE = 1000.0
 
 
@@ -48,13 +47,13 @@ class Move:
 
 @dataclass
 class StageProgram:
-    """The program and where to find its variables.
+    """The program and the columns of its variables.
 
     Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
-    ``moves[k]`` are the columns of chunk k; ``first`` are the columns, (choice, column), of what the very first unit
-    runs as, where that is a variable of its own; ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are
-    f[k] and b[k], ``largest`` the column of L and, with rounds, ``fill`` that of G. With two chunks a rank,
-    ``pipeline`` is m·L + G, and ``paths`` are those through the order that are rows (``planner.step.stages.paths``).
+    ``moves[k]`` are the columns of chunk k. ``first`` holds (choice, column) for w[c], where the very first unit's
+    choice is a separate variable. ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are f[k] and b[k];
+    ``largest`` is the column of L and, with rounds, ``fill`` the column of G. With two chunks a rank, ``pipeline`` is
+    m·L + G, and ``paths`` are the paths through the order that have a row (``planner.step.stages.paths``).
     """
 
     problem: StageProblem
@@ -96,20 +95,20 @@ class StageProgram:
         )
 
     def seconds(self, chunks: Sequence[int], *names: str) -> Linear:
-        """Σ of some figures of the layers over the units of some chunks, in units of time."""
+        """Σ of the ``LayerCosts`` fields ``names`` over the units of some chunks, in the program's unit of time."""
         return self.total(chunks, lambda costs: sum(getattr(costs, name) for name in names) / self.second)
 
     def units(self, chunk: int, run: int) -> Linear:
-        """How many units of a run a chunk holds."""
+        """The number of units of a run in a chunk."""
         return Linear([(move.column, 1.0) for move in self.moves[chunk] if move.run == run])
 
 
 def chunks_of(problem: StageProblem) -> list[list[int]]:
     """The chunks of each rank."""
-    found: list[list[int]] = [[] for _ in range(problem.num_ranks)]
+    chunks_by_rank: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for chunk, rank in enumerate(problem.ranks):
-        found[rank].append(chunk)
-    return found
+        chunks_by_rank[rank].append(chunk)
+    return chunks_by_rank
 
 
 def in_rounds(problem: StageProblem) -> bool:
@@ -118,7 +117,7 @@ def in_rounds(problem: StageProblem) -> bool:
 
 
 def build_stage_program(problem: StageProblem, *, load_bound: float) -> StageProgram:
-    """The program of ``problem``; ``load_bound`` is a proved lower bound of the largest load of a rank in seconds."""
+    """Build the program; ``load_bound`` is a proved lower bound of the largest load of a rank, in seconds."""
     stage = StageProgram(problem, second=(load_bound or 1.0) / REFERENCE)
     add_units(stage)
     add_order(stage)
@@ -133,14 +132,14 @@ def build_stage_program(problem: StageProblem, *, load_bound: float) -> StagePro
 
 
 def spans(problem: StageProblem) -> list[range]:
-    """The chunks in which each run may have units, as every chunk before and after needs at least one."""
-    found, start = [], 0
+    """The chunks in which each run may have units, since every chunk needs at least one unit."""
+    ranges, start = [], 0
     for run in problem.runs:
         end = start + run.count
         first = max(0, start - (problem.num_units - problem.num_chunks))
-        found.append(range(first, min(problem.num_chunks, end)))
+        ranges.append(range(first, min(problem.num_chunks, end)))
         start = end
-    return found
+    return ranges
 
 
 def add_units(stage: StageProgram) -> None:
@@ -163,7 +162,7 @@ def add_units(stage: StageProgram) -> None:
 
 
 def add_order(stage: StageProgram) -> None:
-    """(order): a run begins only in a chunk by whose end the run before it is complete."""
+    """(order): a run may begin in a chunk only if the run before it is complete by the end of that chunk."""
     problem = stage.problem
     allowed = spans(problem)
     for run in range(len(problem.runs) - 1):
@@ -181,7 +180,7 @@ def add_order(stage: StageProgram) -> None:
 
 
 def add_first(stage: StageProgram) -> None:
-    """(first): one of the first chunk's choices of the first run is what the very first unit runs as."""
+    """(first): the very first unit takes one of the choices of the first run that the first chunk uses."""
     for move in stage.moves[0]:
         if move.run == 0:
             column = stage.program.variable(upper=1.0, integer=True)
@@ -191,7 +190,7 @@ def add_first(stage: StageProgram) -> None:
 
 
 def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
-    """(stream): f[k] and b[k], of a problem whose hidden communication is folded into its compute."""
+    """(stream): f[k] and b[k], of a problem whose overlapped communication is folded into its compute."""
     problem = stage.problem
     forward = [stage.seconds([chunk], "forward") for chunk in range(problem.num_chunks)]
     backward = [stage.seconds([chunk], "backward") for chunk in range(problem.num_chunks)]
@@ -204,7 +203,7 @@ def _may_have_tail(problem: StageProblem) -> bool:
 
 
 def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Linear]) -> None:
-    """(receive): a chunk that begins on another rank takes its boundary from there, and the one before its gradient."""
+    """(receive): a chunk pays to receive its input from another rank, the chunk before pays to receive the gradient."""
     problem = stage.problem
     ranks, allowed = problem.ranks, spans(problem)
     for chunk in range(1, problem.num_chunks):
@@ -229,7 +228,7 @@ def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Line
 
 
 def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], load_bound: float) -> None:
-    """(load), (round), (fill): the seconds of a micro-batch, m times, and what filling and draining adds."""
+    """(load), (round), (fill): m times the seconds of a micro-batch, plus filling and draining the pipeline."""
     problem, program = stage.problem, stage.program
     plain = not SCHEDULES[problem.schedule].splits_backward
     times = problem.num_microbatches - (plain and problem.num_ranks > 1 and not in_rounds(problem))
@@ -255,7 +254,7 @@ def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Seque
 
 
 def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
-    """(round), (fill): rounds go as fast as their longest chunk, and the longest passes the other ranks unhidden."""
+    """(round), (fill): a round takes as long as its longest chunk; filling is the longest round less that chunk."""
     rounds, fill = Linear(), stage.program.variable(1.0)
     stage.fill = fill
     for together in zip(*chunks_of(stage.problem)):
@@ -270,7 +269,7 @@ def add_rounds(stage: StageProgram, forward: Sequence[Linear], backward: Sequenc
 
 
 def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], largest: int) -> None:
-    """(fill) of a split backward: the published bubble, and room for what a path through the order adds to it."""
+    """(fill) of a split backward: the published bubble, plus E, which a path through the order may add."""
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
     fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
@@ -286,20 +285,20 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
 
 
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
-    """(tail): gradient reductions that the backward passes after them do not hide, and the very first layer's."""
+    """(tail): gradient reductions that no later backward pass hides, and the very first layer's reduction."""
     problem, program = stage.problem, stage.program
     if not _may_have_tail(problem):
         return
     tail = program.variable(1.0)
     before = Linear()
     for chunks in chunks_of(problem):
-        own = Linear()
+        backward_of_rank = Linear()
         for chunk in chunks:
-            own.add(backward[chunk])
+            backward_of_rank.add(backward[chunk])
         costs = [move.option.costs for chunk in chunks for move in stage.moves[chunk]]
         if any(figures.reduce_step > figures.backward for figures in costs):
-            stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(own, -1.0).add(before, -1.0))
-        before.add(own, problem.num_ranks / problem.num_chunks)
+            stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(backward_of_rank, -1.0).add(before, -1.0))
+        before.add(backward_of_rank, problem.num_ranks / problem.num_chunks)
     reductions = [choice.costs.reduce_step / stage.second for choice in problem.runs[0].choices]
     if len(set(reductions)) == 1:
         stage.at_least(tail, Linear([], reductions[0]))
@@ -309,7 +308,7 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
 
 
 def add_update(stage: StageProgram) -> None:
-    """(update): the slowest rank's optimizer and gathering of what it updated."""
+    """(update): the slowest rank's optimizer update and gathering of the updated parameters."""
     problem = stage.problem
     if not any(c.costs.update_step or c.costs.gather_step for run in problem.runs for c in run.choices):
         return
@@ -319,7 +318,7 @@ def add_update(stage: StageProgram) -> None:
 
 
 def add_memory(stage: StageProgram) -> None:
-    """(remember), (peak): state, saved activations in flight and the largest peak of each rank within its memory."""
+    """(remember), (peak): state, activations in flight and the largest peak of each rank fit in its memory."""
     problem, in_flight = stage.problem, stage.problem.in_flight
     for chunks, limit in zip(chunks_of(problem), problem.memory):
         if math.isinf(limit):
@@ -334,7 +333,7 @@ def add_memory(stage: StageProgram) -> None:
 
 
 def _peak(stage: StageProgram, chunks: Sequence[int]) -> Linear:
-    """(peak): the largest peak_bytes of a rank as steps between the levels that its units can have."""
+    """(peak): the largest peak_bytes of a rank, as a sum of differences between consecutive levels."""
     moves = [move for chunk in chunks for move in stage.moves[chunk]]
     levels = sorted({move.option.costs.peak_bytes for move in moves})
     peak = Linear([], levels[0])

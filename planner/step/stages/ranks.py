@@ -1,9 +1,9 @@
-"""Ranks taken one by one: how fast each can run n layers within its memory, and how many layers each should hold.
+"""Each rank by itself: how fast it can run n layers within its memory, and how many layers it should hold.
 
-Models that are one long run of equal units, with at most a single unit before and after it, are cut freely: any number
-of units for each chunk is a cut. Ranks then share nothing but their sum, so a table of the least load against the
-number of units for every rank, exact in whole units and memory, gives the least bottleneck by handing out units one at
-a time to the rank that minds least. It is a proved bound of the load, and nearly always an assignment as good.
+If a model is one long run of equal units, with at most a single unit before and after it, any number of units for each
+chunk is a cut. Then only the total number of units couples the ranks. For every rank a table gives the least load
+against the number of units, exact in whole units and memory. Handing out units one at a time to the rank whose load
+stays least gives the least bottleneck: a proved bound of the load, and nearly always an assignment that meets it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main_run(problem: StageProblem) -> int | None:
 
 
 class RankTable:
-    """Least load of one rank against the number of units of the long run that it holds, computed as far as asked."""
+    """Least load of one rank against the number of units of the long run that it holds, computed on demand."""
 
     def __init__(
         self, problem: StageProblem, rank: int, chunks: list[int], run: int, weights: Weights, received: float
@@ -45,11 +45,11 @@ class RankTable:
         held = problem.in_flight
         self.spare = min(self.chunks, key=lambda chunk: held[chunk])
         ends = [(0, 0)] * (run > 0) + [(problem.num_chunks - 1, len(problem.runs) - 1)] * (run < len(problem.runs) - 1)
-        mine = [end for end in ends if end[0] in self.chunks]
-        bare = [chunk for chunk in self.chunks if chunk not in {chunk for chunk, _ in mine}]
-        fixed = [*mine, *((chunk, run) for chunk in bare)]
+        ends_on_rank = [end for end in ends if end[0] in self.chunks]
+        bare = [chunk for chunk in self.chunks if chunk not in {chunk for chunk, _ in ends_on_rank}]
+        fixed = [*ends_on_rank, *((chunk, run) for chunk in bare)]
         self.least = len(bare)
-        runs = [problem.runs[index] for index in {run, *(index for _, index in mine)}]
+        runs = [problem.runs[index] for index in {run, *(index for _, index in ends_on_rank)}]
         floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
         peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
         levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
@@ -76,7 +76,7 @@ class RankTable:
         return options_of(choices, self.seconds, peak=level, held=held[chunk], bounded=bounded)
 
     def fronts(self, units: int) -> list[Front]:
-        """The fronts, one for each level of peaks, of so many units (at least ``least``)."""
+        """The fronts, one for each level of peaks, of ``units`` units (at least ``least``)."""
         slot = (self.spare, self.run)
         while len(self.rows) <= units - self.least:
             self.rows.append(
@@ -85,17 +85,17 @@ class RankTable:
         return self.rows[units - self.least]
 
     def load(self, units: int) -> float:
-        """Seconds at least; infinite if memory does not hold them."""
-        found = (float(front.seconds[0]) - front.lost for front in self.fronts(units) if len(front.seconds))
-        return min(found, default=math.inf) + self.received
+        """Lower bound of the rank's load with ``units`` units, in seconds; infinite if they do not fit in memory."""
+        loads = (float(front.seconds[0]) - front.lost for front in self.fronts(units) if len(front.seconds))
+        return min(loads, default=math.inf) + self.received
 
     def assigned(self, units: int) -> list[tuple[int, int, int]]:
-        """The (chunk, run, choice) of every unit where it is fastest."""
+        """The (chunk, run, choice) of every unit in the fastest placement of ``units`` units."""
         fronts = [front for front in self.fronts(units) if len(front.seconds)]
         return min(fronts, key=lambda front: float(front.seconds[0])).units()
 
     def spread(self, units: int) -> list[tuple[int, int, int]]:
-        """The same with the units of the long run over all chunks of the rank, each next one where least is."""
+        """The same with the units of the long run spread over the rank's chunks, each onto the least loaded one."""
         placed = self.assigned(units)
         ends = [unit for unit in placed if unit[1] != self.run]
         seconds = dict.fromkeys(self.chunks, 0.0)
@@ -112,9 +112,9 @@ class RankTable:
 
 @dataclass(frozen=True)
 class Shares:
-    """How many units of the long run each rank holds, and the tables that say what that takes.
+    """How many units of the long run each rank holds, and each rank's table of loads.
 
-    ``load`` is the least bottleneck there is, of the seconds that the tables count.
+    ``load`` is the least possible bottleneck, in the seconds that the tables count.
     """
 
     tables: list[RankTable]
@@ -123,12 +123,12 @@ class Shares:
 
     @property
     def assignment(self) -> Assignment:
-        """The assignment that the shares stand for: what no chunk must hold is where it takes the least memory."""
+        """The assignment of the shares, with every free unit in the chunk where it takes the least memory."""
         return self._grouped([table.assigned(units) for table, units in zip(self.tables, self.units)])
 
     @property
     def even(self) -> Assignment:
-        """The same with the chunks of each rank alike, as interleaved schedules run best; it may take more memory."""
+        """The same with each rank's chunks balanced, as interleaved schedules run best; it may take more memory."""
         return self._grouped([table.spread(units) for table, units in zip(self.tables, self.units)])
 
     def _grouped(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Assignment:
@@ -142,13 +142,13 @@ class Shares:
 
 
 def share_out(problem: StageProblem, weights: Weights) -> Shares | None:
-    """Hand out the units of the long run so that the largest load is least, then so that the sum of loads is small.
+    """Hand out the units of the long run to minimise the largest load, then to shorten the sum of loads.
 
     Args:
-        weights: what a unit and a received boundary count.
+        weights: seconds that a unit and a received boundary count for.
 
     Returns:
-        None if the model is not one long run. A load of infinity says that memory cannot hold it.
+        None if the model is not one long run. An infinite load means that the model does not fit in memory.
     """
     run = main_run(problem)
     if run is None:

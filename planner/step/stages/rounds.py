@@ -1,4 +1,4 @@
-"""(longest): what the longest chunk of interleaved rounds adds to filling and draining the pipeline.
+"""(longest): a lower bound of filling and draining the pipeline, from the longest chunk of interleaved rounds.
 
 Every rank's chunks together are load(r), and no chunk of round j is longer than L[j], so that of round j
 
@@ -8,7 +8,7 @@ and filling takes that less L[j], of every round. Some chunk is at least h secon
 
     G ≥ Σ_r load(r) − p·L + (p − 1)·h
 
-The relaxation does not see this: it makes all rounds equally long, with fractions of choices.
+The relaxation violates this: with fractional choices it makes all rounds equally long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planner.step.stages.problem import ROUNDING, StageProblem, UnitChoice
 from planner.step.stages.program import Linear, StageProgram, chunks_of, in_rounds
 from planner.step.stages.ranks import main_run
 
-#: Times the mean units of a chunk up to which the longest chunk is looked for.
+#: Lengths of the longest chunk are tried up to so many times the mean number of units of a chunk.
 _TRIED = 3
 
 
@@ -37,10 +37,10 @@ def add_longest(stage: StageProgram) -> None:
 
 
 def longest_chunk(problem: StageProblem, run: int) -> float:
-    """Seconds of the longest chunk at least, in any assignment within memory (``folded``).
+    """Lower bound of the longest chunk in seconds, over all assignments within memory, of a ``folded`` problem.
 
-    If none were longer, every rank would hold no more units than fit into so many seconds a chunk, and into its memory
-    in the choices that take no longer.
+    If no chunk were longer than a tried length, each rank could hold only the units that fit into that length a chunk,
+    and into its memory, with choices that take no longer. The first length at which all units fit is the bound.
     """
     choices = sorted(problem.runs[run].choices, key=_seconds)
     quickest = _seconds(choices[0])
@@ -48,25 +48,25 @@ def longest_chunk(problem: StageProblem, run: int) -> float:
         return 0.0
     most = _TRIED * math.ceil(problem.runs[run].count / problem.num_chunks)
     whole_units = {units * quickest for units in range(1, most + 1)}
-    # between two of these nothing more fits; beyond the last one more units might
-    tried = whole_units | {_seconds(choice) for choice in choices if _seconds(choice) < most * quickest}
-    for seconds in sorted(tried):
+    # between two consecutive lengths no further unit fits; beyond the last one it might
+    lengths = whole_units | {_seconds(choice) for choice in choices if _seconds(choice) < most * quickest}
+    for seconds in sorted(lengths):
         allowed = [choice for choice in choices if _seconds(choice) <= seconds * (1 + ROUNDING)]
         whole = math.floor(seconds / quickest * (1 + ROUNDING))
         if allowed and _most_units(problem, allowed, whole) >= problem.runs[run].count:
             return seconds
-    return max(tried)
+    return max(lengths)
 
 
-def _most_units(problem: StageProblem, allowed: list[UnitChoice], each: int) -> int:
-    """Units that all ranks hold at most in ``allowed`` choices, at most ``each`` in a chunk."""
+def _most_units(problem: StageProblem, allowed: list[UnitChoice], per_chunk: int) -> int:
+    """Upper bound of the units on all ranks in ``allowed`` choices, with at most ``per_chunk`` in a chunk."""
     total = 0
     peak = min(choice.costs.peak_bytes for choice in allowed)
     for limit, chunks in zip(problem.memory, chunks_of(problem)):
         room = limit * (1 + ROUNDING) - peak
         for held in sorted(problem.in_flight[chunk] for chunk in chunks):
             size = max(1.0, min(choice.costs.state_bytes + held * choice.costs.saved_bytes for choice in allowed))
-            units = each if math.isinf(room) else min(each, math.floor(max(0.0, room) / size))
+            units = per_chunk if math.isinf(room) else min(per_chunk, math.floor(max(0.0, room) / size))
             total, room = total + units, room - units * size
     return total
 

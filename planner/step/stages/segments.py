@@ -1,7 +1,7 @@
 """One chunk a rank, any runs: the least bottleneck over all contiguous cuts, exact in whole units and memory.
 
-What a rank needs for a stretch of units depends on how many of each run are in it. A limit on the load can be met
-if ranks that each take as many units as they can, one after another, get to the end; bisection finds the least one.
+The time and memory of a stretch of units depend only on its number of units of each run. A limit on the load is
+feasible if the ranks, each taking as many units as it can, reach the end of the model; bisection finds the least limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.step.stages.problem import ROUNDING, Assignment, StageProblem
 #: Relative precision of the bottleneck.
 _PRECISION = 1e-6
 
-#: A load that is no limit, but less than what memory does not hold.
+#: Above every finite load, below the infinite load of units that do not fit in memory.
 LARGEST = 1e300
 
 #: How many units of consecutive runs: ((run, count), …).
@@ -26,14 +26,14 @@ _Stretch = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the ranks end (in units) at the least bottleneck, which ``load`` is a bound of; None where none fits."""
+    """The assignment of least bottleneck (None if none fits in memory); ``load`` is a lower bound of the bottleneck."""
 
     load: float
     assignment: Assignment | None
 
 
 class _Ranks:
-    """Fronts of stretches of units on each rank, computed as far as asked."""
+    """Fronts of stretches of units on each rank, computed on demand."""
 
     def __init__(self, problem: StageProblem, weights: Weights) -> None:
         self.problem, self.weights = problem, weights
@@ -53,20 +53,20 @@ class _Ranks:
         levels = self.peaks if bounded else [math.inf]
         if not stretch:
             rooms = [limit * (1 + ROUNDING) - level if bounded else math.inf for level in levels]
-            found = [Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room) for room in rooms]
+            fronts_by_level = [Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room) for room in rooms]
         else:
             run, count = stretch[-1]
             shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
             choices = self.problem.runs[run].choices
-            found = [
+            fronts_by_level = [
                 front.with_unit(
                     (rank, run),
                     options_of(choices, self.weights.unit, peak=level, held=held, bounded=bounded),
                 )
                 for front, level in zip(self.fronts(rank, shorter), levels)
             ]
-        self.cache[key] = found
-        return found
+        self.cache[key] = fronts_by_level
+        return fronts_by_level
 
     def stretch(self, begin: int, end: int) -> _Stretch:
         """The units from ``begin`` to ``end``."""
@@ -74,12 +74,12 @@ class _Ranks:
         return tuple((run, inside.count(run)) for run in dict.fromkeys(inside))
 
     def load(self, rank: int, stretch: _Stretch) -> float:
-        """Seconds at least; infinite if memory does not hold them."""
-        found = (float(front.seconds[0]) - front.lost for front in self.fronts(rank, stretch) if len(front.seconds))
-        return min(found, default=math.inf) + self.received[rank]
+        """Lower bound of the rank's load in seconds; infinite if the stretch does not fit in memory."""
+        loads = (float(front.seconds[0]) - front.lost for front in self.fronts(rank, stretch) if len(front.seconds))
+        return min(loads, default=math.inf) + self.received[rank]
 
     def ends(self, limit: float) -> list[int] | None:
-        """Where each rank ends if it takes all it can within ``limit`` seconds; None if units are left."""
+        """Where each rank ends if it takes all units it can within ``limit`` seconds; None if units remain."""
         problem, begin, ends = self.problem, 0, []
         for rank in range(problem.num_ranks):
             last = problem.num_units - (problem.num_ranks - 1 - rank)
@@ -109,15 +109,15 @@ def cut_segments(problem: StageProblem, weights: Weights, *, load_bound: float) 
     """The least bottleneck of a problem with one chunk a rank, conversions left out.
 
     Args:
-        load_bound: a proved bound to search from.
+        load_bound: a proved lower bound to search from.
 
     Returns:
-        A load of infinity says that memory cannot hold the model.
+        An infinite load means that the model does not fit in memory.
     """
     ranks = _Ranks(problem, weights)
     best = ranks.ends(LARGEST)
     if best is None:
-        # every load that memory allows was allowed: a rank that takes all it holds leaves the least to the others
+        # loads were unlimited, and ranks that take all they can hold leave the fewest units to the others
         return Segments(math.inf, None)
     lower, upper = load_bound, _bottleneck(ranks, best)
     while upper - lower > _PRECISION * upper:

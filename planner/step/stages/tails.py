@@ -1,8 +1,8 @@
-"""Assignments with less of a tail: layers that reduce their gradients each micro-batch instead of after the last one.
+"""A heuristic for shorter tails: layers that reduce gradients in each micro-batch instead of after the last one.
 
-What the last backward passes do not hide of a rank's reductions is added to the step, and fast choices know nothing of
-it. So the rank with most of it gives a unit another choice, the one that prolongs the step least, and again, until no
-rank has any. Nothing is proved.
+Gradient reductions that the last backward passes do not hide prolong the step; the choices that are fastest for one
+micro-batch ignore this. Repeatedly, the rank with the longest exposed reduction gives one unit another choice, the one
+that prolongs the step least, until nothing is exposed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Counts = list[dict[tuple[int, int], int]]
 
 
 def shorter_tails(problem: StageProblem, assignment: Assignment) -> Iterator[Assignment]:
-    """``assignment`` (of a ``folded`` problem) with ever less of a tail, within memory."""
+    """Yield assignments with ever shorter tails within memory, starting from ``assignment`` of a ``folded`` problem."""
     counts: _Counts = [{(run, choice): count for run, choice, count in groups} for groups in assignment]
     for _ in range(2 * problem.num_ranks):
         exposed = _exposed(problem, counts)
@@ -29,34 +29,34 @@ def shorter_tails(problem: StageProblem, assignment: Assignment) -> Iterator[Ass
 
 
 def _exposed(problem: StageProblem, counts: _Counts) -> list[float]:
-    """By rank, seconds of reductions that nothing hides (see ``cost_models.step_time``)."""
-    found, before = [], 0.0
+    """By rank, seconds of exposed gradient reductions (see ``cost_models.step_time``)."""
+    exposed, before = [], 0.0
     for chunks in chunks_of(problem):
         backward = sum(_sum(problem, counts[chunk], "backward") for chunk in chunks)
-        found.append(sum(_sum(problem, counts[chunk], "reduce_step") for chunk in chunks) - backward - before)
+        exposed.append(sum(_sum(problem, counts[chunk], "reduce_step") for chunk in chunks) - backward - before)
         before += backward / len(chunks)
-    return found
+    return exposed
 
 
 def _relieve(problem: StageProblem, counts: _Counts, rank: int) -> bool:
-    """Give one unit of a rank a choice that reduces less at the end; whether there is one."""
-    mine = chunks_of(problem)[rank]
-    room = problem.memory[rank] * (1 + ROUNDING) - _kept(problem, counts, mine)
-    peaks = [_costs(problem, *key).peak_bytes for chunk in mine for key in counts[chunk]]
+    """Give one unit of a rank a choice with a shorter reduction after the last micro-batch; whether there is one."""
+    chunks_of_rank = chunks_of(problem)[rank]
+    room = problem.memory[rank] * (1 + ROUNDING) - _kept(problem, counts, chunks_of_rank)
+    peaks = [_costs(problem, *key).peak_bytes for chunk in chunks_of_rank for key in counts[chunk]]
     slack = _slack(problem, counts)
     best: tuple[float, float, int, tuple[int, int], int] | None = None
-    for chunk in mine:
+    for chunk in chunks_of_rank:
         held = problem.in_flight[chunk]
         for run, choice in counts[chunk]:
-            own = _costs(problem, run, choice)
+            current = _costs(problem, run, choice)
             for other, option in enumerate(problem.runs[run].choices):
                 costs = option.costs
-                more = costs.state_bytes - own.state_bytes + held * (costs.saved_bytes - own.saved_bytes)
-                if costs.reduce_step >= own.reduce_step or more + max(*peaks, costs.peak_bytes) > room:
+                more = costs.state_bytes - current.state_bytes + held * (costs.saved_bytes - current.saved_bytes)
+                if costs.reduce_step >= current.reduce_step or more + max(*peaks, costs.peak_bytes) > room:
                     continue
-                longer = costs.forward + costs.backward - own.forward - own.backward - slack[chunk]
-                found = (max(0.0, longer), costs.reduce_step - own.reduce_step, chunk, (run, choice), other)
-                best = found if best is None else min(best, found)
+                longer = costs.forward + costs.backward - current.forward - current.backward - slack[chunk]
+                replacement = (max(0.0, longer), costs.reduce_step - current.reduce_step, chunk, (run, choice), other)
+                best = replacement if best is None else min(best, replacement)
     if best is None:
         return False
     _, _, chunk, key, other = best
@@ -68,22 +68,22 @@ def _relieve(problem: StageProblem, counts: _Counts, rank: int) -> bool:
 
 
 def _slack(problem: StageProblem, counts: _Counts) -> list[float]:
-    """By chunk, by how much it may be longer before a micro-batch takes longer."""
+    """By chunk, the seconds by which it may grow without prolonging a micro-batch."""
     seconds = [_sum(problem, groups, "forward") + _sum(problem, groups, "backward") for groups in counts]
     chunks = chunks_of(problem)
     slack = [0.0] * len(seconds)
     for together in zip(*chunks) if in_rounds(problem) else [tuple(range(problem.num_ranks))]:
-        loads = [seconds[each] if in_rounds(problem) else sum(seconds[k] for k in chunks[each]) for each in together]
-        for each, load in zip(together, loads):
-            for chunk in (each,) if in_rounds(problem) else chunks[each]:
+        loads = [seconds[index] if in_rounds(problem) else sum(seconds[k] for k in chunks[index]) for index in together]
+        for index, load in zip(together, loads):
+            for chunk in (index,) if in_rounds(problem) else chunks[index]:
                 slack[chunk] = max(loads) - load
     return slack
 
 
 def _kept(problem: StageProblem, counts: _Counts, chunks: Sequence[int]) -> float:
-    held = problem.in_flight
+    in_flight = problem.in_flight
     return sum(
-        _sum(problem, counts[chunk], "state_bytes") + held[chunk] * _sum(problem, counts[chunk], "saved_bytes")
+        _sum(problem, counts[chunk], "state_bytes") + in_flight[chunk] * _sum(problem, counts[chunk], "saved_bytes")
         for chunk in chunks
     )
 
