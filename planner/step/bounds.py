@@ -34,7 +34,7 @@ SHARED_FROM = 256
 
 
 class Known:
-    """Seconds of one micro-batch by cut, as far as they are known, and the largest share of them for any other cut."""
+    """Seconds of one micro-batch for some cuts, and the lower bounds that follow for cuts into more parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[Cut, float] = {}
@@ -42,17 +42,17 @@ class Known:
         self._most: dict[Cut, tuple[int, float]] = {}
 
     def add(self, cut: Cut, seconds: float) -> None:
-        """Take over what ``cut`` takes, if that is not known."""
+        """Record the seconds of ``cut``, unless it has some already."""
         if cut not in self.seconds:
             self.seconds[cut] = seconds
             self._totals.append((cut, seconds * cut.parts))
 
     def most(self, cut: Cut) -> float:
-        """The largest share of ``cut`` in what is known of cuts into no more parts; looks at what is new only."""
+        """Lower bound of ``cut`` from the recorded cuts into fewer parts; checks only those new since the last call."""
         looked_at, most = self._most.get(cut, (0, 0.0))
         if looked_at < len(self._totals):
-            for known, total in itertools.islice(self._totals, looked_at, None):
-                if not (cut.context % known.context or cut.tensor % known.tensor or cut.pieces % known.pieces):
+            for recorded, total in itertools.islice(self._totals, looked_at, None):
+                if not (cut.context % recorded.context or cut.tensor % recorded.tensor or cut.pieces % recorded.pieces):
                     most = max(most, total)
             self._most[cut] = (len(self._totals), most)
         return most / cut.parts
@@ -60,7 +60,7 @@ class Known:
 
 @dataclass(frozen=True)
 class _Least:
-    """Of the undivided model and one micro-batch: bytes of state; kept if all is recomputed; of the largest peak."""
+    """Least bytes of the undivided model with one micro-batch: state; saved under the leanest policies; peak."""
 
     state: float
     kept: float
@@ -68,30 +68,30 @@ class _Least:
 
 
 class Bounds:
-    """Bounds over the candidates of one search, remembered by cut."""
+    """Lower bounds of the candidates of one search, cached by cut."""
 
     def __init__(self, level_one: LevelOne, training: Training) -> None:
         self.level_one, self.training = level_one, training
         self.known = Known()
-        #: By the devices of the tensor axis beside it: what the context axis converts.
+        #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, Known] = defaultdict(Known)
         self.impossible: set[Cut] = set()
         self._zero: dict[Layout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
-        #: Bytes that lack on each device at least, after ``recompute`` or ``zero`` said that nothing fits.
+        #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
         self.missing = 0.0
         self._missing: dict[tuple[object, ...], float] = {}
         self._recompute: dict[tuple[object, ...], float] = {}
 
     def whole(self, cut: Cut) -> float:
-        """Seconds of one micro-batch, from the whole operators; infinite if nothing divides."""
+        """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
         return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
 
     def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
-        """Seconds on the communication streams of all ranks together, for one micro-batch, that ZeRO takes at least.
+        """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
 
-        State must fit beside the least of activations; each layer takes the stage that frees most bytes a second, in
-        fractions (as in ``recompute``). Infinite if it does not fit under any.
+        State must fit beside the least activations. A relaxation: fractions of layers take each stage, those that free
+        most bytes a second first (as in ``recompute``). Infinite if no stage fits.
         """
         least = self._least(candidate.cut.pieces)
         assert least is not None  # the candidate has been bounded by it
@@ -118,9 +118,9 @@ class Bounds:
         assert sharded is not None  # the candidate has been bounded by it
         for stage in stages if layout.group > 1 else (0,):
             held = seconds = 0.0
-            for each in sharded.figures:
+            for figures in sharded.figures:
                 gathered = reduced = 0.0
-                for weight in each.weights:
+                for weight in figures.weights:
                     if not weight.trainable:
                         continue
                     elements = weight.elements // layout.tensor
@@ -129,24 +129,24 @@ class Bounds:
                         elements, weight.dtype, stage=stage, group_size=layout.group, gradient_dtype=dtype,
                         optimizer=self.training.optimizer,
                     )  # fmt: skip
-                    held += (1 if weight.shared else each.unit.count) * parts.total
+                    held += (1 if weight.shared else figures.unit.count) * parts.total
                     gathered += 0.0 if weight.shared else elements * item_size(weight.dtype)
                     reduced += 0.0 if weight.shared else elements * item_size(dtype)
                 price = links.group.collective_seconds
                 if stage == 3:
-                    seconds += each.unit.count * 2 * price("all_gather", num_bytes=gathered, axis=DATA)
+                    seconds += figures.unit.count * 2 * price("all_gather", num_bytes=gathered, axis=DATA)
                 if stage >= 2:
-                    seconds += each.unit.count * price("reduce_scatter", num_bytes=reduced, axis=DATA)
+                    seconds += figures.unit.count * price("reduce_scatter", num_bytes=reduced, axis=DATA)
             yield held, seconds
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
-        """Seconds that one micro-batch recomputes at least to fit in ``memory`` bytes on each device.
+        """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
 
-        They come on top of every bound of the rest: what is recomputed is run again, divided over no more devices.
+        It adds to every bound of the rest: recomputed operators run again, divided over no more devices.
 
-        A relaxation: whole operators divided by all ways, the least state, the fewest micro-batches in flight anywhere,
-        the memory of all ranks in one, and fractions of layers under each policy (the linear knapsack, solved by taking
-        what saves most bytes a second first). Infinite if even the least does not fit.
+        A relaxation: undivided operators over the number of devices, the least state, the fewest micro-batches in
+        flight anywhere, the memory of all ranks pooled, and fractions of layers under each policy (a linear knapsack,
+        solved by taking first what saves most bytes a second). Infinite if even the leanest policies do not fit.
         """
         layout = candidate.layout
         held = in_flight(
@@ -170,18 +170,18 @@ class Bounds:
         least = self._least(candidate.cut.pieces)
         assert least is not None  # there is a sharding
         room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
-        room -= max(min(policy.peak_bytes for policy in each.policies) for each in sharded.figures) / ways
+        room -= max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures) / ways
         seconds, steps = 0.0, []
-        for each in sharded.figures:
-            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in each.policies])
-            room -= each.unit.count * held * hull[0][0] / ways
+        for figures in sharded.figures:
+            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
+            room -= figures.unit.count * held * hull[0][0] / ways
             steps += [
                 (
-                    (cost - less) / max(1.0, kept - fewer),
-                    each.unit.count * (kept - fewer),
-                    each.unit.count * (cost - less),
+                    (cost - less) / max(1.0, saved_bytes - fewer),
+                    figures.unit.count * (saved_bytes - fewer),
+                    figures.unit.count * (cost - less),
                 )
-                for (kept, less), (fewer, cost) in pairwise(hull)
+                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
             ]
         for _, freed, cost in sorted(steps):
             if room >= 0:
@@ -195,11 +195,11 @@ class Bounds:
         return seconds / ways
 
     def scaled(self, cut: Cut) -> float:
-        """The same from cuts into fewer parts on the same axes, as far as they are known.
+        """Lower bound of one micro-batch in seconds, from the recorded cuts into fewer parts on the same axes.
 
-        n ways are n/d ways of d: an axis of d devices does the work of one of n in n/d times its time at most. With
-        both axes the context axis does at every operator what it does alone (``planner.step.sharding``), so its
-        conversions come on top of all that the tensor axis costs, each of at least 1/n of the bytes.
+        If d divides n, an axis of d devices takes at most n/d times as long as one of n. With both axes the context
+        axis does at every operator what it does alone (``planner.step.sharding``), so its conversions add to the whole
+        cost of the tensor axis, each with at least 1/n of the bytes.
         """
         least = self.known.most(cut)
         if cut.context == 1 or cut.tensor == 1:
@@ -210,7 +210,7 @@ class Bounds:
         return max(least, tensor + between / cut.tensor)
 
     def by_axis(self, cut: Cut, enough: float) -> float:
-        """The same from each axis by itself, on its best links; ``enough`` is as good as infinite."""
+        """The bound of ``scaled`` after also solving each axis by itself, on its best links; stops at ``enough``."""
         least = self.scaled(cut)
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
             for part in divisors(size)[1:]:
@@ -227,11 +227,11 @@ class Bounds:
         return max(least, self.scaled(cut))
 
     def learn(self, cut: Cut, seconds: float) -> None:
-        """Remember what a cut takes on the best links, for cuts into more parts."""
+        """Record the seconds of a cut on the best links, to bound cuts into more parts."""
         self.known.add(cut, seconds)
 
     def memory(self, candidate: Candidate) -> float:
-        """Bytes that the fullest device holds at least: state divided over all devices, one micro-batch in flight."""
+        """Lower bound of the fullest device's bytes: state divided over all devices, one micro-batch in flight."""
         least = self._least(candidate.cut.pieces)
         if least is None:
             return math.inf
@@ -249,22 +249,28 @@ class Bounds:
         figures = sharded.figures
         return _Least(
             state=self._state(sharded),
-            kept=sum(each.unit.count * min(policy.saved_bytes for policy in each.policies) for each in figures),
-            peak=max(min(policy.saved_bytes + policy.peak_bytes for policy in each.policies) for each in figures),
+            kept=sum(
+                unit_figures.unit.count * min(policy.saved_bytes for policy in unit_figures.policies)
+                for unit_figures in figures
+            ),
+            peak=max(
+                min(policy.saved_bytes + policy.peak_bytes for policy in unit_figures.policies)
+                for unit_figures in figures
+            ),
         )
 
     def _state(self, sharded: Sharded) -> float:
         """Bytes of all parameters, gradients and optimizer state of the model."""
         total = 0.0
-        for each in sharded.figures:
-            for weight in each.weights:
+        for figures in sharded.figures:
+            for weight in figures.weights:
                 if weight.trainable:
                     dtype = self.training.gradients(weight.dtype)
                     parts = zero_state_bytes(
                         weight.elements, weight.dtype, stage=3, group_size=1, gradient_dtype=dtype,
                         optimizer=self.training.optimizer,
                     )  # fmt: skip
-                    total += (1 if weight.shared else each.unit.count) * parts.total
+                    total += (1 if weight.shared else figures.unit.count) * parts.total
         return total
 
     def _alone(self, cut: Cut) -> float:
@@ -282,21 +288,21 @@ class Bounds:
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(bytes, seconds) from most bytes to fewest, only those below every line between two others."""
+    """The lower convex hull of points (bytes, seconds), from most bytes to fewest."""
     best: dict[float, float] = {}
-    for kept, cost in points:
-        best[kept] = min(cost, best.get(kept, math.inf))
+    for num_bytes, cost in points:
+        best[num_bytes] = min(cost, best.get(num_bytes, math.inf))
     hull: list[tuple[float, float]] = []
-    for kept, cost in sorted(best.items(), reverse=True):
+    for num_bytes, cost in sorted(best.items(), reverse=True):
         if hull and cost <= hull[-1][1]:
             hull.pop()
-        while len(hull) > 1 and _steeper(hull[-2], hull[-1], (kept, cost)):
+        while len(hull) > 1 and _steeper(hull[-2], hull[-1], (num_bytes, cost)):
             hull.pop()
-        hull.append((kept, cost))
+        hull.append((num_bytes, cost))
     return hull
 
 
 def _steeper(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
-    """Whether ``middle`` is no better than a mixture of its neighbours."""
+    """Whether ``middle`` is no better than a convex combination of its neighbours."""
     freed, cost = first[0] - last[0], last[1] - first[1]
     return (middle[1] - first[1]) * freed >= cost * (first[0] - middle[0])

@@ -1,4 +1,4 @@
-"""Everything that is enumerated: layout × micro-batch × schedule, each with a bound that costs nothing to compute."""
+"""The candidates of the search: layout × micro-batch × schedule, each with a bound that is cheap to compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIELDS = {"micro_batch": "local_batch"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step but for shardings, cuts, recompute and ZeRO, which are searched for it.
+    """One layout, micro-batch and schedule of a step; shardings, cuts, recompute and ZeRO are searched for each.
 
     ``local_batch``: samples of one micro-batch on one device; ``chunks_per_rank``: chunks of the model a device holds.
     """
@@ -50,12 +50,12 @@ class Candidate:
         return self.layout.pipeline * self.chunks_per_rank
 
     def value_of(self, name: str) -> Any:
-        """What it takes for one of the choices that ``demands.CHOICES`` names (those that it decides)."""
+        """The candidate's value of one of the choices in ``demands.CHOICES`` (those that it decides)."""
         sizes = self.layout.sizes
         return sizes[name] if name in sizes else getattr(self, _FIELDS.get(name, name))
 
     def bound(self, seconds: float) -> float:
-        """The least that the step takes if one micro-batch takes ``seconds`` of one pipeline's devices in all.
+        """Lower bound of the step if one micro-batch takes ``seconds``, summed over the ranks of one pipeline.
 
         The busiest rank has at least its share, and where fill and drain are those of one-forward-one-backward the
         first micro-batch passes all ranks (see ``cost_models.step_time``).
@@ -77,7 +77,7 @@ class Candidate:
 def candidates(
     cluster: Cluster, *, global_batch: int, num_units: int, demands: Demands, micro_batches: bool = True
 ) -> Iterator[Candidate]:
-    """All candidates that the demands allow; ``micro_batches`` False: the model cannot be run in parts of a batch."""
+    """All candidates that the demands allow; ``micro_batches`` False: only whole batches (samples are mixed)."""
     sizes = {axis: _allowed(axis, cluster.num_devices, demands) for axis in AXES}
     for layout in layouts(cluster, sizes):
         if global_batch % layout.data or layout.pipeline > num_units or not demands.allows("order", layout.order):
@@ -118,7 +118,7 @@ def _schedules(layout: Layout, local_batch: int, m: int, num_units: int, demands
 
 
 def is_even(schedule: str, *, num_units: int, num_chunks: int) -> bool:
-    """Whether so many units make chunks that are enough alike for ``schedule``."""
+    """Whether the units divide evenly enough over the chunks for ``schedule``."""
     return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
 
 

@@ -1,4 +1,4 @@
-"""From what a unit costs under one sharding to the ways to run it: recompute policy × ZeRO stage, as ``LayerCosts``."""
+"""The choices of a unit under one sharding, as ``LayerCosts``: recompute policy × ZeRO stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.step.training import ZERO_STAGES, Training
 
 @dataclass(frozen=True)
 class Setting:
-    """Where units run: the layout with its links, micro-batches a step, and what the user allows."""
+    """What the choices depend on beside the unit: layout and links, micro-batches a step, and what the user allows."""
 
     layout: Layout
     links: Links
@@ -30,7 +30,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class _Zero:
-    """What one ZeRO stage costs a unit, whatever is recomputed: seconds, bytes held, bytes that come and go."""
+    """Costs of one ZeRO stage for a unit, whatever is recomputed: seconds, bytes of state, bytes of temporaries."""
 
     gather_forward: float
     gather_backward: float
@@ -44,25 +44,25 @@ class _Zero:
 
 
 def unit_runs(figures: Sequence[UnitFigures], setting: Setting) -> tuple[UnitRun, ...]:
-    """The chain with all choices of every unit."""
+    """The chain of units, each with all its choices."""
     if setting.tied_apart:
         figures = with_tied_copies(figures)
-    return tuple(_run(each, index, setting) for index, each in enumerate(figures))
+    return tuple(_run(unit_figures, index, setting) for index, unit_figures in enumerate(figures))
 
 
 def with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
-    """Every unit that uses a tied parameter holds it: its users are on different ranks."""
-    tied = [weight for each in figures for weight in each.weights if len(weight.uses) > 1]
-    found = []
-    for index, each in enumerate(figures):
-        own = {weight.path for weight in each.weights}
+    """The figures with every tied parameter counted in each unit that uses it, for users on different ranks."""
+    tied = [weight for unit_figures in figures for weight in unit_figures.weights if len(weight.uses) > 1]
+    figures_with_copies = []
+    for index, unit_figures in enumerate(figures):
+        own_paths = {weight.path for weight in unit_figures.weights}
         more = (
-            replace(weight, shared=each.unit.count > 1)
+            replace(weight, shared=unit_figures.unit.count > 1)
             for weight in tied
-            if index in weight.uses and weight.path not in own
+            if index in weight.uses and weight.path not in own_paths
         )
-        found.append(replace(each, weights=(*each.weights, *more)))
-    return tuple(found)
+        figures_with_copies.append(replace(unit_figures, weights=(*unit_figures.weights, *more)))
+    return tuple(figures_with_copies)
 
 
 def _run(figures: UnitFigures, index: int, setting: Setting) -> UnitRun:
@@ -113,8 +113,8 @@ def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: Setting) 
 
 
 def _zero(figures: UnitFigures, stage: int, setting: Setting) -> _Zero:
-    """Stage 0 sums gradients over the group once a step; 1 gives each device its part of them and gathers parameters
-    after the update; 2 and 3 do so for every micro-batch; 3 gathers parameters ahead of each use."""
+    """Costs by ZeRO stage: 0 all-reduces gradients once a step; 1 reduce-scatters them once a step and gathers
+    parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use."""
     group, several = setting.layout.group, setting.num_microbatches > 1
     elements, whole, gradients, tied = _traffic(figures, setting)
     prices = setting.links.group
@@ -162,22 +162,22 @@ def state_bytes(figures: UnitFigures, stage: int, setting: Setting) -> StateByte
 
 
 def _traffic(figures: UnitFigures, setting: Setting) -> tuple[float, float, float, float]:
-    """Of one copy's trainable parameters on one device before ZeRO: elements; bytes of them as they compute, of their
-    gradients, and of the gradients of those that another unit uses too."""
+    """Sizes of one copy's trainable parameters on one device before ZeRO: elements, bytes in the compute dtype, bytes
+    of gradients, and bytes of the gradients of tied parameters."""
     elements = whole = gradients = tied = 0.0
     for weight in figures.weights:
         if not weight.trainable:
             continue
-        own = _share(weight, figures.unit.count, setting.layout.pipeline) * weight.elements
-        gradient = own * item_size(setting.training.gradients(weight.dtype))
-        elements, gradients = elements + own, gradients + gradient
-        whole += own * item_size(weight.dtype)
+        local_elements = _share(weight, figures.unit.count, setting.layout.pipeline) * weight.elements
+        gradient = local_elements * item_size(setting.training.gradients(weight.dtype))
+        elements, gradients = elements + local_elements, gradients + gradient
+        whole += local_elements * item_size(weight.dtype)
         tied += gradient if len(weight.uses) > 1 else 0.0
     return elements, whole, gradients, tied
 
 
 def _share(weight: Weight, count: int, num_stages: int) -> float:
-    """How much of a parameter one copy answers for: all of its own; of one that all copies share, a stage's part."""
+    """The share of a parameter that counts for one copy: 1, or, if all copies share it, one parameter a stage."""
     return min(1.0, num_stages / count) if weight.shared else 1.0
 
 

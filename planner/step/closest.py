@@ -1,4 +1,4 @@
-"""The candidate that comes closest to fitting in memory, and by how many bytes it misses."""
+"""The candidate that comes closest to fitting in memory, and its memory shortfall in bytes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from planner.step.stages.bounds import memory_shortfall
 from planner.step.stages.ilp import StageSolution, solve_stages
 from planner.step.stages.problem import StageProblem
 
-#: Candidates that are looked at closely, those of least memory by their bound first.
+#: How many candidates are examined, in order of their lower bound of memory.
 TRIES = 24
-#: The solver's effort to find out what fills the stages of one candidate; any assignment that fits will do.
+#: The solver's effort to find any assignment of one candidate that fits.
 STAGE_EFFORT = 2 * SECOND
-#: What a shortfall may be off by, relative (it is found by bisection).
+#: Relative error of a shortfall (it comes from bisection).
 PRECISION = 4e-6
 
 
 @dataclass
 class Looks:
-    """How many candidates may still be looked at closely; the first of each question always may."""
+    """Budget of candidates that may still be examined; the first of each question is always examined."""
 
     left: int
 
     def take(self) -> bool:
-        """Whether there was one left."""
+        """Use up one; whether the budget allowed it."""
         self.left -= 1
         return self.left >= 0
 
 
 @dataclass(frozen=True)
 class Closest:
-    """A candidate under one sharding, and the bytes that its fullest device lacks (0: it fits)."""
+    """A candidate under one sharding, and the memory shortfall of its fullest device in bytes (0: it fits)."""
 
     candidate: Candidate
     sharded: Sharded
@@ -45,14 +45,14 @@ class Closest:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What comes first is closer; with several chunks a rank what is missing is only a lower bound."""
+        """Sort key, closest first; with several chunks a rank ``missing`` is only a lower bound, so these come last."""
         return self.candidate.chunks_per_rank > 1, self.missing
 
     def stages(self) -> StageSolution | None:
-        """What the stages would run if every device had the bytes that are missing; None if that is not found."""
+        """The stages' solution if every device had the missing bytes too; None if the solver finds none."""
         memory = tuple((limit + self.missing) * (1 + PRECISION) for limit in self.problem.memory)
-        found = solve_stages(replace(self.problem, memory=memory), effort=STAGE_EFFORT, gap=1.0)
-        return None if found is None or found.assignment is None else found
+        solution = solve_stages(replace(self.problem, memory=memory), effort=STAGE_EFFORT, gap=1.0)
+        return None if solution is None or solution.assignment is None else solution
 
 
 def allowed(search: Search) -> Iterator[Candidate]:
@@ -67,17 +67,17 @@ def allowed(search: Search) -> Iterator[Candidate]:
 
 
 def closest(search: Search, *, looks: Looks, only_fitting: bool = False) -> Closest | None:
-    """The candidate that lacks least, the first that fits if one does; None if nothing can be divided.
+    """The first candidate that fits, else the one with the least shortfall; None if nothing can be divided.
 
-    At most ``TRIES`` candidates are looked at, lowest bound first, while ``looks`` are left.
-    ``only_fitting``: leave out candidates that their bound says do not fit.
+    Examines at most ``TRIES`` candidates, lowest bound first, within the budget ``looks``.
+    ``only_fitting``: skip candidates whose bound exceeds the memory.
     """
     best: Closest | None = None
     any_order = "order" in search.demands.fixed
     ranked = sorted(
-        (search.bounds.memory(each), each.chunks_per_rank, each.num_chunks, index, each)
-        for index, each in enumerate(allowed(search))
-        if each.layout.order == ORDERS[0] or any_order
+        (search.bounds.memory(candidate), candidate.chunks_per_rank, candidate.num_chunks, index, candidate)
+        for index, candidate in enumerate(allowed(search))
+        if candidate.layout.order == ORDERS[0] or any_order
     )
     for least, _, _, _, candidate in ranked[:TRIES]:
         missing = max(0.0, least - search.memory)
@@ -89,16 +89,16 @@ def closest(search: Search, *, looks: Looks, only_fitting: bool = False) -> Clos
             or (only_fitting and missing > 0)
         ):
             break
-        for found in _weighed(search, candidate):
-            if found.missing == 0 and found.stages() is not None:
-                return found
-            if found.missing > 0 and (best is None or found.order < best.order):
-                best = found
+        for option in _weighed(search, candidate):
+            if option.missing == 0 and option.stages() is not None:
+                return option
+            if option.missing > 0 and (best is None or option.order < best.order):
+                best = option
     return best
 
 
 def _weighed(search: Search, candidate: Candidate) -> Iterator[Closest]:
-    """The candidate under the sharding of fewest bytes, and where that lacks some under the fastest too."""
+    """Yield the candidate under the sharding of fewest bytes, then under the fastest one."""
     for weight in sorted({0.0, BYTE_WEIGHTS[-1]} if candidate.layout.tensor > 1 else {0.0}, reverse=True):
         sharded = search.sharded(candidate, weight)
         if sharded is not None:
@@ -107,5 +107,5 @@ def _weighed(search: Search, candidate: Candidate) -> Iterator[Closest]:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people: in GiB, or MiB if there are few."""
+    """Bytes as text, in GiB or, if small, in MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.3g} MiB"

@@ -140,7 +140,7 @@ class _Counter:
                 self._bundle(bundle, zero, again_in)
 
     def _units(self, stage: StageGraph) -> Iterator[tuple[StageUnit, Repeat | None]]:
-        """The units of a chunk with the blocks that use them; what is used outside of units has none."""
+        """The units of a chunk with the blocks that use them; weights used outside of blocks have None."""
         repeats = [operation for operation in stage.sharded.main.body if isinstance(operation, Repeat)]
         blocks = [repeat for repeat in repeats for _ in repeat.block.roots]
         yield from itertools.zip_longest(stage.all_units, blocks)
@@ -162,11 +162,11 @@ class _Counter:
         return math.prod(self.sizes[axis] for axis in self._data_axes(path))
 
     def _bundles(self, names: Sequence[str], apart: Collection[str]) -> Iterator[tuple[str, ...]]:
-        """Weights that are sent together: of equal dtypes."""
-        found: dict[tuple[str, bool], list[str]] = {}
+        """Group weights that are sent together: those of equal dtypes."""
+        bundles: dict[tuple[str, bool], list[str]] = {}
         for name in names:
-            found.setdefault((self.plan.states[name].dtype, name in apart), []).append(name)
-        yield from map(tuple, found.values())
+            bundles.setdefault((self.plan.states[name].dtype, name in apart), []).append(name)
+        yield from map(tuple, bundles.values())
 
     def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
         from runtime.units.flat import FlatLayout
@@ -196,7 +196,7 @@ class _Counter:
 
         precision = precision_of(self.plan)
         dtypes = precision.of(getattr(torch, self.plan.states[name].dtype))
-        return tuple(str(each).removeprefix("torch.") for each in (dtypes.compute, dtypes.master, dtypes.gradient))  # type: ignore[return-value]
+        return tuple(str(dtype).removeprefix("torch.") for dtype in (dtypes.compute, dtypes.master, dtypes.gradient))  # type: ignore[return-value]
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         """Of a weight as programs use it: whole on the data axes."""
@@ -240,7 +240,7 @@ class _Counter:
             self._add(Sent(ALL_REDUCE, PIPELINE, AFTER, num_bytes), len(ranks))
 
     def _loss(self, num_ranks: int) -> None:
-        """The loss is put together by the ranks of the last chunk, and told to all of the pipeline."""
+        """Count the collectives that assemble the loss on the last chunk's ranks and broadcast it to the pipeline."""
         last = self.programs.stages[-1]
         local = last.sharded.main.results[0]
         whole = local_bytes(local)
@@ -259,7 +259,7 @@ def _takes_totals(stage: StageGraph) -> bool:
 
 
 class _Known:
-    """What autograd keeps of the operators of a step, found when it is first asked for."""
+    """What autograd saves of the operators of a step, computed on demand."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -267,7 +267,7 @@ class _Known:
         self._kept: dict[tuple[str, ...], Kept] = {}
 
     def kept(self, repeat: Repeat) -> Kept:
-        """What is kept of one copy of a unit."""
+        """What autograd saves of one copy of a unit."""
         body = repeat.block.section.body
         names = tuple(operation.node.name for operation in body if isinstance(operation, Compute))
         if names not in self._kept:

@@ -1,4 +1,4 @@
-"""Demands that contradict each other: which of them, why, and which values would go together."""
+"""Demands that contradict each other: which ones, why, and which values would be compatible."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MIXING = "the model mixes the samples of a batch (as batch normalisation does),
 
 
 def conflict(search: Search) -> str | None:
-    """What is wrong with demands that leave no candidate at all; None if there is some."""
+    """The error message for demands that leave no candidate; None if some candidate meets them."""
     if not search.level_one.kept.units:
         return "the model computes nothing that could be planned: its graph has no operators"
     if _possible(search, search.demands):
@@ -51,7 +51,7 @@ def conflict(search: Search) -> str | None:
 
 
 def _reasons(search: Search, names: Collection[str]) -> list[str]:
-    """The rules about all of ``names``, else those about any; of a size that divides the devices not that it must."""
+    """The rules about all of ``names``, else those about any; without the divisibility rule if it is met."""
     sizes = search.demands.fixed.get(next(iter(names)), frozenset()) if len(names) == 1 else frozenset()
     divides = bool(sizes) and not any(search.cluster.num_devices % size for size in sizes if isinstance(size, int))
     rules = [(about, text) for about, text in _RULES if about & set(names) and not (divides and about == _RULES[0][0])]
@@ -60,25 +60,25 @@ def _reasons(search: Search, names: Collection[str]) -> list[str]:
 
 def _possible(search: Search, demands: Demands) -> bool:
     """Whether some candidate meets ``demands`` and can be divided."""
-    found = candidates(
+    matching = candidates(
         search.cluster,
         global_batch=search.level_one.global_batch,
         num_units=_sizes(search)["units"],
         demands=demands,
         micro_batches=search.level_one.micro_batches,
     )
-    cuts = dict.fromkeys(each.cut for each in found)
+    cuts = dict.fromkeys(candidate.cut for candidate in matching)
     return any(search.bounds.whole(cut) < float("inf") for cut in cuts)
 
 
 def _minimal(search: Search) -> list[str]:
-    """Names whose demands contradict each other, none of which could be left out; none if the rest is impossible."""
-    kept = [name for name in (*CHOICES, *_HIDDEN) if name in {*search.demands.fixed, *search.demands.forbidden}]
-    for name in list(kept):
-        fewer = [other for other in kept if other != name]
+    """A minimal set of names whose demands contradict each other; empty if there is no candidate without demands."""
+    conflicting = [name for name in (*CHOICES, *_HIDDEN) if name in {*search.demands.fixed, *search.demands.forbidden}]
+    for name in list(conflicting):
+        fewer = [other for other in conflicting if other != name]
         if not _possible(search, _only(search.demands, fewer)):
-            kept = fewer
-    return kept if _possible(search, _only(search.demands, ())) else []
+            conflicting = fewer
+    return conflicting if _possible(search, _only(search.demands, ())) else []
 
 
 def _only(demands: Demands, names: Collection[str]) -> Demands:
@@ -96,20 +96,20 @@ def without(demands: Demands, name: str) -> Demands:
 
 
 def _options(search: Search, name: str) -> str:
-    """The values of one choice that go with the other demands."""
+    """The values of one choice that are compatible with the other demands, as text."""
     free = without(search.demands, name)
-    found = [
+    compatible = [
         v
         for v in _values(search, name)
         if _possible(search, replace(free, fixed={**free.fixed, name: frozenset((v,))}))
     ]
-    return f"{name} = {_listed(found)}" if found else f"no {name} goes with the other demands"
+    return f"{name} = {_listed(compatible)}" if compatible else f"no {name} goes with the other demands"
 
 
 def _values(search: Search, name: str) -> Iterator[Any]:
-    known = CHOICES.get(name)
-    if known is not None:
-        yield from known
+    choices = CHOICES.get(name)
+    if choices is not None:
+        yield from choices
     elif name in _HIDDEN:
         yield from ORDERS
     elif name == "chunks_per_rank":
@@ -139,7 +139,7 @@ def _demand(demands: Demands, name: str) -> str:
 
 
 def _listed(values: Collection[Any], word: str = "") -> str:
-    texts = [str(value) for value in sorted(values, key=lambda each: (str(type(each)), each))]
+    texts = [str(value) for value in sorted(values, key=lambda value: (str(type(value)), value))]
     if word and len(texts) > 1:
         return f"{', '.join(texts[:-1])} {word} {texts[-1]}"
     return ", ".join(texts)

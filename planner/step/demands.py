@@ -1,4 +1,4 @@
-"""What the user fixes or forbids of a training step, and the rest of what shapes the search."""
+"""What the user fixes or forbids in a plan of a training step, and the other options of the search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True)
 class Demands:
-    """What a plan must be like.
+    """Requirements on a plan, and options of the search.
 
     Attributes:
         fixed: name → values allowed. The names: mesh axes (sizes), ``micro_batch`` (samples on one device at a time),
@@ -38,13 +38,13 @@ class Demands:
             ``order`` (of the axes on the links, see ``layout.ORDERS``).
         forbidden: name → values not allowed.
         headroom: share of each device's memory to leave free.
-        memory_limit: bytes that a device may hold; None for what it has.
+        memory_limit: bytes that a device may hold; None for its own memory.
         training: optimizer and gradient dtype.
         compiled: whether elementwise chains run as fused kernels, as ``torch.compile`` makes them.
-        num_alternatives: how many plans to give, the best first.
+        num_alternatives: how many plans to return, the best first.
         gap: the search stops when no plan can be better by more than this share.
         time_limit: seconds.
-        solver: PuLP's name of who solves programs with integers.
+        solver: PuLP's name of the solver of integer programs.
     """
 
     fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Demands:
         return tuple(value for value in values if self.allows(name, value))
 
 
-#: Options of ``planner.plan`` that only a search of whole steps takes, with what they are if nothing is said.
+#: Options of ``planner.plan`` that only a search of whole steps takes, with their defaults.
 STEP_OPTIONS: Mapping[str, Any] = {
     "fix": None,
     "forbid": None,
@@ -81,12 +81,12 @@ STEP_OPTIONS: Mapping[str, Any] = {
 
 
 def said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of whole steps that are not as they are if nothing is said."""
+    """The options of whole steps that differ from their defaults."""
     return {name: options[name] for name, default in STEP_OPTIONS.items() if options.get(name, default) != default}
 
 
 def asks_for_step(axes: Iterable[str], options: Mapping[str, Any]) -> bool:
-    """Whether a whole step is to be searched on a given mesh: it has a pipeline axis, or options are about steps."""
+    """Whether to search a whole step on a fixed mesh: it has a pipeline axis, or some option is about steps."""
     return PIPELINE in axes or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
 
 
@@ -94,7 +94,7 @@ def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -
     """``fix`` with the axis sizes of a mesh; an axis that it does not have has size 1.
 
     Raises:
-        ValueError: for an axis that is none of a step's, or that ``fix`` gives another size.
+        ValueError: for an axis that steps do not have, or whose size in ``fix`` differs.
     """
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
@@ -172,19 +172,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _read(given: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f'{where} must be {{name: value or values}}, such as {{"tp": 8}}, got {given!r}')
-    found = {}
-    for name, value in given.items():
+def _read(demands_by_name: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:
+    if not isinstance(demands_by_name, Mapping):
+        raise ValueError(f'{where} must be {{name: value or values}}, such as {{"tp": 8}}, got {demands_by_name!r}')
+    values_by_name = {}
+    for name, value in demands_by_name.items():
         if name not in CHOICES:
             hint = suggest(name, CHOICES) or f": expected one of {', '.join(CHOICES)}"
             raise ValueError(f"{where}: unknown name {name!r}{hint}")
         values = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
         if not values:
             raise ValueError(f"{where}: {name!r} has no values")
-        found[name] = frozenset(_checker(name)(name, where, item) for item in values)
-    return found
+        values_by_name[name] = frozenset(_checker(name)(name, where, item) for item in values)
+    return values_by_name
 
 
 def _checker(name: str) -> Callable[[str, str, Any], Any]:
@@ -198,7 +198,7 @@ def _positive(name: str, where: str, value: Any) -> int:
 
 
 def _listed(name: str, where: str, value: Any) -> Any:
-    known = CHOICES[name] or ()
-    if value not in known or isinstance(value, bool):
-        raise ValueError(f"{where}: {name!r} must be one of {', '.join(map(str, known))}, got {value!r}")
+    choices = CHOICES[name] or ()
+    if value not in choices or isinstance(value, bool):
+        raise ValueError(f"{where}: {name!r} must be one of {', '.join(map(str, choices))}, got {value!r}")
     return value

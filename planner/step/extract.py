@@ -123,21 +123,21 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
 
 def _chunks(best: Judged) -> tuple[ChunkPlan, ...]:
     problem, assignment = best.solution.problem, best.solution.assignment
-    done = [0] * len(problem.runs)
-    found = []
+    num_done = [0] * len(problem.runs)
+    chunk_plans = []
     for chunk, groups in enumerate(assignment):
         plans = []
         for run, choice, count in groups:
             recompute, zero = problem.runs[run].choices[choice].label
-            first = _unit_name(best, run, done[run])
-            plans.append(GroupPlan(first, done[run], count, recompute, _zero_stage((recompute, zero))))
-            done[run] += count
+            first = _unit_name(best, run, num_done[run])
+            plans.append(GroupPlan(first, num_done[run], count, recompute, _zero_stage((recompute, zero))))
+            num_done[run] += count
         layers = best.step.chunks[chunk].layers
         rank = rank_of_chunk(problem.schedule, chunk, num_ranks=problem.num_ranks, num_chunks=problem.num_chunks)
         forward = sum(costs.forward * count for costs, count in layers)
         backward = sum(costs.backward * count for costs, count in layers)
-        found.append(ChunkPlan(rank, tuple(plans), forward, backward))
-    return tuple(found)
+        chunk_plans.append(ChunkPlan(rank, tuple(plans), forward, backward))
+    return tuple(chunk_plans)
 
 
 def _unit_name(best: Judged, run: int, copy: int) -> str:
@@ -179,7 +179,7 @@ def memory_by_rank(search: Search, solution: Solution, step: PipelineStep) -> tu
     flight = problem.in_flight
     setting = search.setting(solution.candidate)
     figures = with_tied_copies(solution.sharded.figures)
-    found = []
+    rank_memories = []
     for rank, total in enumerate(totals):
         states, activations, tied = [0.0, 0.0, 0.0], 0.0, set[str]()
         for chunk, groups in enumerate(assignment):
@@ -194,8 +194,8 @@ def memory_by_rank(search: Search, solution: Solution, step: PipelineStep) -> tu
                 states = [before + count * part for before, part in zip(states, _three(parts))]
                 activations += count * option.costs.saved_bytes * flight[chunk]
         transient = max(0.0, total - sum(states) - activations)
-        found.append(RankMemory(states[0], states[1], states[2], activations, transient))
-    return tuple(found)
+        rank_memories.append(RankMemory(states[0], states[1], states[2], activations, transient))
+    return tuple(rank_memories)
 
 
 def _zero_stage(label: tuple[str, ...]) -> int:

@@ -1,8 +1,8 @@
-"""Follow the batch through a graph: what one axis that only ever cuts the batch does at every operator.
+"""Propagate the batch dimension through a graph: the choice of every operator on an axis that divides only the batch.
 
-Data parallelism and micro-batches cut the batch and nothing else, so there is nothing to search on their axis: each
-operator takes the choice that accepts its inputs as they come. An operator that mixes samples (statistics of batch
-norm) needs them all; it is followed too, and the conversion that it asks for says so.
+Data parallelism and micro-batches divide the batch and nothing else, so their axis needs no search: each operator takes
+the choice that accepts its inputs without conversion. An operator that mixes samples (statistics of batch norm) needs
+the whole batch; the conversion of its input shows this.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from passes.rules.rule import AxisChoice, axis_choices
 from planner.search.model_figures import batch_size_of
 from planner.search.options import RuleFor
 
-#: What it takes, in order of preference, to bring an input from the type it has to the type a choice needs. A number
-#: that is no sum over samples (a penalty on weights) is rather counted once in a sum than the sum made whole.
+#: Cost of each conversion between types, used to rank choices. Only the order matters. A number that is no sum over
+#: samples (a penalty on weights) is preferably counted once in a partial sum, before the sum is reduced.
 FREE, SLICE, COUNT_ONCE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 1.0, 1e3, 1e6
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What an axis that cuts samples does.
+    """The choices on an axis that divides samples.
 
     Attributes:
         labels: the choice of each operator, by node name.
-        types: of each value where it is made.
-        mixing: names of the values that every sample needs whole, and of nodes that write a buffer (once a step).
-            Numbers that inputs alone tell are not among them: they are known before the first sample is run (how many
-            labels are valid).
+        types: type of each value where its operator makes it.
+        mixing: names of the values that must be whole over all samples, and of nodes that write a buffer (once a step).
+            Scalars that depend on inputs alone are not among them: they are computed before the first sample is run
+            (how many labels are valid).
     """
 
     labels: Mapping[str, str]
@@ -42,9 +42,9 @@ class Followed:
 def follow_batch(
     graph: Graph, *, rules: RuleFor, skip: Collection[str] = (), alias: Mapping[str, str] | None = None
 ) -> Followed:
-    """What an axis that cuts the inputs' first dim does at every operator of ``graph``.
+    """The choice of every operator of ``graph`` on an axis that divides the inputs' first dim.
 
-    ``skip``: nodes of later copies of a block; ``alias``: their values as seen behind the block → the first copy's.
+    ``skip``: nodes of later copies of a block; ``alias``: values of the last copy used after the block → the first's.
     Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too.
     """
     size = batch_size_of(graph)
@@ -71,30 +71,30 @@ def follow_batch(
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
-            known = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
-            if _effort(types[name], needed, values[name]) >= REDUCE and not known:
+            is_known_ahead = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
+            if _effort(types[name], needed, values[name]) >= REDUCE and not is_known_ahead:
                 mixing.append(name)
     return Followed(labels, types, tuple(dict.fromkeys(mixing)))
 
 
 def _learnt(graph: Graph) -> frozenset[str]:
     """Values that depend on a parameter."""
-    found = {state.value.name for state in graph.states if state.value.kind == "parameter"}
+    dependent = {state.value.name for state in graph.states if state.value.kind == "parameter"}
     for node in graph.nodes:
-        if not found.isdisjoint(node.inputs):
-            found.update(value.name for value in node.outputs)
-    return frozenset(found)
+        if not dependent.isdisjoint(node.inputs):
+            dependent.update(value.name for value in node.outputs)
+    return frozenset(dependent)
 
 
 def _behind_loss(graph: Graph) -> frozenset[str]:
-    """Nodes that the loss (without one: some output) is computed from."""
-    wanted = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
-    found = set()
+    """Nodes that the loss depends on (without a loss: any output)."""
+    needed_values = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
+    needed_nodes = set()
     for node in reversed(graph.nodes):
-        if any(value.name in wanted for value in node.outputs):
-            found.add(node.name)
-            wanted.update(node.inputs)
-    return frozenset(found)
+        if any(value.name in needed_values for value in node.outputs):
+            needed_nodes.add(node.name)
+            needed_values.update(node.inputs)
+    return frozenset(needed_nodes)
 
 
 def _whole(value: Value) -> SpmdType:
@@ -102,7 +102,7 @@ def _whole(value: Value) -> SpmdType:
 
 
 def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
-    """The choice that asks least of the inputs; of equal ones the one that divides the work."""
+    """The choice with the least cost of input conversions; of equal ones the one that divides the work."""
     rule = rules(node, values)
     if rule is None:
         return _replicated(node, values)
@@ -110,9 +110,11 @@ def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType]
     choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])
 
     def effort(choice: AxisChoice) -> tuple[float, bool, bool]:
-        asked = sum(_effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs))
-        own = REDUCE * len(choice.reductions)
-        return asked + own, choice.factor is None, R in choice.outputs
+        conversion_effort = sum(
+            _effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs)
+        )
+        reduction_effort = REDUCE * len(choice.reductions)
+        return conversion_effort + reduction_effort, choice.factor is None, R in choice.outputs
 
     return min(choices, key=effort)
 

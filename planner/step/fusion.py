@@ -36,9 +36,9 @@ def fuse(graph: Graph) -> Fusion:
             continue
         cheap = kind_of(node) in FUSIBLE and not _is_opaque(node)
         for name in node.inputs:
-            made = source.get(name, name)
-            users[made].append(cheap)
-            if cheap and made in cheap_made:
+            producer = source.get(name, name)
+            users[producer].append(cheap)
+            if cheap and producer in cheap_made:
                 reads.add((node.name, name))
         if cheap:
             cheap_made.update(value.name for value in node.outputs)

@@ -1,7 +1,7 @@
-"""Of plans that are equally fast, the one in less memory; of these the plainer schedule, then fewer collectives.
+"""Among equally fast plans, choose by memory; then the plainer schedule, then fewer collectives.
 
-The search stops at the first plan that is proved to be within the gap. Others within it may hold far less: shardings
-for which a byte is worth something, or stages that recompute or shard a little more where that is hidden anyway.
+The search stops at the first plan that is proved to be within the gap. Others within it may need far less memory:
+shardings that price memory, or stages that recompute or shard a little more where overlap hides the cost.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from planner.step.search import BYTE_WEIGHTS, DIVE_EFFORT, Search
 from planner.step.stages.ilp import quick_bound, solve_stages
 from planner.step.stages.problem import as_step
 
-#: Worth of a byte, as a share of (seconds / bytes of the fastest), in the shardings that are tried beside the search's.
+#: Prices of a byte, as multiples of (seconds / bytes of the fastest), in the shardings that are tried.
 WEIGHTS = (*BYTE_WEIGHTS, 1.0, 4.0)
-#: How much less memory is worth a word, as a share.
+#: Smaller savings of memory than this share are ignored.
 MUCH = 0.05
-#: Gap of the stages, which are only asked whether they are fast enough.
+#: Gap of the stage solves, which only decide whether a plan is fast enough.
 PRECISION = 1e-3
-#: How often the memory that a plan gets along with is halved towards.
+#: Steps of the bisection for the least memory of a plan.
 HALVINGS = 4
 
 
 def lightest(search: Search, best: Judged, others: Iterable[Judged], *, slowest: float, simulated: float) -> Judged:
-    """``best``, or what takes much less memory (or as much, but is plainer) and no more than ``slowest`` seconds by the
-    closed form and ``simulated`` in the simulator."""
+    """``best``, or a plan with much less memory (or as much, but plainer) that takes no more than ``slowest`` seconds
+    by the closed form and ``simulated`` in the simulator."""
     tied = [best]
-    tied += [each for each in others if each.solution.seconds <= slowest and each.report.seconds <= simulated]
+    tied += [judged for judged in others if judged.solution.seconds <= slowest and judged.report.seconds <= simulated]
     for solution in _lighter(search, best.solution, slowest):
         judged = judge(solution)
         if judged.report.seconds <= simulated:
             tied.append(judged)
     most = min(map(fullest, tied)) * (1.0 + MUCH)
-    return min((each for each in tied if fullest(each) <= most), key=_plainness)
+    return min((judged for judged in tied if fullest(judged) <= most), key=_plainness)
 
 
 def fullest(judged: Judged) -> float:
@@ -54,7 +54,7 @@ def _plainness(judged: Judged) -> tuple[int, int, float, float]:
 
 
 def num_collectives(solution: Solution) -> float:
-    """How many collectives the operators of all micro-batches wait for."""
+    """Number of collectives that operators wait for, over all micro-batches."""
     trees = solution.sharded.variant.assignment.trees
     between = sum(
         item.copies * bool(item.arc.step.collectives[0]) + item.backward_copies * bool(item.arc.step.collectives[1])
@@ -65,7 +65,7 @@ def num_collectives(solution: Solution) -> float:
 
 
 def _lighter(search: Search, solution: Solution, slowest: float) -> Iterator[Solution]:
-    """The same layout and schedule in ever less memory: under other shardings, with other micro-batches."""
+    """Yield solutions of the same layout and schedule in ever less memory: other shardings, other micro-batches."""
     best = solution
     for candidate, sharded in _shardings(search, solution.candidate, slowest):
         other = replace(solution, candidate=candidate, sharded=sharded, problem=search.problem(candidate, sharded))
@@ -85,7 +85,7 @@ def _lighter(search: Search, solution: Solution, slowest: float) -> Iterator[Sol
 
 
 def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tuple[Candidate, Sharded]]:
-    """Candidates like ``like`` but for their micro-batches, under the shardings that may be fast enough."""
+    """Yield candidates that differ from ``like`` in micro-batches only, under the shardings that may be fast enough."""
     same = {**search.demands.fixed, **{axis: frozenset((size,)) for axis, size in like.layout.sizes.items()}}
     if like.layout.pipeline > 1:
         same |= {"schedule": frozenset((like.schedule,)), "chunks_per_rank": frozenset((like.chunks_per_rank,))}
@@ -102,7 +102,7 @@ def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tupl
         for weight in WEIGHTS if candidate.cut.context * candidate.cut.tensor > 1 else WEIGHTS[:1]:
             sharded = search.sharded(candidate, weight)
             if sharded is None or candidate.bound(sharded.seconds) > slowest:
-                break  # what holds less is slower still
+                break  # shardings of fewer bytes are slower still
             yield candidate, sharded
 
 
@@ -112,7 +112,7 @@ def memory_of(solution: Solution) -> float:
 
 
 def _within(solution: Solution, memory: float, slowest: float, solver: str) -> Solution | None:
-    """The candidate under the same sharding in so many bytes on each device; None if that is too slow, or hard."""
+    """The solution within ``memory`` bytes on each device; None if it is too slow, or not solved within the effort."""
     problem = replace(solution.problem, memory=tuple(min(memory, limit) for limit in solution.problem.memory))
     cutoff = slowest * (1.0 + 1e-9)
     if quick_bound(problem, cutoff=cutoff) >= cutoff:

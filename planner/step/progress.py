@@ -1,4 +1,4 @@
-"""What planning tells of itself while it works."""
+"""Progress reports of planning."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 #: What planning does, in order.
 READING, CAPTURING, ANALYSING, SEARCHING = "reading the model", "capturing", "analysing", "searching"
-#: Seconds between two reports of a search that has found nothing better.
+#: Seconds between two reports of a search without a new best plan.
 INTERVAL = 0.2
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where planning stands.
+    """The progress of planning.
 
     Attributes:
-        phase: what is being done: one of this module's constants.
+        phase: the current phase: one of this module's constants.
         candidate: the best plan so far, in words; empty before there is one.
-        seconds: a step of it; infinite before there is one.
-        bound: no plan's step takes less, as far as it is known.
+        seconds: its seconds a step; infinite before there is one.
+        bound: proved lower bound of the seconds a step of any plan.
         solved: candidates solved so far; ``left``: those that may still be better.
         num_devices: of the cluster that is being searched.
     """
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def gap(self) -> float:
-        """How much less the bound is than the seconds, as a share of them; 1 while nothing is known."""
+        """Relative distance of bound and seconds; 1 before there is a plan."""
         if self.seconds == float("inf"):
             return 1.0
         return max(0.0, 1.0 - self.bound / self.seconds) if self.seconds else 0.0

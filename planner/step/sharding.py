@@ -85,8 +85,11 @@ class Variant:
 
 @dataclass
 class ShardingSpace:
-    """What all cuts of one graph have in common, made once; ``rules`` narrow the options on the tensor axis, the values
-    ``unconverted`` are taken as they are made, ``solver`` solves the programs."""
+    """What all cuts of one graph have in common, built once.
+
+    ``rules`` narrow the options on the tensor axis; ``unconverted`` values must not be converted; ``solver`` solves the
+    programs.
+    """
 
     graph: Graph
     runs: tuple[BlockRun, ...]
@@ -149,7 +152,7 @@ class Shardings:
         self.divides = all(element.options for element in self.problem.elements.values())
 
     def variant(self, *, weight: float = 0.0) -> Variant | None:
-        """The best sharding where a byte kept is worth ``weight`` × (seconds / bytes of the fastest), None if there is
+        """The best sharding if a saved byte costs ``weight`` × (seconds / bytes of the fastest); None if there is
         none."""
         if not self.divides or self.fastest is None:
             return None
@@ -189,13 +192,13 @@ def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
 
 
 def _pinned(problem: Problem, pins: Pins) -> Problem:
-    """The problem with what the user's pins leave; of an element that they leave nothing, nothing."""
+    """The problem with only the options that the user's pins allow, possibly none for an element."""
     return _narrowed(problem, user_constraints(problem, problem.mesh, pins))
 
 
 def _narrowed(problem: Problem, demanded: list[Constraint]) -> Problem:
-    left = apply_constraints(problem, demanded)
-    elements = {name: replace(element, options=left[name]) for name, element in problem.elements.items()}
+    remaining = apply_constraints(problem, demanded)
+    elements = {name: replace(element, options=remaining[name]) for name, element in problem.elements.items()}
     return replace(problem, elements=elements)
 
 
@@ -213,7 +216,7 @@ def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mappin
 
 
 def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> Problem:
-    """Nothing cuts samples on the searched axis: that is what the data axis is for."""
+    """The problem without options that divide samples on the searched axis: the data axis does that."""
     if problem.mesh.sizes[axis] == 1:
         return problem
     elements = {
@@ -229,7 +232,7 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
 
 
 def without_never(program: LinearProgram) -> LinearProgram:
-    """The program where what must not be chosen cannot be: beside its price a solver takes all others for nothing."""
+    """The program with forbidden columns fixed at 0: their huge costs would exceed the solver's relative precision."""
     never = [cost >= NEVER for cost in program.costs]
     costs = [0.0 if out else cost for out, cost in zip(never, program.costs)]
     uppers = [0.0 if out else upper for out, upper in zip(never, program.uppers)]
@@ -246,7 +249,7 @@ class _Solved:
 
 
 def _solved(ilp: ShardingIlp, lattices: Lattices, solver: str) -> _Solved | None:
-    """The best assignment, with what must not be chosen only if there is no other."""
+    """The best assignment, with forbidden columns only if there is no other."""
     for program in (without_never(ilp.program), ilp.program):
         solution = _solution(program, solver)
         if solution.values is not None:
@@ -273,4 +276,6 @@ def _solution(program: LinearProgram, solver: str) -> Solution:
 
 
 def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
-    return any(wanted and abs(value - round(value)) > INTEGRAL for wanted, value in zip(program.integers, values))
+    return any(
+        is_integer and abs(value - round(value)) > INTEGRAL for is_integer, value in zip(program.integers, values)
+    )
