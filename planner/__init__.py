@@ -68,9 +68,9 @@ def __getattr__(name: str) -> Any:
 
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
+    exported = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = exported
+    return exported
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector, to which a quarter of importing a model's libraries and of capturing goes,
+    """Switch off the cyclic garbage collector, which takes a quarter of importing a model's libraries and of capturing,
     and a tenth of a search: planning makes few cycles, and there are millions of objects to look through.
 
     Also a decorator, ``@no_collection()``.

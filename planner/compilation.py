@@ -99,7 +99,7 @@ def compile(
         CaptureError: if the model cannot be captured.
     """
     ranks = ranks_of(mesh)
-    target, given = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
+    target, user_plan = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
     compared: dict[str, Any] = {
         "constraints": constraints,
         "memory_limit": memory_limit,
@@ -107,9 +107,9 @@ def compile(
         "fuse": fuse,
     }
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
-    check_compiled_alike(ranks, model, target=target, plan=given, loss_fn=loss_fn, options={**compared, **options})
-    step = precision is not None or (given is None and plans_step(target, options))
-    check_options(options, step=None if given is not None or isinstance(target, Plan) else step)
+    check_compiled_alike(ranks, model, target=target, plan=user_plan, loss_fn=loss_fn, options={**compared, **options})
+    step = precision is not None or (user_plan is None and plans_step(target, options))
+    check_options(options, step=None if user_plan is not None or isinstance(target, Plan) else step)
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if isinstance(optimizer, str):
         demands["optimizer"] = optimizer
@@ -120,15 +120,15 @@ def compile(
     if compute is not None and example_inputs is not None:
         example_inputs = cast_floats(example_inputs, compute)
     if isinstance(target, Plan):
-        given = target if given is None else given
-    elif given is None and step:
-        given = plan_on_devices(
+        user_plan = target if user_plan is None else user_plan
+    elif user_plan is None and step:
+        user_plan = plan_on_devices(
             captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse, **demands
         )
-    if given is not None and options.get("compiled") and not given.step.compiled:
+    if user_plan is not None and options.get("compiled") and not user_plan.step.compiled:
         raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
-    if given is not None and given.step.decides_units:
-        places = RankPlaces(step_device_mesh(given, target), given.mesh)
+    if user_plan is not None and user_plan.step.decides_units:
+        places = RankPlaces(step_device_mesh(user_plan, target), user_plan.mesh)
         find_plan = None
     else:
         assert not isinstance(target, Cluster)
@@ -150,7 +150,7 @@ def compile(
     parallel = parallelise(
         model,
         places,
-        plan=given,
+        plan=user_plan,
         planner=find_plan,
         loss_fn=loss_fn,
         example_inputs=example_inputs,
@@ -162,7 +162,7 @@ def compile(
 def _in_place_of(
     model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None
 ) -> ParallelModule:
-    """``parallel`` once optimizers know that it is trained in the place of ``model``."""
+    """``parallel``, with optimizers informed that it is trained in place of ``model``."""
     remember_originals(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer.state and not parallel.is_planned:
@@ -174,7 +174,7 @@ def _in_place_of(
 def _read_arguments(
     model: nn.Module, mesh: Target, cluster: Cluster | str | None, plan: Plan | str | Path | None
 ) -> tuple[DeviceMesh | MeshShape | Plan | Cluster, Plan | None]:
-    """Where the model is to run, and the plan that is given, if any."""
+    """The target to run on, and the user's plan, if any."""
     refuse_unsupported(model)
     target = read_target(mesh)
     if isinstance(target, Cluster):
@@ -204,24 +204,24 @@ def plan_on_devices(
     if isinstance(target, Cluster):
         cluster: Cluster | None = target
         needed = options.get("num_devices") or target.num_devices
-        wanted = dict(fix or {})
+        requested_axes = dict(fix or {})
     else:
-        wanted = fixed_axes(axis_sizes(target), fix)
+        requested_axes = fixed_axes(axis_sizes(target), fix)
         needed = target.mesh.numel() if isinstance(target, DeviceMesh) else target.num_devices
         cluster = as_cluster(hardware, num_devices=needed) if hardware is not None else None
     device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
     everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
     priced = Cluster.from_device_mesh(everyone) if cluster is None else cluster
-    given = {name: value for name, value in options.items() if value is not None}
+    plan_options = {name: value for name, value in options.items() if value is not None}
 
     def find() -> Plan:
-        return make_plan(model, priced, example_inputs=example_inputs, fix=wanted, **given)
+        return make_plan(model, priced, example_inputs=example_inputs, fix=requested_axes, **plan_options)
 
     return agreed_plan(find, device_mesh=everyone)
 
 
-def _refuse_with_cluster(**given: Any) -> None:
-    for name, value in given.items():
+def _refuse_with_cluster(**arguments: Any) -> None:
+    for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} does not go with a cluster in the place of the mesh: drop one of the two")
 
@@ -236,7 +236,7 @@ def parallelise(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     compute: torch.dtype | None = None,
 ) -> ParallelModule:
-    """A parallel module on any places, with its first programs made if there are example inputs.
+    """A parallel module on any places, with its first programs built if there are example inputs.
 
     Args:
         plan: None to plan at the first call, by ``planner``. Without ``example_inputs``, programs of a plan of a whole
@@ -261,7 +261,7 @@ def parallelise(
 
 
 def _within_a_stage(plan: Plan, places: Places) -> Planner:
-    """Plans operators that ``plan`` does not know: they are split over the ranks of one stage."""
+    """A planner for operators that ``plan`` does not contain: it splits them over the ranks of one stage."""
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         cluster = Cluster.from_dict(plan.cluster).subset(plan.mesh.num_devices)
@@ -310,7 +310,7 @@ def _cluster(cluster: Cluster | str | None, device_mesh: DeviceMesh, shape: Mesh
 
 
 def agreed_plan(find: Callable[[], Plan], *, device_mesh: DeviceMesh) -> Plan:
-    """The plan that the mesh's first rank finds, on every rank; an error of its is raised everywhere."""
+    """The plan that the mesh's first rank finds, on every rank; every rank raises the first rank's error."""
     first = int(device_mesh.mesh.flatten()[0])
     if device_mesh.mesh.numel() == 1:
         return find()
@@ -330,7 +330,7 @@ def agreed_plan(find: Callable[[], Plan], *, device_mesh: DeviceMesh) -> Plan:
 
 
 def agreed_seed(device_mesh: DeviceMesh) -> int:
-    """The seed of the first rank's default generator: every rank draws its masks from one sequence."""
+    """The seed of the first rank's default generator, so that all ranks draw masks from one sequence."""
     message: list[Any] = [torch.initial_seed()]
     if device_mesh.mesh.numel() > 1:
         broadcast_objects(message, device_mesh)

@@ -1,4 +1,4 @@
-"""Fuse a captured graph for planning, and say what that did."""
+"""Fuse a captured graph for planning, and report the result."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ def fused_for_planning(graph: Graph) -> tuple[Graph, FusionPlan]:
     # Registers the operators; without torch at import, as all of planning.
     import runtime.kernels  # noqa: F401
 
-    found = fuse(graph)
-    return found.graph, report(graph, found)
+    fused = fuse(graph)
+    return fused.graph, report(graph, fused)
 
 
-def report(graph: Graph, found: Fused) -> FusionPlan:
-    """What fusing ``graph`` found and saved."""
+def report(graph: Graph, fused: Fused) -> FusionPlan:
+    """The matches, near misses and saved bytes of fusing ``graph``."""
     return FusionPlan(
-        matches=_grouped((match.pattern, "", match.module_path) for match in found.matches),
-        near_misses=_grouped((miss.pattern, miss.reason, miss.module_path) for miss in found.near_misses),
-        operators=(_operators(graph), _operators(found.graph)),
-        saved_bytes=(saved_bytes(graph), saved_bytes(found.graph)),
-        tolerance=found.tolerance,
+        matches=_grouped((match.pattern, "", match.module_path) for match in fused.matches),
+        near_misses=_grouped((miss.pattern, miss.reason, miss.module_path) for miss in fused.near_misses),
+        operators=(_operators(graph), _operators(fused.graph)),
+        saved_bytes=(saved_bytes(graph), saved_bytes(fused.graph)),
+        tolerance=fused.tolerance,
     )
 
 
 def saved_bytes(graph: Graph) -> int:
-    """Bytes of activations that autograd keeps for the backward pass of the whole model on one device.
+    """Bytes of activations that autograd saves for the backward pass of the whole model on one device.
 
-    Of a block that repeats, the first and the last copy are looked at, and one in between that stands for the others.
+    Of a repeated block, only the first and the last copy are examined, and one in between that stands for the others.
     """
     from passes.autograd import activations, kept_by_autograd, storage_roots
     from planner.search.liveness import live_nodes
 
     times = _times_counted(graph)
-    kept = kept_by_autograd(graph, live_nodes(graph), times)
+    saved = kept_by_autograd(graph, live_nodes(graph), times)
     roots = storage_roots(graph, times)
-    held = {roots[name] for entry in kept.values() for name in entry.values} & activations(graph)
+    held = {roots[name] for entry in saved.values() for name in entry.values} & activations(graph)
     makers = {value.name: node.name for node in graph.nodes for value in node.outputs}
     values = graph.values
     return sum(times.get(makers[name], 0) * values[name].num_bytes for name in held) + sum(
-        times[node] * extra.num_bytes for node, entry in kept.items() for extra in entry.extras
+        times[node] * extra.num_bytes for node, entry in saved.items() for extra in entry.extras
     )
 
 

@@ -172,7 +172,7 @@ def plan(
     if graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
         demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
     graph, fusion = _fused(graph) if fuse else (graph, None)
-    found = plan_step(
+    step_plan = plan_step(
         graph,
         hardware,
         demands,
@@ -182,11 +182,11 @@ def plan(
         progress=progress,
         write_lp=write_lp,
     )
-    return dataclasses.replace(found, fusion=fusion, config_name=_config_name(model))
+    return dataclasses.replace(step_plan, fusion=fusion, config_name=_config_name(model))
 
 
 def _config_name(model: Any) -> str:
-    """The library name that ``model`` is; of anything else nothing is kept."""
+    """``model`` if it is a name in the config library, else an empty string."""
     if not isinstance(model, str):
         return ""
     from planner.library import config_names

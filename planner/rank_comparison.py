@@ -1,4 +1,4 @@
-"""Whether all ranks compile the same: model, plan, arguments and versions, compared before anything is planned."""
+"""Check that all ranks compile the same model, plan and arguments with the same versions, before planning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.launch.process import init
 
 
 def ranks_of(target: Any) -> Ranks:
-    """The ranks that compile together: a device mesh's, else all of the default process group, which is joined."""
+    """The ranks that compile together: those of a device mesh, else of the default process group, which is joined."""
     if isinstance(target, DeviceMesh):
         is_usable = target.mesh_dim_names and target.get_coordinate() is not None
         return Ranks.of(target) if is_usable else Ranks(None)

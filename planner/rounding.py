@@ -1,8 +1,8 @@
-"""How far rounding alone takes a model's training: measured on one device, where nothing is sharded.
+"""The effect of rounding alone on a model's training, measured on one device without sharding.
 
-Sums in another order round otherwise, and a deep model, a gradient whose terms cancel, or Adam's division by a gradient
-that is nearly zero, can make much of that. Instead of a guess, the same training is run from weights whose last bit is
-changed at random, as in Monte Carlo arithmetic (Parker, 1997): what then differs is what rounding makes of this model.
+Sums in another order round differently, and a deep model, a gradient whose terms cancel, or Adam's division by a nearly
+zero gradient can amplify the difference. To measure it, the same training runs from weights whose last bit is changed
+at random, as in Monte Carlo arithmetic (Parker, 1997): the results then differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from planner.training_run import Results, Training, compare, run_alone
 
 #: Runs from changed weights.
 _RUNS = 2
-#: Sharded sums may differ by so many times what the runs differ by.
+#: Sharded sums may differ by so many times the difference of the runs.
 _FACTOR = 16.0
-#: However much rounding matters: no more than so many times the tolerance, nor than this part of a value.
+#: Upper limits of the error that rounding may explain: a multiple of the tolerance, and a part of the value.
 _MOST_TOLERANCES, _MOST = 1e4, 1e-3
 
 
@@ -38,7 +38,7 @@ def judged_by_rounding(
 
     Args:
         model: as it was before training.
-        expected: what training it alone gave.
+        expected: results of training it unsharded.
     """
     if all(comparison.error <= tolerance for comparison in comparisons):
         return list(comparisons)

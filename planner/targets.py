@@ -1,4 +1,4 @@
-"""What a model is compiled for: a mesh, a plan or a cluster, told apart, and the device mesh that each one means."""
+"""The target that a model is compiled for (a mesh, a plan or a cluster) and its device mesh."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Target = DeviceMesh | MeshShape | Mapping[str, int] | Plan | Cluster | str | Pat
 
 
 def read_target(target: Target) -> DeviceMesh | MeshShape | Plan | Cluster:
-    """A mesh, a plan or a cluster.
+    """Read a mesh, a plan or a cluster.
 
-    Text is told apart by its form, in this order: what ends in ``.toml`` is a cluster's file and what ends in ``.json``
-    a plan's (any other ``Path`` is a plan's too); what has an ``=`` in it is axis sizes (``"dp=2,tp=2"``); all else is
-    a cluster's short form (``"dgx-h100:1"``).
+    The form of a text decides, in this order: a name ending in ``.toml`` is a cluster file, one ending in ``.json`` a
+    plan file (as is any other ``Path``); a text with ``=`` gives axis sizes (``"dp=2,tp=2"``); any other text is a
+    cluster's short form (``"dgx-h100:1"``).
 
     Raises:
         ValueError: if a file cannot be read, or text has none of these forms.
@@ -136,7 +136,7 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:
-    """The device type of the default process group, which is joined as the environment says if need be.
+    """The device type of the default process group; joins the group as the environment says if not done yet.
 
     Raises:
         ValueError: if it does not have ``num_devices`` processes; ``needed_by`` says what needs them.

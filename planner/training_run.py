@@ -1,4 +1,4 @@
-"""A few training steps, alone or sharded, through the calls that a user makes; what they gave, to be compared."""
+"""A few training steps, unsharded or sharded, through the calls that a user makes, with results to compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLIPPED = 0.5
 
 @dataclass(frozen=True)
 class Training:
-    """What is done: AdamW steps on one batch, with gradients clipped to half their norm."""
+    """The training to run: AdamW steps on one batch, with gradients clipped to half their norm."""
 
     batch: Any
     loss_fn: Callable[..., Any] | None
@@ -51,7 +51,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Results:
-    """What a run gave.
+    """The results of a run.
 
     Attributes:
         losses, norms: of every step; the norms are those of all gradients before clipping.
@@ -96,7 +96,7 @@ def run_sharded(
     """Train ``parallel`` on all ranks.
 
     Args:
-        alone: what the same training of ``like`` gave: gradients are clipped to norms of its.
+        alone: results of the same training of ``like``, whose norms set the clipping.
         whole: the value of a scalar that all ranks hold.
         first_step: entered around the first ``train_step``.
     """
@@ -118,7 +118,7 @@ def run_sharded(
 def compare(results: Results, expected: Results, training: Training, *, exact: bool) -> list[Comparison]:
     """One comparison for every loss, norm, gradient and weight; ``exact``: of training in float64."""
     floor = (NEGLIGIBLE if exact else NEGLIGIBLE_LOW_PRECISION) * largest_of(expected.gradients)
-    found = [
+    comparisons = [
         difference(what, f"{what} {step}", *pair)
         for what, pairs in (
             ("loss", zip(results.losses, expected.losses)),
@@ -126,11 +126,11 @@ def compare(results: Results, expected: Results, training: Training, *, exact: b
         )
         for step, pair in enumerate(pairs)
     ]
-    found += differences("gradients", results.gradients, expected.gradients, floor=floor)
+    comparisons += differences("gradients", results.gradients, expected.gradients, floor=floor)
     # A step moves a weight by about the learning rate, whatever its gradient: errors count against at least that.
     what = f"weights after {training.steps} steps"
-    found += differences(what, results.state, expected.state, floor=training.learning_rate)
-    return found
+    comparisons += differences(what, results.state, expected.state, floor=training.learning_rate)
+    return comparisons
 
 
 def _optimizer(module: nn.Module, training: Training, model: nn.Module) -> torch.optim.Optimizer:

@@ -79,44 +79,44 @@ def verify(
     for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
         if value is not None:
             check_whole_number(name, value, at_least=1)
-    given = _given_plan(mesh)
-    if given is None:
+    user_plan = _given_plan(mesh)
+    if user_plan is None:
         shape = as_mesh_shape(mesh)  # type: ignore[arg-type]
         _check_size(shape.num_devices, shape)
 
     def subject_in(dtype: torch.dtype) -> _Subject:
         single = real_module(model, dtype=dtype, seed=seed)
-        own = batch
-        if own is None:
-            own = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
-        return _Subject.trained(single, Training(_cast(own, dtype), loss_fn, steps, learning_rate), dtype)
+        own_batch = batch
+        if own_batch is None:
+            own_batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
+        return _Subject.trained(single, Training(_cast(own_batch, dtype), loss_fn, steps, learning_rate), dtype)
 
     subject = _in_widest_dtype(subject_in, dtype)
     single, training = subject.model, subject.training
-    if given is None:
+    if user_plan is None:
         hardware = slow_devices(shape.num_devices)
         if cluster is not None:
             hardware = as_cluster(cluster, num_devices=shape.num_devices)
         if asks_for_step(shape.names, options):
             fix = fixed_axes(shape.as_dict(), options.pop("fix", None))
             with keep_float64():
-                given = make_plan(
+                user_plan = make_plan(
                     single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
                 )
-    if given is not None:
-        _check_size(given.step.num_devices, given.mesh)
+    if user_plan is not None:
+        _check_size(user_plan.step.num_devices, user_plan.mesh)
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
-    with keep_float64(), virtual_ranks(shape if given is None else given.mesh) as layout:
-        num_stages = 1 if given is None else given.step.axes.get("pp", 1)
+    with keep_float64(), virtual_ranks(shape if user_plan is None else user_plan.mesh) as layout:
+        num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
         places = VirtualPlaces(layout, num_stages=num_stages)
         parallel = parallelise(
             copy.deepcopy(single),
             places,
-            plan=given,
-            planner=find_plan if given is None else None,
+            plan=user_plan,
+            planner=find_plan if user_plan is None else None,
             loss_fn=loss_fn,
             example_inputs=training.batch,
         )
@@ -144,7 +144,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is verified: a model with its weights before training, and what training it alone gave."""
+    """The subject of a verification: a model with its weights before training, and results of unsharded training."""
 
     model: nn.Module
     training: Training
@@ -170,7 +170,7 @@ class _Subject:
         return TOLERANCES.get(self.dtype, 1e-4)
 
     def judged(self, results: Results) -> list[Comparison]:
-        """Results of a sharded run against those alone."""
+        """Compare a sharded run with the unsharded one."""
         exact = self.dtype == torch.float64
         with keep_float64():
             return judged_by_rounding(
@@ -214,7 +214,7 @@ def slow_devices(num_devices: int) -> Cluster:
 
 
 def _whole(loss: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:
-    """A loss that virtual ranks hold, or that has left them already."""
+    """The value of a loss, on virtual ranks or as a plain tensor."""
     return loss if type(loss) is torch.Tensor else layout.join(loss, _invariant(layout))
 
 
@@ -245,7 +245,7 @@ def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Also the dropout probabilities that models keep as plain attributes or in their config."""
+    """Set dropout probabilities to 0, also those in plain attributes or in the config."""
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and "drop" in name:

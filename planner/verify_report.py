@@ -1,4 +1,4 @@
-"""What ``planner.verify`` found."""
+"""The report of ``planner.verify``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from planner.step.unit_collectives import AFTER
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What ``verify`` found.
+    """The result of a verification.
 
     Attributes:
         comparisons: loss, gradients and weights, each with its relative error.
-        disagreement: largest difference between ranks that should hold the same.
-        counted: the collectives of the first step, as issued.
-        note: what was compared in another way than asked for.
+        disagreement: largest difference between ranks that should hold equal values.
+        counted: the collectives issued in the first step.
+        note: deviations from the requested comparison.
     """
 
     model: str
@@ -33,8 +33,8 @@ class VerifyReport:
 
     @property
     def planned(self) -> tuple[CollectivePlan, ...]:
-        """The collectives of a step as the plan predicts them, but for what one process with all ranks does not send:
-        from stage to stage, and the loss when the step is over."""
+        """The collectives of a step as the plan predicts them, without those that one process with all ranks does not
+        issue: sends between stages, and the loss at the end of the step."""
         return tuple(entry for entry in self.plan.collectives if entry.count and entry.axis != "pp")
 
     @property
@@ -43,11 +43,11 @@ class VerifyReport:
 
     @property
     def collectives_as_planned(self) -> bool:
-        """Whether what was issued is what the plan lists.
+        """Whether the issued collectives are those of the plan.
 
-        With a pipeline the axes that units gather weights and reduce gradients on are not judged: all stages are in one
-        process, where they hold tied weights together. Blocks that ``torch.compile`` makes decide by themselves what
-        they send again.
+        With a pipeline the axes on which units gather weights and reduce gradients are not compared: all stages run in
+        one process, where they share tied weights. Blocks compiled by ``torch.compile`` choose themselves which
+        collectives they repeat.
         """
         return not self._different()
 
@@ -96,8 +96,8 @@ class VerifyReport:
         )
 
     def _different(self) -> list[CollectivePlan]:
-        """What is planned and not issued, or the other way round."""
-        found = sorted(set(self.planned) ^ set(self.counted), key=lambda one: (one.collective, one.axis, one.phase))
+        """Collectives that are planned but not issued, or issued but not planned."""
+        differing = sorted(set(self.planned) ^ set(self.counted), key=lambda one: (one.collective, one.axis, one.phase))
         step = self.plan.step
         together = step.axes.get("pp", 1) > 1
 
@@ -105,4 +105,4 @@ class VerifyReport:
             is_of_weights = together and set(one.axis.split("_")) <= set(DATA_AXES)
             return one.phase != AFTER and not is_of_weights and not (step.compiled and one.phase == "backward")
 
-        return [one for one in found if is_judged(one)]
+        return [one for one in differing if is_judged(one)]

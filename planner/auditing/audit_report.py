@@ -1,4 +1,4 @@
-"""What an audit found, figure by figure."""
+"""The report of an audit, figure by figure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuted(figure: str, claimed: float | str, why: str, unit: str = NUMBER) -> 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What ``planner.audit`` found: one row a figure.
+    """The report of ``planner.audit``: one row a figure.
 
     Attributes:
         model, where: what the plan is of, and the mesh and cluster that it is for.

@@ -94,7 +94,7 @@ def _memory_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:
 
 def _worst(rows: Sequence[AuditRow], of_what: str) -> AuditRow:
     """One row for all chunks or ranks: that which differs, or if none does the largest."""
-    index = max(range(len(rows)), key=lambda each: (not rows[each].ok, rows[each].recomputed))
+    index = max(range(len(rows)), key=lambda index: (not rows[index].ok, rows[index].recomputed))
     if len(rows) == 1:
         return rows[0]
     which = f"{of_what} {index} of {len(rows)}"
@@ -120,6 +120,6 @@ def _limit_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRo
 def _conversion_row(claimed: Iterable[ConversionPlan], counted: Iterable[ConversionPlan]) -> AuditRow:
     """Every conversion with its copies, collectives and bytes."""
     ours, again = set(claimed), set(counted)
-    wrong = sorted(ours ^ again, key=lambda each: (each.value, each.target))
+    wrong = sorted(ours ^ again, key=lambda conversion: (conversion.value, conversion.target))
     why = f"{wrong[0].value} to {' '.join(wrong[0].target)} is done otherwise" if wrong else ""
     return AuditRow("conversions", float(len(ours)), float(len(again)), NUMBER, not wrong, why)

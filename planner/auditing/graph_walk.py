@@ -49,7 +49,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class GraphWalk:
-    """What the walk counted.
+    """The totals of a walk.
 
     Attributes:
         costs, collectives: of one step.
@@ -103,7 +103,7 @@ class _ConversionTree:
     done: dict[Edge, bool]
 
     def reach(self, placement: Placement, *, live: bool) -> None:
-        """Do the steps to ``placement`` that are not done yet."""
+        """Charge the steps to ``placement`` that have not been charged yet."""
         seen = set()
         while placement != self.root:
             step = self.steps.get(placement)
@@ -215,9 +215,9 @@ class _Walker:
         flops = self.flops(node, self.values)
         seconds = self.pricing.compute(node, self.values, inputs, outputs, flops=flops, cut=cut, live=live)
         own_collectives = [0.0, 0.0]
-        for own in self.pricing.reductions(self.rules(node, self.values), choices, live=live):
-            own_collectives[own.phase != "forward"] += own.seconds
-            add_to_tally(self.tally, (own.collective, own.axis, own.phase), 1, own.num_bytes)
+        for reduction in self.pricing.reductions(self.rules(node, self.values), choices, live=live):
+            own_collectives[reduction.phase != "forward"] += reduction.seconds
+            add_to_tally(self.tally, (reduction.collective, reduction.axis, reduction.phase), 1, reduction.num_bytes)
         self.charges.append(Charge(node.name, seconds, (own_collectives[0], own_collectives[1])))
         self.inputs[node.name], self.outputs[node.name] = inputs, outputs
         for name, placement in zip(node.inputs, inputs):
@@ -270,7 +270,7 @@ class _Walker:
                 yield value.name, (f"node:{self.keys[node.name]}#{index}", root)
 
     def _hand_on(self) -> None:
-        """What each copy takes from outside (or from the copy before) is first brought to its carried placement."""
+        """Convert the values that each copy takes from outside (or from the copy before) to their carried placement."""
         for index, run in enumerate(self.runs):
             for slot, names in enumerate(run.carried):
                 live = self._carry_is_live(run, names)
@@ -308,7 +308,7 @@ class _Walker:
     def _step(
         self, tree: _ConversionTree, key: str, source: Placement, target: Placement, live: bool, copy: Copy | None
     ) -> ConversionPlan:
-        """Charge one conversion of one copy of a value; the plan's entry that says so."""
+        """Charge one conversion of one copy of a value; return its entry in the plan."""
         step, value = step_between(source, target), tree.value
         if not is_legal(step, value.shape, self.plan.mesh):
             raise ValueError(f"{value.name} cannot be converted from {source} to {target} in one step")

@@ -36,8 +36,8 @@ def _operator_row(subject: AuditSubject) -> AuditRow:
     rules = {key: rule_for(node, values) is not None for key, node in nodes.items()}
     wrong = [
         key
-        for key, each in planned.items()
-        if key not in nodes or (each.op, each.has_rule) != (nodes[key].op, rules[key])
+        for key, operator in planned.items()
+        if key not in nodes or (operator.op, operator.has_rule) != (nodes[key].op, rules[key])
     ]
     why = f"{wrong[0]} is another operator" if wrong else ""
     return AuditRow(
@@ -87,8 +87,8 @@ def type_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     sharded = [stage.sharded for stage in programs.stages]
     if programs.totals is not None:
         sharded.append(programs.totals)
-    for each in sharded:
-        typecheck(emit(chain_up(pair_rotaries(each))))
+    for program in sharded:
+        typecheck(emit(chain_up(pair_rotaries(program))))
     text = f"{len(sharded)} program{'s' * (len(sharded) > 1)}"
     yield AuditRow("types", text, text, NUMBER, True, "emitted programs, by the checker of spmd_types")
 
@@ -102,7 +102,9 @@ def collective_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     from planner.step.collectives import step_collectives
 
     claimed, counted = subject.plan.collectives, step_collectives(subject.graph, subject.plan)
-    differing = sorted(set(claimed) ^ set(counted), key=lambda each: (each.collective, each.axis, each.phase))
+    differing = sorted(
+        set(claimed) ^ set(counted), key=lambda collective: (collective.collective, collective.axis, collective.phase)
+    )
     why = ""
     if differing:
         first = differing[0]
@@ -112,8 +114,8 @@ def collective_rows(subject: AuditSubject) -> Iterator[AuditRow]:
 
 
 def _number(collectives: tuple[CollectivePlan, ...]) -> float:
-    return float(sum(each.count for each in collectives))
+    return float(sum(collective.count for collective in collectives))
 
 
 def _bytes(collectives: tuple[CollectivePlan, ...]) -> float:
-    return float(sum(each.num_bytes for each in collectives))
+    return float(sum(collective.num_bytes for collective in collectives))

@@ -39,7 +39,7 @@ from planner.step.training import Training
 
 @dataclass(frozen=True)
 class RepricedStep:
-    """What a plan costs.
+    """The costs of a plan.
 
     Attributes:
         seconds: of the step, by part.
@@ -138,36 +138,36 @@ class _StepPricer:
             num_microbatches=step.num_microbatches,
             num_chunks=len(step.chunks),
         )
-        for total, mine in zip(totals, chunks_of_ranks(step)):
+        for total, chunks_of_rank in zip(totals, chunks_of_ranks(step)):
             parts, tied = [0.0, 0.0, 0.0], set[str]()
-            for index in mine:
+            for index in chunks_of_rank:
                 for unit, group in self._groups[index]:
-                    own = [state for state in states[unit] if state.value.name not in tied]
-                    tied.update(state.value.name for state in own if state.tied)
-                    num_bytes = _UnitParameters(self, own, group.zero).state_parts()
+                    untied_states = [state for state in states[unit] if state.value.name not in tied]
+                    tied.update(state.value.name for state in untied_states if state.tied)
+                    num_bytes = _UnitParameters(self, untied_states, group.zero).state_parts()
                     parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
-            saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in mine)
+            saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in chunks_of_rank)
             yield RankMemory(parts[0], parts[1], parts[2], saved, max(0.0, total - sum(parts) - saved))
 
     # -- stages -------------------------------------------------------------------------------------------------
 
     def _chunks(self) -> Iterator[tuple[int, Chunk]]:
         """The unit that each chunk begins with, and the chunk."""
-        unit, done = 0, 0
+        unit, copy = 0, 0
         for index, planned in enumerate(self.step.chunks):
             self._check_rank(index, planned)
             first = unit
             layers: list[tuple[LayerCosts, int]] = []
             for group in planned.groups:
-                if unit < len(self.units.units) and done == self.units.units[unit].count:
-                    unit, done = unit + 1, 0
-                self._check(group, unit, done)
+                if unit < len(self.units.units) and copy == self.units.units[unit].count:
+                    unit, copy = unit + 1, 0
+                self._check(group, unit, copy)
                 first = unit if not layers else first
                 layers.append((self._layer(unit, group), group.count))
                 self._groups[index].append((unit, group))
-                done += group.count
+                copy += group.count
             yield first, Chunk(layers=tuple(layers))
-        if unit != len(self.units.units) - 1 or done != self.units.units[unit].count:
+        if unit != len(self.units.units) - 1 or copy != self.units.units[unit].count:
             raise ValueError(f"the plan's chunks end at unit {unit}, the graph has {len(self.units.units)}")
 
     def _check_rank(self, index: int, chunk: ChunkPlan) -> None:
@@ -176,14 +176,14 @@ class _StepPricer:
         if chunk.rank != rank:
             raise ValueError(f"the plan has chunk {index} on rank {chunk.rank}, schedule {self.schedule!r} on {rank}")
 
-    def _check(self, group: GroupPlan, unit: int, done: int) -> None:
+    def _check(self, group: GroupPlan, unit: int, copy: int) -> None:
         if unit >= len(self.units.units):
             raise ValueError(f"the graph has no unit for {group.unit!r}")
         planned = self.units.units[unit]
-        name = planned.name if planned.run is None else " ".join(self.walked.runs[planned.run].roots[done])
-        if name != group.unit or done != group.first or done + group.count > planned.count:
+        name = planned.name if planned.run is None else " ".join(self.walked.runs[planned.run].roots[copy])
+        if name != group.unit or copy != group.first or copy + group.count > planned.count:
             raise ValueError(
-                f"the plan has {group.count} of {group.unit!r} from copy {group.first}, the graph {name!r} from {done}"
+                f"the plan has {group.count} of {group.unit!r} from copy {group.first}, the graph {name!r} from {copy}"
             )
 
     def _with_transfers(self, chunks: list[tuple[int, Chunk]]) -> list[Chunk]:
@@ -241,7 +241,7 @@ class _UnitParameters:
         self.gradients = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained)
 
     def share(self, state: StateOfUnit) -> float:
-        """All of a parameter that is the unit's own; one that copies have in common is held once on each rank."""
+        """The share of a parameter that counts for the unit: 1, or, if copies share it, one parameter a rank."""
         if state.copies == 1:
             return 1.0
         return min(1.0, self.pricer.layout.pipeline / state.copies)
@@ -265,7 +265,7 @@ class _UnitParameters:
         return (self.over_group("all_reduce", self.gradients), self.scatter(), 0.0, 0.0)[self.zero]
 
     def tied_exchange(self) -> float:
-        """Ranks at both ends of a pipeline bring their gradients of a shared parameter together."""
+        """Sum the gradients of a shared parameter over the ranks at both ends of a pipeline."""
         if not self.pricer.tied_apart:
             return 0.0
         num_bytes = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained if s.tied)

@@ -49,7 +49,7 @@ class StateOfUnit:
 
 @dataclass(frozen=True)
 class PricedPolicy:
-    """Under one recompute policy: seconds that backward takes longer, bytes kept, the peak beyond them."""
+    """One recompute policy: seconds added to backward, saved bytes, and the peak beyond them."""
 
     seconds: float
     saved_bytes: float
@@ -160,7 +160,7 @@ class UnitPrices:
         return self._policy(index, name, run, again=0.0)
 
     def _chunked_loss(self, index: int) -> PricedPolicy:
-        """The unit with its logits made a chunk at a time, twice."""
+        """The unit with its logits computed chunk by chunk, twice."""
         chunked = chunked_units(self.graph, self.runs, self.units)
         inputs, placements = dict(self.walked.inputs), dict(self.placements)
         for pair in chunked.pairs.get(index, ()):
@@ -220,48 +220,48 @@ class UnitPrices:
         return root in unit.carried or self.maker.get(root) in unit.nodes
 
     def _kept_values(self, run: _UnitOperators) -> Iterator[tuple[str, Placement]]:
-        """Inputs that an operator of the unit keeps, in the placement that it takes them in."""
+        """Saved inputs of the unit's operators, in the placement in which each operator takes them."""
         for name in run.nodes:
-            kept = run.activations.kept.get(name)
-            if kept is None or name not in run.inputs:
+            saved = run.activations.kept.get(name)
+            if saved is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
-            yield from ((value, taken[value]) for value in kept.values if value in taken)
+            placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
+            yield from ((value, placements[value]) for value in saved.values if value in placements)
 
     def _converted(self, unit: Unit, run: _UnitOperators) -> Iterator[tuple[tuple[str, Placement], float]]:
-        """Kept values that a collective has brought to where they are kept, and its seconds."""
-        for value, taken in self._kept_values(run):
-            seconds, moved, place = 0.0, False, taken
+        """Saved values that a collective converted to the placement in which they are saved, and its seconds."""
+        for value, target in self._kept_values(run):
+            seconds, moved, place = 0.0, False, target
             key = (value, self._copy_taken(unit, value))
             while (*key, place) in self.forward_step:
                 source, step_seconds = self.forward_step[*key, place]
                 moved |= self._has_collective(value, source, place)
                 seconds, place = seconds + step_seconds, source
             if moved:
-                yield (value, taken), seconds
+                yield (value, target), seconds
 
     def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
         return step_between(source, target).collectives[0] is not None
 
     def _copy_taken(self, unit: Unit, value: str) -> tuple[int, int] | None:
-        """The copy that takes ``value`` from the one before, if it is such a value."""
+        """The copy that takes ``value`` from the copy before; None if it is not carried between copies."""
         if unit.run is None:
             return None
         carried = any(names[0] == value for names in self.runs[unit.run].carried)
         return (unit.run, 0) if carried else None
 
     def _kept_as_made(self, run: _UnitOperators) -> set[str]:
-        """Storages that some operator keeps as they were made: its outputs, and inputs that nothing had to convert."""
+        """Storages that some operator saves unconverted: its outputs, and inputs that needed no conversion."""
         roots = set()
         for name in run.nodes:
-            kept = run.activations.kept.get(name)
-            if kept is None or name not in run.inputs:
+            saved = run.activations.kept.get(name)
+            if saved is None or name not in run.inputs:
                 continue
-            taken = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
+            placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
             roots |= {
                 run.activations.roots[value]
-                for value in kept.values
-                if value not in taken or taken[value] == run.placements[value]
+                for value in saved.values
+                if value not in placements or placements[value] == run.placements[value]
             }
         return roots
 
@@ -281,11 +281,11 @@ class UnitPrices:
                 yield names[0], self.plan.blocks[index].carried[slot]
 
     def local_bytes(self, value: Value) -> float:
-        """Where it is made; of what a copy takes from the one before, as it is handed on."""
+        """The placement in which the value is produced; for a value carried between copies, as it is handed on."""
         return float(self.pricing.local_bytes(value, self.placements[value.name]))
 
     def entering_bytes(self, index: int) -> float:
-        """What a pipeline sends to a chunk that begins with this unit, each micro-batch."""
+        """Bytes that a pipeline sends, for each micro-batch, to a chunk that begins with this unit."""
         return sum(self.local_bytes(self.values[name]) for name in self.units[index].entering)
 
     # -- parameters ---------------------------------------------------------------------------------------------

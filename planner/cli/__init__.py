@@ -20,7 +20,7 @@ from planner.cli.cluster import add_cluster
 from planner.cli.plan import add_plan
 from planner.cli.run import add_run
 
-#: Environment variable that makes errors raise, with all that Python says of them.
+#: Environment variable that makes errors raise, with Python's traceback.
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
 
 _EXAMPLES = """examples:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, fit for a terminal; of one that is no answer to bad input also where to see more."""
+    """The text of an error for a terminal; for unexpected errors also how to see the traceback."""
     text = printable(" ".join(str(error).split()))
     if isinstance(error, (ValueError, OSError)):
         return text

@@ -1,4 +1,4 @@
-"""What the subcommands of ``planner`` have in common, and how option values are read."""
+"""Options that the subcommands of ``planner`` share, and readers of option values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESH_HELP = "mesh axes, outermost first: dp=32,tp=8"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all our errors do."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {printable(' '.join(message.split()))} ({self.prog} --help says more)\n")
@@ -56,7 +56,7 @@ def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -
 def add_model_arguments(
     parser: argparse.ArgumentParser, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> None:
-    """Which model, on what batch."""
+    """Add the options for the model and its batch."""
     parser.add_argument("model", help="a name from the config library, or the path of a Hugging Face config")
     parser.add_argument("--seq-len", type=count, default=seq_len, help="tokens in a sample")
     parser.add_argument("--global-batch", type=count, default=batch_size, help="samples in a step, over all devices")
@@ -64,7 +64,7 @@ def add_model_arguments(
 
 
 def add_solver_argument(parser: argparse.ArgumentParser) -> None:
-    """Who solves the integer programs."""
+    """Add the option for the solver of the integer programs."""
     parser.add_argument(
         "--solver", metavar="NAME", help="HiGHS (default), or any other that PuLP can call here: CBC, GUROBI, …"
     )

@@ -66,11 +66,11 @@ def launch(command: Sequence[str], *, num_processes: int, hosts: Hosts | None = 
 
 
 def _find_modules_here() -> None:
-    """Processes start with their script's folder on Python's path; ours is found where this process found it."""
-    here = str(Path(__file__).resolve().parents[2])
+    """Put this package's folder on Python's path: processes start with only their script's folder there."""
+    package_folder = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if here not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (*paths, here) if path)
+    if package_folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in (*paths, package_folder) if path)
 
 
 def _run_on_many(command: Sequence[str], num_processes: int, hosts: Hosts) -> int:

@@ -110,15 +110,15 @@ def run_plan(options: argparse.Namespace) -> int:
     from planner.cli.progress import progress_bar
     from planner.planning import plan
 
-    # What can be wrong with the options is told before anything slow is imported or captured.
+    # Invalid options are reported before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:
-        found = plan(options.model, progress=progress, **request)
+        planned = plan(options.model, progress=progress, **request)
     if options.output is not None:
-        found.save(options.output)
-    print(found.summary(), end="")
+        planned.save(options.output)
+    print(planned.summary(), end="")
     if options.output is not None:
         print(f"\nsaved to {printable(options.output)}")
     return 0
@@ -169,7 +169,7 @@ def _where(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _memory(options: argparse.Namespace, cluster: Cluster) -> float | None:
-    """The bound on a given mesh, where nothing else keeps a plan within its devices."""
+    """The memory bound on a given mesh, where no other option keeps a plan within its devices."""
     from cost_models.memory import HEADROOM
 
     if options.memory is None:

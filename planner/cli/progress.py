@@ -30,7 +30,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Listener | None]:
             if report.phase != SEARCHING:
                 bar.update(task, description=report.phase)
                 return
-            # The bar fills as the bound comes up to the best plan.
+            # The bar fills as the bound approaches the best plan.
             bar.update(task, description=_phase(report), total=1.0, completed=1.0 - report.gap, found=describe(report))
 
         yield listen

@@ -68,18 +68,18 @@ def run_script(options: argparse.Namespace) -> int:
 
 
 def _read_leading(options: argparse.Namespace) -> list[str]:
-    """Take our own options from the beginning of the script's arguments; returns the others."""
+    """Move our own options from the start of the script's arguments to ``options``; return the others."""
     parser = Parser(prog="planner run", add_help=False, allow_abbrev=False)
     _add_options(parser)
     arguments: Sequence[str] = options.arguments
-    taken = 0
-    while taken < len(arguments) and arguments[taken].partition("=")[0] in _OPTIONS:
-        taken += 1 if "=" in arguments[taken] else 2
-    given = vars(parser.parse_args(arguments[:taken]))
-    for name, value in given.items():
+    num_leading = 0
+    while num_leading < len(arguments) and arguments[num_leading].partition("=")[0] in _OPTIONS:
+        num_leading += 1 if "=" in arguments[num_leading] else 2
+    values = vars(parser.parse_args(arguments[:num_leading]))
+    for name, value in values.items():
         if value is not None:
             setattr(options, name, value)
-    rest = list(arguments[taken:])
+    rest = list(arguments[num_leading:])
     return rest[1:] if rest[:1] == ["--"] else rest
 
 
@@ -92,8 +92,10 @@ def _read_hosts(options: argparse.Namespace) -> Hosts:
     alone = [f"--{name}" for name in ("address", "port") if count == 1 and getattr(options, name) is not None]
     if alone:
         raise ValueError(f"{' and '.join(alone)} mean something only with --nnodes: one host picks a free port itself")
-    given = {name: getattr(options, name) for name in ("address", "port", "timeout")}
-    return Hosts(count, options.node_rank or 0, **{name: value for name, value in given.items() if value is not None})
+    connection = {name: getattr(options, name) for name in ("address", "port", "timeout")}
+    return Hosts(
+        count, options.node_rank or 0, **{name: value for name, value in connection.items() if value is not None}
+    )
 
 
 def _num_gpus() -> int:

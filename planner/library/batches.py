@@ -20,7 +20,7 @@ POSITIONS_AFTER_PADDING = frozenset({
     "longformer", "mpnet", "ibert", "luke", "mluke",
 })  # fmt: skip
 
-#: Label that the loss leaves out.
+#: Label that the loss ignores.
 IGNORED = -100
 
 
@@ -34,7 +34,7 @@ class Field:
 
 
 def example_batch(model_or_config: Any, *, batch_size: int, seq_len: int | None = None) -> dict[str, torch.Tensor]:
-    """Keyword arguments of a training step as meta tensors: shapes and dtypes only.
+    """The keyword arguments of a training step as meta tensors (shapes and dtypes only).
 
     Args:
         model_or_config: a Hugging Face model, or its config.
@@ -56,7 +56,7 @@ def example_batch(model_or_config: Any, *, batch_size: int, seq_len: int | None 
 def random_batch(
     model_or_config: Any, *, batch_size: int, seq_len: int | None = None, seed: int = 0, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """A random batch. In token labels each row ignores a different number of tokens, at least one is kept.
+    """A random batch. In token labels each row ignores a different number of tokens and keeps at least one.
 
     The same seed gives the same batch on every device.
 
@@ -74,14 +74,14 @@ def random_batch(
         else:
             tensor = torch.randint(0, field.high, field.shape, generator=generator)
         if field.ignored:
-            kept = torch.randint(2, field.shape[1] + 1, (field.shape[0], 1), generator=generator)
-            tensor = torch.where(torch.arange(field.shape[1]) < kept, tensor, IGNORED)
+            num_kept = torch.randint(2, field.shape[1] + 1, (field.shape[0], 1), generator=generator)
+            tensor = torch.where(torch.arange(field.shape[1]) < num_kept, tensor, IGNORED)
         batch[name] = tensor.to(device)
     return batch
 
 
 def batch_fields(model_or_config: Any, *, batch_size: int, seq_len: int | None) -> dict[str, Field]:
-    """What a training batch of the model is made of."""
+    """The tensors of a training batch of the model."""
     config = getattr(model_or_config, "config", model_or_config)
     name = type(model_or_config).__name__
     if hasattr(config, "model_type") and config is model_or_config:

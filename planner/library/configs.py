@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "configs"
 
 
 def config_names() -> tuple[str, ...]:
-    """Names that ``load_config`` knows, sorted."""
+    """The sorted names that ``load_config`` accepts."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
@@ -56,17 +56,17 @@ def load_config(name_or_path: str | Path) -> Any:
 
 def _find(name: str) -> Path:
     """The file of a library name or of a path."""
-    known = config_names()
-    if name in known:
+    names = config_names()
+    if name in names:
         return FOLDER / f"{name}.json"
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
     if path.is_file():
         return path
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"unknown model {name!r}: {hint}expected the path of a config.json, a folder with one, or one of "
-        f"{', '.join(known)}"
+        f"{', '.join(names)}"
     )

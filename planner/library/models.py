@@ -1,4 +1,4 @@
-"""Build a model from its config, on any device, without weights from anywhere."""
+"""Build a model from its config, on any device, without downloading weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.library.tasks import training_class
 if TYPE_CHECKING:
     from torch import nn
 
-#: Sizes of a config, by their standard names, that must be above zero where there are any.
+#: Sizes of a config, by their standard names, that must be positive if present.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
           "patch_size", "image_size", "num_channels")  # fmt: skip
 _COUNTS = ("num_hidden_layers", "num_decoder_layers")

@@ -1,4 +1,4 @@
-"""What a Hugging Face model is trained to do, told from its class."""
+"""The task that a Hugging Face model is trained for, derived from its class."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def training_class(model_type: str, architectures: list[str] | None) -> Any:
         if hasattr(transformers, name) and any(name in _table(table).values() for table in TABLES.values()):
             return getattr(transformers, name)
     for table in TABLES.values():
-        found = _table(table).get(model_type)
-        if found is not None:
-            return getattr(transformers, found if isinstance(found, str) else found[0])
+        class_names = _table(table).get(model_type)
+        if class_names is not None:
+            return getattr(transformers, class_names if isinstance(class_names, str) else class_names[0])
     raise ValueError(
         f"no class with a training head for model type {model_type!r} and architectures {architectures}: "
         f"expected one for {', '.join(TABLES)}"

@@ -1,9 +1,9 @@
-"""How experts run a training step by hand, as data: restrictions of the same search space.
+"""Expert baselines for a training step, as data: restrictions of the same search space.
 
-Each baseline is a row of ``BASELINES``: which values every choice may take, who splits the layers on the tensor axis,
-and who cuts the pipeline. Recompute and ZeRO are the same for all layers, and every value is tried; so is every mesh
-shape and micro-batch. The same cost models, stage program and simulator price it; what a baseline leaves open is filled
-in in its favour.
+Each baseline is a row of ``BASELINES``: the values that every choice may take, the rules that split the layers on the
+tensor axis, and the rule that cuts the pipeline. Recompute and ZeRO are the same for all layers; every value of them,
+every mesh shape and every micro-batch is tried. The same cost models, stage program and simulator price a baseline; its
+open choices are decided in its favour.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ INNER_TENSOR = tuple(order for order in ORDERS if order[-1] == "tp")
 @dataclass(frozen=True)
 class StepBaseline:
     """``fixed``: values that choices may take; ``tensor``: whose rules split the layers (within a node; None: no tensor
-    axis); ``cuts``: how the pipeline is cut (None: as is best)."""
+    axis); ``cuts``: the rule that cuts the pipeline (None: the optimal cut)."""
 
     fixed: Mapping[str, tuple[Any, ...]]
     tensor: Splitter | None = None
@@ -97,7 +97,7 @@ def baseline_named(name: str) -> StepBaseline:
 
 @dataclass(frozen=True)
 class Priced:
-    """The best that a baseline can do: the solution that the simulator likes most, and the search that found it."""
+    """The best of a baseline: the solution that is fastest in the simulator, and the search that found it."""
 
     name: str
     judged: Judged
@@ -122,14 +122,14 @@ class Priced:
 
 @dataclass(frozen=True)
 class Missing:
-    """A baseline that is not there, and why."""
+    """A baseline without a solution, and the reason."""
 
     name: str
     reason: str
 
 
 def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands: Demands) -> Priced | Missing:
-    """The best that the baseline ``name`` can do for the model of ``space``; why not, if it can do nothing.
+    """The best solution of the baseline ``name`` for the model of ``space``, or the reason why there is none.
 
     Raises:
         ValueError: for a baseline that does not exist.
@@ -142,20 +142,20 @@ def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands:
 
 
 def data_experts(level_one: LevelOne, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
-    """The best of the baselines that only divide data: found at once, so no plan needs to be slower."""
+    """Yield the best of each baseline that divides only data: cheap to compute, so that no plan needs to be slower."""
     for name, row in BASELINES.items():
         if row.tensor is None and row.cuts is None:
-            found = _best_of(name, row, level_one, cluster, demands)
-            if isinstance(found, Priced):
-                yield found.judged
+            result = _best_of(name, row, level_one, cluster, demands)
+            if isinstance(result, Priced):
+                yield result.judged
 
 
 def _best_of(name: str, row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands) -> Priced | Missing:
     best: Priced | None = None
     lacks: list[float] = []
-    for wanted in _uniform(row, demands):
+    for uniform_demands in _uniform(row, demands):
         limit = float("inf") if best is None else best.seconds * (1.0 + NEAR)
-        search = _Race(level_one, cluster, _within_node(wanted, cluster), limit=limit)
+        search = _Race(level_one, cluster, _within_node(uniform_demands, cluster), limit=limit)
         outcome = search.run() if row.cuts is None else _with_cuts(search, row.cuts)
         lacks.extend(outcome.shortfalls.values())
         for judged in _near(outcome):
@@ -196,23 +196,23 @@ class BaselineSpace:
         return self._roles[tensor]
 
     def level_one(self, tensor: Splitter | None, cluster: Cluster) -> LevelOne:
-        """Shardings on ``cluster`` under the rules of ``tensor``; remembered until there is another cluster."""
-        known = self._level_ones.get(tensor)
-        if known is None or known.cluster is not cluster:
-            known = self._level_ones[tensor] = LevelOne(cluster, *self._space(tensor))
-        return known
+        """Shardings on ``cluster`` under the rules of ``tensor``, cached for the last cluster."""
+        level = self._level_ones.get(tensor)
+        if level is None or level.cluster is not cluster:
+            level = self._level_ones[tensor] = LevelOne(cluster, *self._space(tensor))
+        return level
 
     def _space(self, tensor: Splitter | None) -> tuple[ShardingSpace, KeptSpace]:
         if tensor not in self._spaces:
             assert tensor is not None
-            known = self.roles(tensor)
-            assert known is not None
+            tensor_roles = self.roles(tensor)
+            assert tensor_roles is not None
             space, kept = self.space, self.kept
-            blocks = alike(space.runs, known.found)
+            blocks = alike(space.runs, tensor_roles.found)
             if blocks != space.runs:
                 space = ShardingSpace.of(self.graph, fusion=space.fusion, blocks=blocks)
                 kept = KeptSpace.of(space, compiled=kept.compiled)
-            self._spaces[tensor] = (replace(space, rules=known.rules(self.graph)), kept)
+            self._spaces[tensor] = (replace(space, rules=tensor_roles.rules(self.graph)), kept)
         return self._spaces[tensor]
 
 
@@ -224,10 +224,10 @@ _ROLES: Mapping[Splitter, Callable[[Graph, Any], TensorRoles | None]] = {
 
 
 class _Race(Search):
-    """A search that gives up on what is slower than ``limit`` seconds."""
+    """A search that prunes candidates slower than ``limit`` seconds."""
 
-    def __init__(self, *given: Any, limit: float, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.limit = limit
 
     def _cutoff(self) -> float:
@@ -252,7 +252,7 @@ def _within_node(demands: Demands, cluster: Cluster) -> Demands:
 
 
 def _near(outcome: Outcome) -> Iterator[Judged]:
-    """The solutions that are about as good as the best by the closed form, simulated."""
+    """Simulate the solutions that are nearly as fast as the best by the closed form."""
     for solution in outcome.solutions:
         if solution.seconds <= outcome.solutions[0].seconds * (1.0 + NEAR):
             yield judge(solution)
@@ -265,15 +265,15 @@ class _Found:
     solutions: list[Solution] = field(default_factory=list)
 
     def limit(self, limit: float) -> float:
-        return min([limit, *(each.seconds * (1.0 + NEAR) for each in self.solutions[:1])])
+        return min([limit, *(solution.seconds * (1.0 + NEAR) for solution in self.solutions[:1])])
 
     def add(self, solution: Solution) -> None:
-        self.solutions = sorted([*self.solutions, solution], key=lambda each: each.seconds)[:8]
+        self.solutions = sorted([*self.solutions, solution], key=lambda candidate: candidate.seconds)[:8]
 
 
 def _with_cuts(search: _Race, cuts: Cutter) -> Outcome:
-    """Every candidate with the pipeline cut by rule, where recompute and ZeRO are settled."""
-    level_one, found = search.level_one, _Found()
+    """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
+    level_one, best_solutions = search.level_one, _Found()
     lacks: dict[Candidate, float] = {}
     bounded: list[tuple[float, int, Candidate]] = []
     for index, candidate in enumerate(_all_candidates(search)):
@@ -281,18 +281,18 @@ def _with_cuts(search: _Race, cuts: Cutter) -> Outcome:
         if least < float("inf"):
             bounded.append((candidate.bound(least), index, candidate))
     for least, _, candidate in sorted(bounded):
-        if least >= found.limit(search.limit):
+        if least >= best_solutions.limit(search.limit):
             break
         sharded = level_one.sharded(candidate.cut, candidate.layout, Links.of(search.cluster, candidate.layout))
-        if sharded is None or candidate.bound(sharded.seconds) >= found.limit(search.limit):
+        if sharded is None or candidate.bound(sharded.seconds) >= best_solutions.limit(search.limit):
             continue
         solution, missing = _cut(search.problem(candidate, sharded), candidate, sharded, cuts)
         if missing > 0:
             lacks[candidate] = missing
         else:
-            found.add(solution)
-    best = found.solutions[0].seconds if found.solutions else float("inf")
-    return Outcome(found.solutions, best, "enumerated", search.counts, lacks)
+            best_solutions.add(solution)
+    best = best_solutions.solutions[0].seconds if best_solutions.solutions else float("inf")
+    return Outcome(best_solutions.solutions, best, "enumerated", search.counts, lacks)
 
 
 def _all_candidates(search: Search) -> Iterator[Candidate]:
@@ -307,7 +307,7 @@ def _all_candidates(search: Search) -> Iterator[Candidate]:
 
 
 def _cut(problem: StageProblem, candidate: Candidate, sharded: Sharded, cuts: Cutter) -> tuple[Solution, float]:
-    """The candidate with its pipeline cut by rule, and the bytes that its fullest rank lacks."""
+    """The candidate with its pipeline cut by rule, and the memory shortfall of its fullest rank in bytes."""
     costs = _unit_costs(sharded.figures, cuts)
     split = greedy_partition if cuts == "greedy" else partition
     begins, _ = split(costs, problem.num_chunks)
@@ -321,12 +321,12 @@ def _cut(problem: StageProblem, candidate: Candidate, sharded: Sharded, cuts: Cu
 
 
 def _unit_costs(figures: Sequence[UnitFigures], cuts: Cutter) -> list[float]:
-    """What the rule balances, one for each copy of each unit: parameters, or layers (copies of repeated blocks)."""
+    """Costs that the rule balances, for each copy of each unit: parameters, or layers (copies of repeated blocks)."""
     costs: list[float] = []
-    for each in figures:
-        parameters = sum(weight.elements for weight in each.weights if weight.trainable)
-        cost = float(each.unit.run is not None) if cuts == "layers" else float(parameters)
-        costs.extend([cost] * each.unit.count)
+    for unit_figures in figures:
+        parameters = sum(weight.elements for weight in unit_figures.weights if weight.trainable)
+        cost = float(unit_figures.unit.run is not None) if cuts == "layers" else float(parameters)
+        costs.extend([cost] * unit_figures.unit.count)
     return costs
 
 

@@ -14,8 +14,8 @@ def chunked_units(graph: Graph, runs: Sequence[BlockRun], units: Sequence[Unit])
     """Those in which a linear layer's output goes to cross-entropy alone; nothing but the loss comes out of a step."""
     if graph.loss is None or not graph.training:
         return ChunkedUnits(graph)
-    found = ChunkedUnits.of(graph, runs, units, results={graph.outputs[graph.loss]})
-    if found.pairs:
+    chunked = ChunkedUnits.of(graph, runs, units, results={graph.outputs[graph.loss]})
+    if chunked.pairs:
         # Registers the operator: rules and records of its calls ask torch about it.
         import runtime.kernels  # noqa: F401
-    return found
+    return chunked

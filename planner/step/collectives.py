@@ -102,8 +102,8 @@ class _Counter:
                 self._operations(operation.between, (copies - 1) * self.times)
                 policy = operation.policy.recompute if operation.policy is not None else "none"
                 if self.trains and policy != "none":
-                    kept = self.known.kept(operation)
-                    for sent in sent_again(operation.block.section.body, self.axes, kept, policy):
+                    saved = self.known.kept(operation)
+                    for sent in sent_again(operation.block.section.body, self.axes, saved, policy):
                         self._add(sent, copies * self.times)
 
     def _operations(self, operations: Sequence[Operation], count: int) -> None:

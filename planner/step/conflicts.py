@@ -41,12 +41,14 @@ def conflict(search: Search) -> str | None:
             f"{_figures(search)} go together in no way: "
             f"{_MIXING if not search.level_one.micro_batches else 'neither batch, sequence, tensors nor layers divide'}"
         )
-    told = ", ".join(_demand(search.demands, name) for name in names)
+    demands_text = ", ".join(_demand(search.demands, name) for name in names)
     reasons = [text.format(**_sizes(search)) for text in _reasons(search, names)]
     if not search.level_one.micro_batches and {"micro_batch", "num_microbatches"} & set(names):
         reasons.append(_MIXING)
     options = [_options(search, name) for name in names]
-    what = f"{told} cannot be met" if len(names) == 1 else f"these demands contradict each other: {told}"
+    what = (
+        f"{demands_text} cannot be met" if len(names) == 1 else f"these demands contradict each other: {demands_text}"
+    )
     return f"{what}, for {_figures(search)}; {'; '.join(reasons)}. Possible: {'; '.join(options)}"
 
 

@@ -1,8 +1,8 @@
-"""What one unit costs under one sharding: seconds and bytes of one copy for one micro-batch on one device.
+"""Costs of one unit under one sharding: seconds and bytes of one copy for one micro-batch on one device.
 
-Everything is read off a ``Variant``: each operator's chosen option, each value's conversions, and what autograd keeps
-of both. A unit of n copies shares what its conversions cost evenly, so that n times its figures is what the folded
-program costs.
+All figures come from a ``Variant``: each operator's chosen option, each value's conversions, and what autograd saves of
+both. The n copies of a unit share the cost of its conversions evenly, so that n times its figures is the cost of the
+folded program.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from planner.step.chunked import chunked_units
 from planner.step.pricing import weight_share
 from planner.step.sharding import ShardingSpace, Variant
 
-#: What ``passes.autograd.recompute`` calls the policies that are not its own.
+#: The policy of ``passes.autograd.recompute`` on which each policy of the planner's own rests.
 _BASES = {"regather": "none", CHUNKED_LOSS: "none"}
-#: Policies under which what collectives brought is kept.
+#: Policies that keep the results of collectives for the backward pass.
 _KEEPS_COPIES = ("none", CHUNKED_LOSS)
 
 
@@ -71,9 +71,10 @@ class UnitFigures:
 
 @dataclass(frozen=True)
 class KeptSpace:
-    """What autograd keeps of every unit under every policy, whatever the sharding: made once per graph.
+    """What autograd saves of every unit under every policy, whatever the sharding: computed once per graph.
 
-    ``chunked`` are the units whose loss may be computed in chunks, ``known_chunked`` what is known of them then.
+    ``known`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
+    ``known_chunked`` the saved activations if it is.
     """
 
     units: tuple[Unit, ...]
@@ -85,8 +86,10 @@ class KeptSpace:
 
     @property
     def logits(self) -> frozenset[str]:
-        """Values that a loss in chunks never makes."""
-        pairs = [pair for each in self.chunked.pairs.values() for pair in each] if self.chunked is not None else []
+        """Values that a chunked loss never materialises."""
+        pairs = (
+            [pair for of_unit in self.chunked.pairs.values() for pair in of_unit] if self.chunked is not None else []
+        )
         return frozenset(node.output.name for pair in pairs for node in (pair.linear, *pair.between))
 
     @staticmethod
@@ -113,7 +116,8 @@ class KeptSpace:
 class Way:
     """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
 
-    ``placed`` are those operators that take or give something, ``made`` the values that are new, where they are made.
+    ``placed`` are the placements of the operators' inputs and outputs, ``made`` those of values that are not in the
+    captured graph.
     """
 
     known: Activations
@@ -174,7 +178,7 @@ class _Reader:
         )
 
     def _unit_of_stream(self, stream: Stream) -> int | None:
-        """The unit that pays for a stream's conversions: its maker's, else (inputs, states) its first user's."""
+        """The unit that pays for a stream's conversions: the producer's, else (inputs, states) the first user's."""
         element = self.problem.elements[stream.source]
         if stream.source in self.unit_of:
             return self.unit_of[stream.source]
@@ -189,7 +193,7 @@ class _Reader:
         return 0.0 if node is None else weight_share(node, self.values, self.space.states)
 
     def _weights(self) -> dict[int, tuple[list[Weight], float]]:
-        found: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}
+        by_unit: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}
         paths = {state.value.name: state.path for state in self.space.graph.states}
         for name, element in self.problem.elements.items():
             if element.kind not in ("parameter", "buffer"):
@@ -200,9 +204,9 @@ class _Reader:
                 continue
             value, where = stream.value, self.options[name].outputs[0]
             owner = users[0]
-            weights, buffers = found[owner]
+            weights, buffers = by_unit[owner]
             if element.kind == "buffer":
-                found[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
+                by_unit[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
                 continue
             shared = element.copies == 1 and self.kept.units[owner].count > 1
             weights.append(
@@ -215,11 +219,11 @@ class _Reader:
                     shared,
                 )
             )
-        return found
+        return by_unit
 
     def _users(self, stream: Stream) -> set[int]:
-        """Units that use a state, through views and casts of it as well."""
-        found: set[int] = set()
+        """Units that use a state, directly or through views and casts."""
+        users: set[int] = set()
         for use in stream.uses:
             if use.element not in self.unit_of:
                 continue
@@ -228,13 +232,13 @@ class _Reader:
             derived = [name for name in outputs if name in self.space.states and name in self.problem.streams]
             if derived:
                 for name in derived:
-                    found |= self._users(self.problem.streams[name])
+                    users |= self._users(self.problem.streams[name])
             else:
-                found.add(self.unit_of[use.element])
-        return found
+                users.add(self.unit_of[use.element])
+        return users
 
     def _made(self, name: str) -> Placement:
-        """The placement in which a value is made (of a value carried from copy to copy: in which it is handed on)."""
+        """The placement in which a value is produced (of a value carried from copy to copy: handed on)."""
         if name not in self.places:
             self.places[name] = self._find_made(name)
         return self.places[name]
@@ -262,15 +266,15 @@ class _Reader:
     def _policies(self, index: int) -> list[Policy]:
         way = self._as_captured(index)
         copies = self._converted_copies(index, way)
-        found = [self._policy(index, "none", way, copies)]
+        policies = [self._policy(index, "none", way, copies)]
         if copies:
-            found.append(self._policy(index, "regather", way, copies))
-        found.append(self._policy(index, "selective", way, copies))
-        found.append(self._policy(index, "full", way, copies))
+            policies.append(self._policy(index, "regather", way, copies))
+        policies.append(self._policy(index, "selective", way, copies))
+        policies.append(self._policy(index, "full", way, copies))
         chunked = self._with_chunked_loss(index)
         if chunked is not None:
-            found.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
-        return found
+            policies.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
+        return policies
 
     def _as_captured(self, index: int) -> Way:
         unit = self.kept.units[index]
@@ -283,19 +287,19 @@ class _Reader:
 
     def _with_chunked_loss(self, index: int) -> Way | None:
         """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
-        chunked, known = self.kept.chunked, self.kept.known_chunked
-        if chunked is None or known is None or index not in chunked.pairs:
+        chunked, activations = self.kept.chunked, self.kept.known_chunked
+        if chunked is None or activations is None or index not in chunked.pairs:
             return None
         placed = dict(self._as_captured(index).placed)
-        made: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         for pair in chunked.pairs[index]:
-            found = strategies(pair, chunked.graph.values, placed)
-            if found is None:
+            chosen = strategies(pair, chunked.graph.values, placed)
+            if chosen is None:
                 return None
             for node in pair.made:
-                placed[node.name] = found[node.name].placed
-            made |= {node.output.name: placed[node.name].outputs[0] for node in pair.moved}
-        return Way(known, chunked.nodes[index], placed, made)
+                placed[node.name] = chosen[node.name].placed
+            placements |= {node.output.name: placed[node.name].outputs[0] for node in pair.moved}
+        return Way(activations, chunked.nodes[index], placed, placements)
 
     def _policy(
         self,
@@ -340,54 +344,54 @@ class _Reader:
         return sum(self.options[pair.linear.name].compute[0] for pair in self.kept.chunked.pairs[index])
 
     def _is_held(self, unit: Unit, root: str) -> bool:
-        """Whether the unit answers for a value's memory: its own, or what it takes from the unit before."""
+        """Whether a value's memory counts for the unit: the unit produces it, or takes it from the unit before."""
         if root in unit.carried:
             return True
         made_here = self.problem.streams.get(root)
         return root in self.kept.known.made and made_here is not None and made_here.source in set(unit.nodes)
 
     def _taken_as_made(self, way: Way) -> set[str]:
-        """Roots that some operator of the unit keeps in the placement they are made in."""
-        found = set()
+        """Storage roots that some operator of the unit saves in the placement in which they are produced."""
+        roots = set()
         for name in way.nodes:
             if name not in way.placed or name not in way.known.kept:
                 continue
-            node, taken = way.known.nodes[name], way.placed[name].inputs
+            node, input_placements = way.known.nodes[name], way.placed[name].inputs
             for value in way.known.kept[name].values:
-                if value not in node.inputs or taken[node.inputs.index(value)] == self._made(value):
-                    found.add(way.known.roots.get(value, value))
-        return found
+                if value not in node.inputs or input_placements[node.inputs.index(value)] == self._made(value):
+                    roots.add(way.known.roots.get(value, value))
+        return roots
 
     def _converted_copies(self, index: int, way: Way) -> dict[tuple[str, Placement], tuple[float, float]]:
-        """Copies that conversions make and the backward pass needs: (value, placement) → bytes, seconds to remake."""
+        """Converted copies that the backward pass needs: (value, placement) → bytes, seconds to convert again."""
         unit = self.kept.units[index]
-        found: dict[tuple[str, Placement], tuple[float, float]] = {}
+        copies: dict[tuple[str, Placement], tuple[float, float]] = {}
         for name in way.nodes:
-            kept = way.known.kept.get(name)
-            if name not in way.placed or kept is None:
+            saved = way.known.kept.get(name)
+            if name not in way.placed or saved is None:
                 continue
             node = way.known.nodes[name]
-            for value in kept.values:
+            for value in saved.values:
                 if value not in node.inputs or value in way.made:
                     continue
-                taken = way.placed[name].inputs[node.inputs.index(value)]
-                seconds = self._forward_seconds(unit, value, taken)
+                placement = way.placed[name].inputs[node.inputs.index(value)]
+                seconds = self._forward_seconds(unit, value, placement)
                 if seconds is not None:
-                    found[value, taken] = (float(self.pricing.local_bytes(self.values[value], taken)), seconds)
-        return found
+                    copies[value, placement] = (float(self.pricing.local_bytes(self.values[value], placement)), seconds)
+        return copies
 
-    def _forward_seconds(self, unit: Unit, value: str, taken: Placement) -> float | None:
-        """Seconds of the collectives on the way to ``taken``; None if there are none (the copy is the value)."""
+    def _forward_seconds(self, unit: Unit, value: str, target: Placement) -> float | None:
+        """Seconds of the collectives on the way to ``target``; None if there are none (the copy is the value)."""
         stream = self._stream(unit, value)
         if stream is None:
             return None
         steps = {item.arc.step.target: item for item in self.variant.assignment.trees[stream]}
-        seconds, moved, place = 0.0, False, taken
-        while place in steps:
-            item = steps[place]
+        seconds, moved, position = 0.0, False, target
+        while position in steps:
+            item = steps[position]
             moved = moved or item.arc.step.collectives[0] is not None
             seconds += item.arc.forward
-            place = item.arc.step.source
+            position = item.arc.step.source
         return seconds if moved else None
 
     def _stream(self, unit: Unit, value: str) -> str | None:

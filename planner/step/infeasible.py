@@ -46,15 +46,15 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
 
 def _what_is_missing(search: Search, nearest: Closest) -> str:
     fullest = _fullest(search, nearest)
-    told = (
+    message = (
         f"no plan fits in memory: {nearest.candidate} comes closest, and lacks {size_text(nearest.missing)} on its "
         f"fullest device, of which {size_text(search.memory)} can be used"
     )
     if fullest is None:
-        return told
+        return message
     parts = {name: getattr(fullest, field) for field, name in _PARTS.items()}
     sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
-    return f"{told}; most of what it holds is {max(parts, key=lambda name: parts[name])} ({sizes})"
+    return f"{message}; most of what it holds is {max(parts, key=lambda name: parts[name])} ({sizes})"
 
 
 def _fullest(search: Search, nearest: Closest) -> RankMemory | None:

@@ -1,4 +1,4 @@
-"""Shardings and their figures for any cut, found when first asked for, and bounds from those already known."""
+"""Shardings and their figures for any cut, computed on demand and cached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sharded:
 
     @functools.cached_property
     def without_samples(self) -> float:
-        """``least_seconds`` but for what is summed over all samples, which no layout without data parallelism has."""
+        """``least_seconds`` without sums over all samples, which layouts without data parallelism do not have."""
         trees, problem = self.variant.assignment.trees, self.variant.problem
         axis = problem.mesh.names.index(DATA)
         return self.least_seconds - sum(
@@ -49,7 +49,7 @@ class Sharded:
 
     @functools.cached_property
     def communication(self) -> float:
-        """Seconds of those on collectives."""
+        """The part of ``seconds`` that is spent on collectives."""
         return self.seconds - sum(
             element.copies * sum(self.variant.assignment.options[name].compute)
             for name, element in self.variant.problem.elements.items()
@@ -57,7 +57,7 @@ class Sharded:
 
     @property
     def between(self) -> float:
-        """Seconds of collectives but for what is summed over all samples."""
+        """Seconds of collectives without sums over all samples."""
         return self.communication - (self.seconds - self.without_samples)
 
     @functools.cached_property
@@ -92,7 +92,7 @@ class LevelOne:
 
     @property
     def micro_batches(self) -> bool:
-        """Whether the model can be run on parts of a batch one after the other."""
+        """Whether the model can be run in micro-batches."""
         return not self.space.followed.mixing
 
     def sharded(self, cut: Cut, layout: Layout, links: Links, *, weight: float = 0.0) -> Sharded | None:
@@ -156,14 +156,14 @@ class LevelOne:
         return self._beside[key]
 
     def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
-        """The sharding ILP of ``cut``; with both axes given what the context axis does alone."""
+        """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
         if cut.context == 1 or cut.tensor == 1:
             return Shardings(self.space, cut, prices)
         along = self.alone(Cut(cut.pieces, cut.context))
         return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:
-        """What the prices of an axis depend on beside its size."""
+        """The cache key of an axis: what its prices depend on beside its size."""
         if size == 1:
             return ()
         if (size, stride) not in self._places:

@@ -1,4 +1,4 @@
-"""What a search of whole steps ends with: solutions, the proved bound, and what became of every candidate."""
+"""The result of a search of whole steps: solutions, the proved bound, and counts of candidates by fate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.step.stages.problem import Assignment, StageProblem
 
 @dataclass(frozen=True)
 class Solution:
-    """One way to run the step: the candidate, its sharding, and what the stages do."""
+    """One way to run the step: a candidate, its sharding, and the solution of its stage program."""
 
     candidate: Candidate
     sharded: Sharded
@@ -32,7 +32,7 @@ class Solution:
 
 @dataclass
 class Outcome:
-    """What a search found: solutions best first, the proved bound, and what became of every candidate."""
+    """The result of a search: solutions, best first, the proved bound, and counts of candidates by fate."""
 
     solutions: list[Solution]
     bound: float

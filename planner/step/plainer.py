@@ -1,8 +1,8 @@
-"""Plainer versions of a solution, for the simulator to judge.
+"""More uniform versions of a solution, for the simulator to compare.
 
-The closed form hides a layer's communication behind its own compute; played event by event, a gather hides behind the
-layer before it. Where ZeRO stages are mixed the two differ a little, and one stage for all may run faster. And where
-the rounds of an interleaved schedule differ, a long one delays the others more than the closed form says.
+The closed form overlaps a layer's communication with its own compute; in the simulator a gather overlaps with the layer
+before. If ZeRO stages are mixed the two differ a little, and one stage for all may run faster. If the rounds of an
+interleaved schedule differ, a long round delays the others more than the closed form says.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def _uniform(solution: Solution) -> Iterator[Assignment]:
 
 def _with(runs: Sequence[UnitRun], assignment: Assignment, policy: str | None, stage: str) -> Assignment:
     """The assignment with every unit at ``stage`` and under ``policy`` (None: its own), as far as it has them."""
-    found = []
+    chunks = []
     for groups in assignment:
         counts: dict[tuple[int, int], int] = {}
         for run, choice, count in groups:
-            wanted = policy or runs[run].choices[choice].label[0]
-            key = (run, _closest(runs[run], wanted, stage))
+            wanted_policy = policy or runs[run].choices[choice].label[0]
+            key = (run, _closest(runs[run], wanted_policy, stage))
             counts[key] = counts.get(key, 0) + count
-        found.append(tuple((run, choice, count) for (run, choice), count in counts.items()))
-    return tuple(found)
+        chunks.append(tuple((run, choice, count) for (run, choice), count in counts.items()))
+    return tuple(chunks)
 
 
 def _closest(run: UnitRun, policy: str, stage: str) -> int:

@@ -37,16 +37,16 @@ from planner.step.sharding import ShardingSpace
 
 #: Objectives of ``plan_step``.
 OBJECTIVES = ("time", "devices", "memory")
-#: Solutions that the simulator plays at most beside those that are asked for, and how much slower than the best they
-#: may be by the closed form; those that are not chosen are the plan's runners-up.
+#: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
+#: the closed form; those that are not chosen are the plan's runners-up.
 JUDGED, NEAR = 8, 0.05
-#: How much slower than the proved bound, by the closed form, a solution may be that the simulator finds faster.
+#: A solution counts as proved if the closed form puts it within this share of the bound.
 PROVED = 0.01
-#: Share of that which a search for a proof asks for, so that rounding does not spoil it.
+#: Share of ``PROVED`` that a search for a proof aims at, to be safe from rounding.
 ROUNDED = 0.99
-#: How much faster the simulator must find one that is not, to be taken instead.
+#: A solution that is not proved is taken only if it is faster in the simulator by more than this share.
 CLEARLY = 0.01
-#: How closely the least memory is found, as a share of it.
+#: Relative precision of the least memory.
 MEMORY_STEP = 0.01
 
 
@@ -106,12 +106,12 @@ class _Planner:
         if progress is not None:
             progress(Report(ANALYSING))
         self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
-        #: By id, every plan that was extracted and what it is of.
+        #: By id, every extracted plan and its solution.
         self.solutions: dict[int, tuple[Plan, Solution]] = {}
         self.pose(None)
 
     def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
-        """Set up what all searches share; ``blocks``: those whose copies are planned alike, None for all there are."""
+        """Set up what all searches share; ``blocks``: blocks whose copies are planned alike, None for all."""
         self.space = ShardingSpace.of(
             self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
         )
@@ -131,23 +131,23 @@ class _Planner:
         return self.chosen(cluster, demands, search, outcome)
 
     def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
-        """``fastest``, or None where nothing fits, without asking what would help."""
+        """``fastest``, or None if nothing fits, without working out what would help."""
         search, outcome = self.search(cluster, demands)
         return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
-        """The plan of the best of what a search found, or of one with longer blocks where that is faster."""
+        """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
         deadline = search.deadline
         best = self.chosen_of(cluster, demands, search, outcome)
         unlike = UnlikeCopies(search)
         if not unlike.may_gain(outcome):
             return best
         for blocks in longer_blocks(self.space.runs, unlike.num_variables):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
                 break
             longer = self.with_blocks(blocks)
-            search, outcome = longer.search(cluster, dataclasses.replace(demands, time_limit=left))
+            search, outcome = longer.search(cluster, dataclasses.replace(demands, time_limit=remaining_seconds))
             if not outcome.solutions:
                 continue
             plan = longer.chosen_of(cluster, demands, search, outcome)
@@ -164,7 +164,7 @@ class _Planner:
         return other
 
     def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
-        """The plan of the best of what a search found; if that is not proved, of what a closer search finds."""
+        """The plan of a search's best solution; if that is not proved, of a search with a smaller gap."""
         best, others = self.judged(cluster, demands, search, outcome)
         gap = _gap_to_prove(best, outcome)
         if gap is not None:
@@ -176,23 +176,25 @@ class _Planner:
         return plan
 
     def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
-        """What a search with a smaller gap finds in the time that is left, beside what was found before."""
-        left = search.deadline - time.monotonic()
-        if left <= 0:
+        """Search with a smaller gap in the remaining time, and merge its solutions with those of ``outcome``."""
+        remaining_seconds = search.deadline - time.monotonic()
+        if remaining_seconds <= 0:
             return search, dataclasses.replace(outcome, status=TIME_LIMIT)
-        search, again = self.search(cluster, dataclasses.replace(demands, time_limit=left), search.level_one)
-        fastest = {each.candidate: each for each in outcome.solutions}
-        for each in again.solutions:
-            if each.candidate not in fastest or each.seconds <= fastest[each.candidate].seconds:
-                fastest[each.candidate] = each
-        solutions = sorted(fastest.values(), key=lambda each: each.seconds)
+        search, again = self.search(
+            cluster, dataclasses.replace(demands, time_limit=remaining_seconds), search.level_one
+        )
+        fastest = {solution.candidate: solution for solution in outcome.solutions}
+        for solution in again.solutions:
+            if solution.candidate not in fastest or solution.seconds <= fastest[solution.candidate].seconds:
+                fastest[solution.candidate] = solution
+        solutions = sorted(fastest.values(), key=lambda solution: solution.seconds)
         return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
 
     def lightest(
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome, best: Judged, others: list[Judged]
     ) -> Judged:
-        """``best``, or what is as fast in less memory: within half the gap, still proved, no slower than an expert."""
-        experts = [each.report.seconds for each in data_experts(search.level_one, cluster, demands)]
+        """``best``, or a solution in less memory: within half the gap, still proved, no slower than an expert."""
+        experts = [expert.report.seconds for expert in data_experts(search.level_one, cluster, demands)]
         tie = 1.0 + demands.gap / 2
         proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
         slowest = min(best.solution.seconds * tie, proved)
@@ -202,17 +204,17 @@ class _Planner:
     def judged(
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
     ) -> tuple[Judged, list[Judged]]:
-        """What the simulator makes of the solutions: the best, or an expert's if that is faster, and the others."""
-        wanted, fastest = demands.num_alternatives, outcome.solutions[0].seconds
-        near = [each for each in outcome.solutions[wanted:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
-        judged = [judge(solution) for solution in (*outcome.solutions[:wanted], *near)]
-        plain = [judge(each) for found in judged for each in plainer(found.solution)]
+        """Simulate the solutions: the fastest, or an expert's if that is faster, and the others."""
+        num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
+        near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
+        judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
+        plain = [judge(each) for solved in judged for each in plainer(solved.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
         return best, [each for each in judged if each is not best]
 
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
-        """The first of the clusters of ever more devices that is fast enough."""
+        """The plan of the smallest part of the cluster that is fast enough."""
         slowest = None
         for size in _sizes(cluster):
             last = size == cluster.num_devices
@@ -228,9 +230,9 @@ class _Planner:
         )
 
     def least_memory(self, cluster: Cluster) -> Plan:
-        """Bisect the memory limit down to what still fits."""
-        found = self.fastest(cluster, self.demands)
-        low, high = 0.0, max(rank.total for rank in found.step.memory)
+        """Bisect the memory limit for the least that still has a plan."""
+        best = self.fastest(cluster, self.demands)
+        low, high = 0.0, max(rank.total for rank in best.step.memory)
         while high - low > MEMORY_STEP * high:
             middle = (low + high) / 2
             limit = middle / (1.0 - self.demands.headroom)
@@ -238,22 +240,22 @@ class _Planner:
             if less is None:
                 low = middle
                 continue
-            found, high = less, min(middle, max(rank.total for rank in less.step.memory))
-        return found
+            best, high = less, min(middle, max(rank.total for rank in less.step.memory))
+        return best
 
 
 def _best(judged: list[Judged], bound: float) -> Judged:
-    """What the simulator likes most of the solutions that are proved to be near the best by the closed form, unless it
-    finds another clearly faster."""
-    fastest = min(judged, key=lambda each: each.report.seconds)
-    near = [each for each in judged if each.solution.seconds * (1.0 - PROVED) <= bound]
-    best = min(near, key=lambda each: each.report.seconds, default=fastest)
+    """The solution that is fastest in the simulator among those proved near-optimal by the closed form, unless another
+    is clearly faster."""
+    fastest = min(judged, key=lambda candidate: candidate.report.seconds)
+    near = [candidate for candidate in judged if candidate.solution.seconds * (1.0 - PROVED) <= bound]
+    best = min(near, key=lambda candidate: candidate.report.seconds, default=fastest)
     return fastest if fastest.report.seconds < best.report.seconds * (1.0 - CLEARLY) else best
 
 
 def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:
-    """The gap at which a search proves that ``best`` is near the best by the closed form; None if it has, or if no
-    search would: where it ran out of time, and where there is something better by the closed form."""
+    """The gap at which a search would prove that ``best`` is near-optimal by the closed form; None if it is proved
+    already, time ran out, or the closed form has a clearly faster solution."""
     fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - ROUNDED * PROVED)
     if outcome.bound >= needed or outcome.status == TIME_LIMIT or fastest < needed:
         return None

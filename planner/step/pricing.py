@@ -38,13 +38,13 @@ def state_derived(graph: Graph) -> frozenset[str]:
 
     Such are casts and views of weights, and embeddings of positions that all samples have in common.
     """
-    found = {state.value.name for state in graph.states}
+    derived = {state.value.name for state in graph.states}
     constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
     for node in graph.nodes:
         rest = [name for name in node.inputs if name not in constants]
-        if rest and all(name in found for name in rest):
-            found.update(value.name for value in node.outputs)
-    return frozenset(found)
+        if rest and all(name in derived for name in rest):
+            derived.update(value.name for value in node.outputs)
+    return frozenset(derived)
 
 
 def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]) -> float:
@@ -149,8 +149,8 @@ class StepPricing(Pricing):
                 for turned in _turned(shape)[: len(matrices)]
             )
             if len(grads) > len(matrices):  # a bias: the sum of the rows of the output's gradient
-                made = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
-                backward += price(flops=0.0, num_bytes=made, dtype=dtype, kind=REDUCTION)
+                gradient_bytes = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+                backward += price(flops=0.0, num_bytes=gradient_bytes, dtype=dtype, kind=REDUCTION)
             return forward, backward
         if kind == ATTENTION and forms_scores(node):
             seconds = self._formed_attention(node, values, inputs)
@@ -163,12 +163,12 @@ class StepPricing(Pricing):
             return forward, price(flops=again, num_bytes=2 * num_bytes, dtype=dtype, kind="attention_backward")
         if flops:
             return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
-        made = sum(
+        gradient_bytes = sum(
             self.local_bytes(values[name], where)
             for name, where in zip(node.inputs, inputs)
             if values[name].requires_grad and (node.name, name) not in self.fusion.reads
         )
-        return forward, price(flops=0.0, num_bytes=num_bytes + made, dtype=dtype, kind=kind)
+        return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
 
     def _formed_attention(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]

@@ -1,4 +1,4 @@
-"""What would make a model fit: demands to give up, more devices, more memory on each."""
+"""Changes that would make a model fit: demands to drop, more devices, more memory on each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.step.level_one import LevelOne
 from planner.step.search import Search
 from planner.step.training import POLICIES, ZERO_STAGES
 
-#: How many times the cluster is tried.
+#: Multiples of the cluster that are tried.
 TIMES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 
 
@@ -24,15 +24,15 @@ def relaxations(search: Search, nearest: Closest, *, looks: Looks) -> Iterator[s
     by_demand = [*_policies(search, looks), *_others(search, looks)]
     if not by_demand and (search.demands.fixed or search.demands.forbidden):
         free = replace(search.demands, fixed={}, forbidden={})
-        found = _fits(_relaxed(search, free), looks)
-        by_demand = [f"dropping all of fix and forbid: {found.candidate}"] if found else []
+        fitting = _fits(_relaxed(search, free), looks)
+        by_demand = [f"dropping all of fix and forbid: {fitting.candidate}"] if fitting else []
     yield from by_demand
     yield from _devices(search, looks)
     yield _memory(search, nearest)
 
 
 def _policies(search: Search, looks: Looks) -> Iterator[str]:
-    """Values of recompute and ZeRO that are excluded and would help, the first of each (it costs least time)."""
+    """Yield the first excluded value of recompute and of ZeRO that would help (it costs least time)."""
     for name, values in (("recompute", POLICIES), ("zero", ZERO_STAGES)):
         for value in values:
             if search.demands.allows(name, value):
@@ -45,12 +45,12 @@ def _policies(search: Search, looks: Looks) -> Iterator[str]:
 
 
 def _others(search: Search, looks: Looks) -> Iterator[str]:
-    """Other choices that need not be as demanded, with what would be chosen."""
+    """Yield other demands whose removal would help, with the value that would be chosen."""
     named = {*search.demands.fixed, *search.demands.forbidden} - {"recompute", "zero", "order"}
     for name in sorted(named):
-        found = _fits(_relaxed(search, without(search.demands, name)), looks)
-        if found is not None:
-            yield f"{name}={found.candidate.value_of(name)}"
+        fitting = _fits(_relaxed(search, without(search.demands, name)), looks)
+        if fitting is not None:
+            yield f"{name}={fitting.candidate.value_of(name)}"
 
 
 def _devices(search: Search, looks: Looks) -> Iterator[str]:
@@ -68,14 +68,14 @@ def _devices(search: Search, looks: Looks) -> Iterator[str]:
             if looks.left <= 0:
                 return
             level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.kept)
-            found = _fits(Search(level, level.cluster, demands), looks)
-            if found is not None:
-                yield f"{level.cluster.num_devices} {what} ({found.candidate})"
+            fitting = _fits(Search(level, level.cluster, demands), looks)
+            if fitting is not None:
+                yield f"{level.cluster.num_devices} {what} ({fitting.candidate})"
                 return
 
 
 def _memory(search: Search, nearest: Closest) -> str:
-    """What devices would have to have."""
+    """The memory that devices would need, as text."""
     needed = search.memory + nearest.missing
     demands, device = search.demands, search.cluster.device
     usable = device.usable_bytes * (1.0 - demands.headroom)
@@ -95,8 +95,8 @@ def _relaxed(search: Search, demands: Demands) -> Search:
 
 def _fits(search: Search, looks: Looks) -> Closest | None:
     """A candidate that fits, None if none is found."""
-    found = closest(search, looks=looks, only_fitting=True)
-    return found if found is not None and found.missing == 0 else None
+    nearest = closest(search, looks=looks, only_fitting=True)
+    return nearest if nearest is not None and nearest.missing == 0 else None
 
 
 def _grown(cluster: Cluster, times: int) -> Cluster:

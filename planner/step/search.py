@@ -1,9 +1,9 @@
-"""Level 2: every way to run a training step, best first, until no other can be better.
+"""Level 2: best-first search over all candidates for a training step, with a certificate.
 
-Candidates (layout × micro-batch × schedule) wait in a heap, each under a lower bound of its step's seconds. A candidate
-that comes to the top is bounded better, in several stages, and goes back; one whose shardings, cuts, recompute and ZeRO
-are solved (``planner.step.stages.ilp``) is an incumbent. The search stops when the top of the heap is no better than
-the incumbent by more than the gap: everything below it is pruned by its bound, which is the certificate.
+Candidates (layout × micro-batch × schedule) wait in a heap, ordered by a lower bound of their step's seconds. The
+candidate at the top gets a tighter bound, in several stages, and returns to the heap; once its shardings, cuts,
+recompute and ZeRO are solved (``planner.step.stages.ilp``) it is an incumbent. The search stops when the bound at the
+top is within the gap of the incumbent: everything below is pruned by its bound, which is the certificate.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from planner.step.stages.ilp import CUTOFF, Proofs, bound_within_memory, quick_b
 from planner.step.stages.problem import StageProblem, UnitRun
 from planner.step.training import POLICIES, ZERO_STAGES
 
-#: Worth of a byte in the sharding ILP, as a share of (seconds / bytes of the fastest); the later ones if memory binds.
+#: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25)
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
-#: How many times the least bound their best may be before others are solved too.
+#: If the best of these exceeds the least bound by more than this factor, others are solved too.
 FAR = 2.0
-#: How much slower than the best these may be, so that the simulator has more than one to choose from.
+#: How much slower than the best these may be, so that the simulator can choose among several.
 TIES = 0.02
-#: Of so many candidates that come to the top of the heap one is solved at once, for a better incumbent.
+#: Every so many candidates, the one at the top of the heap is solved at once, for a better incumbent.
 DIVE_EVERY = 128
-#: Schedules that they are solved under.
+#: Schedules of the candidates that are solved before the search begins.
 PLAIN = ("1f1b", "interleaved_1f1b")
-#: The solver's effort for a stage program when it is solved for the first time: little for those before the search
-#: begins. Where it does not suffice the candidate waits under the bound that was proved, and then gets twice as much.
+#: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
+#: returns to the heap under its proved bound, and then gets twice the effort.
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 
 
@@ -85,7 +85,7 @@ class Search:
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
-        """Search until the gap is closed, nothing is left, or time is up."""
+        """Search until the gap is closed, the heap is empty, or time is up."""
         self.deadline = time.monotonic() + self.demands.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
@@ -104,12 +104,12 @@ class Search:
             self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
         best = self.solutions[0].seconds if self.solutions else float("inf")
-        left = heap[0].bound if heap else float("inf")
-        bound = min(left, self.least, best)
+        least_open_bound = heap[0].bound if heap else float("inf")
+        bound = min(least_open_bound, self.least, best)
         return Outcome(self.solutions, bound, TIME_LIMIT if self.late else OPTIMAL, self.counts, self.shortfalls)
 
     def _is_late(self) -> bool:
-        """Whether time is up, which is the only thing that the clock decides; the plan then says so."""
+        """Whether time is up. The clock decides nothing else, and the plan reports it."""
         self.late = self.late or time.monotonic() > self.deadline
         return self.late
 
@@ -122,15 +122,15 @@ class Search:
                 self._leave(entry.bound)
 
     def _leave(self, bound: float) -> None:
-        """Nothing that is no longer looked at is better than ``bound``."""
+        """Record the bound of a pruned candidate; the certificate takes the minimum over all pruned."""
         self.least = min(self.least, bound)
 
     def _dive(self, heap: list[_Entry]) -> None:
-        """Solve a few promising candidates at once, so that there is something to prune with; one if time is up.
+        """Solve a few promising candidates first, to have an incumbent to prune with; only one if time is up.
 
-        Of every three sizes of pipeline, context and tensor axis (the last within a node), under the plainest
-        schedules: the smallest micro-batch, which fills the pipeline best and holds least; and without a pipeline the
-        largest that may fit, for which parameters are gathered least often. If the best is far from the bound, also the
+        For every combination of pipeline, context and tensor size (tensor within a node), under the plainest schedules:
+        the smallest micro-batch, which fills the pipeline best and needs least memory; and without a pipeline the
+        largest that may fit, which gathers parameters least often. If the best is far from the bound, also the
         micro-batch of least bound, whose operators are largest.
         """
         far = FAR * min((entry.bound for entry in heap), default=0.0)
@@ -144,7 +144,7 @@ class Search:
         self.diving = False
 
     def _solve_best(self, heap: list[_Entry], ready: list[_Entry]) -> None:
-        """Take ``ready`` through all stages, best first, but for what is near the best no more."""
+        """Take ``ready`` through all stages, best first, and drop those that the cutoff prunes."""
         self.finished.update(entry.candidate for entry in ready)
         heapq.heapify(ready)
         while ready:
@@ -156,19 +156,19 @@ class Search:
                 heapq.heappush(heap if follower.weight or follower.effort else ready, follower)
             self._tell(heap)
 
-    def _firsts(self, found: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
-        """The first candidate in ``order`` for every three sizes, of the plain ones if there are any."""
+    def _firsts(self, entries: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
+        """The first of ``entries`` in ``order`` for every combination of axis sizes, among plain ones if any."""
         best: dict[tuple[int, ...], _Entry] = {}
-        for entry in [each for each in found if self._is_plain(each.candidate)] or found:
+        for entry in [entry for entry in entries if self._is_plain(entry.candidate)] or entries:
             layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor)
-            known = best.setdefault(key, entry)
-            if order(entry) < order(known):
+            incumbent = best.setdefault(key, entry)
+            if order(entry) < order(incumbent):
                 best[key] = entry
         return [entry for entry in best.values() if entry.candidate not in self.finished]
 
     def _is_plain(self, candidate: Candidate) -> bool:
-        """Whether a candidate may be solved before the search begins, where the demands leave any such."""
+        """Whether a candidate is preferred for solving before the search begins."""
         layout = candidate.layout
         near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
         return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
@@ -184,7 +184,7 @@ class Search:
                 continue
             for follower in self._advance(entry):
                 if follower.weight or follower.effort:
-                    heapq.heappush(heap, follower)  # the same in fewer bytes, or solved for longer: later
+                    heapq.heappush(heap, follower)  # a sharding of fewer bytes, or more solver effort: later
                 else:
                     stack.append(follower)
 
@@ -212,21 +212,21 @@ class Search:
         return limit * (1.0 - self.demands.headroom)
 
     def _cutoff(self) -> float:
-        """What a candidate must beat to be of interest."""
-        wanted = self.demands.num_alternatives
-        if len(self.solutions) < wanted:
+        """The seconds that a candidate must beat."""
+        num_plans = self.demands.num_alternatives
+        if len(self.solutions) < num_plans:
             return float("inf")
-        return self.solutions[wanted - 1].seconds * (1.0 + TIES if self.diving else 1.0 - self.demands.gap)
+        return self.solutions[num_plans - 1].seconds * (1.0 + TIES if self.diving else 1.0 - self.demands.gap)
 
     def _first_entries(self) -> Iterator[_Entry]:
-        found = candidates(
+        enumerated = candidates(
             self.cluster,
             global_batch=self.level_one.global_batch,
             num_units=sum(unit.count for unit in self.level_one.kept.units),
             demands=self.demands,
             micro_batches=self.level_one.micro_batches,
         )
-        for candidate in found:
+        for candidate in enumerated:
             self.counts["enumerated"] += 1
             least = self.bounds.whole(candidate.cut)
             if least == float("inf"):
@@ -243,12 +243,12 @@ class Search:
             yield _Entry(candidate.bound(least + recompute), next(self.order), candidate, recompute=recompute)
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
-        """Note that ``candidate`` does not fit, by how many bytes at least."""
+        """Record a lower bound of the memory shortfall of ``candidate``, in bytes."""
         self.counts["out of memory"] += 1
         self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
 
     def _advance(self, entry: _Entry) -> Iterable[_Entry]:
-        """The entries that take the place of ``entry``, one stage further; none if it is solved or impossible."""
+        """The entries that replace ``entry``, one stage further; none if it is solved or impossible."""
         stages = (
             self._scale,
             self._gather,
@@ -265,14 +265,14 @@ class Search:
         return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
 
     def _bound(self, entry: _Entry, seconds: float) -> float:
-        """The least that the step takes if a micro-batch takes ``seconds`` beside what is recomputed."""
+        """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""
         return entry.candidate.bound(seconds + entry.recompute)
 
     def _scale(self, entry: _Entry) -> Iterator[_Entry]:
         yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
 
     def _gather(self, entry: _Entry) -> Iterator[_Entry]:
-        """Bound the communication stream: what ZeRO must gather and reduce for every micro-batch to fit in memory."""
+        """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
         seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
         if seconds == float("inf"):
@@ -283,7 +283,7 @@ class Search:
     def _bound_by_axis(self, entry: _Entry) -> Iterator[_Entry]:
         again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))
         if again > entry.bound:
-            yield replace(entry, bound=again)  # others have told more in the meantime
+            yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
             return
         least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0) - entry.recompute)
         if least == float("inf"):
@@ -310,7 +310,7 @@ class Search:
         yield from self._with_fewer_bytes(entry, bound)
 
     def _is_known(self, entry: _Entry, sharded: Sharded) -> bool:
-        """Whether the sharding is the one that a lower worth of bytes gave."""
+        """Whether a lower price of bytes gave the same sharding."""
         lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
         before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
         return before is not None and before.seconds == sharded.seconds and before.figures == sharded.figures
@@ -362,20 +362,20 @@ class Search:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
 
     def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
-        """The candidate again, under the sharding for which a byte is worth more: slower, but it may recompute, gather
-        or reduce less. ``bound``: of the operators alone, since the stages of other shardings say nothing of it."""
+        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or
+        reduce less. ``bound`` is of the operators alone, since bounds of the stages hold for one sharding only."""
         heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
         if heavier is not None and entry.candidate.cut.context * entry.candidate.cut.tensor > 1:
             yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
 
     def _add(self, solution: Solution) -> None:
-        known = next((each for each in self.solutions if each.candidate == solution.candidate), None)
-        if known is not None and known.seconds <= solution.seconds:
+        previous = next((other for other in self.solutions if other.candidate == solution.candidate), None)
+        if previous is not None and previous.seconds <= solution.seconds:
             return  # solved before, or under a sharding that is slower
-        if known is not None:
-            self.solutions.remove(known)
+        if previous is not None:
+            self.solutions.remove(previous)
         self.solutions.append(solution)
-        self.solutions.sort(key=lambda each: each.seconds)
+        self.solutions.sort(key=lambda entry: entry.seconds)
         del self.solutions[max(8, self.demands.num_alternatives) :]
 
     def _links(self, layout: Layout) -> Links:
@@ -412,7 +412,7 @@ class Search:
         )
 
     def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
-        """The chain with all choices of every unit: the same for all schedules that do not differ in the setting."""
+        """The chain of units with all choices, cached for all schedules with the same setting."""
         setting = self.setting(candidate)
         key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.tied_apart)
         if key not in self.runs:

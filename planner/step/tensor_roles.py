@@ -1,7 +1,8 @@
-"""What experts do on the tensor axis, as rules that narrow the options of the sharding search.
+"""Expert tensor parallelism as rules that narrow the options of the sharding search.
 
-``planner.search.baselines`` says how Megatron and Redco split layers; here are transformers' own plans (a class
-attribute of its configs: styles by module), and that outside of split layers all is whole without sequence parallelism.
+``planner.search.baselines`` has Megatron's and Redco's rules. This file adds transformers' own plans (a class attribute
+of its configs: styles by module), and the rule that values outside of split layers are whole without sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GATHERED = frozenset(("colwise_rep", "colwise_gather_output"))
 
 @dataclass(frozen=True)
 class TensorRoles:
-    """What each layer does: roles by node name, nodes whose output is gathered at once, and the kind of baseline.
+    """Roles by node name (``found``), nodes whose output is gathered at once, and the kind of baseline.
 
     ``sequence``: whether activations between split layers may be sharded (Korthikanti et al. 2022)
     """
@@ -53,8 +54,8 @@ class TensorRoles:
         split = frozenset() if self.sequence else _split(graph, self)
 
         def narrow(problem: Problem) -> list[Constraint]:
-            found = restrict(problem, self.baseline, self.found)
-            return found if self.sequence else [*found, _whole_outside(problem, {*split, *self.found})]
+            constraints = restrict(problem, self.baseline, self.found)
+            return constraints if self.sequence else [*constraints, _whole_outside(problem, {*split, *self.found})]
 
         return narrow
 
@@ -70,23 +71,23 @@ def redco_roles(graph: Graph) -> TensorRoles:
 
 
 def transformers_roles(graph: Graph, config: Any) -> TensorRoles | None:
-    """What ``base_model_tp_plan`` of a transformers config says of the layers of ``graph``; None without a plan."""
+    """The roles of the layers of ``graph`` by ``base_model_tp_plan`` of a transformers config; None without a plan."""
     styles: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     patterns = [(_pattern(module), style) for module, style in styles.items() if style in STYLES]
-    found: dict[str, Role] = {}
+    role_of_node: dict[str, Role] = {}
     gathered = set()
     for node in graph.nodes:
         style = next((style for pattern, style in patterns if pattern.fullmatch(node.module_path or "")), None)
         if style is None or base_name(node.op) not in {*PRODUCTS, *EMBEDDINGS}:
             continue
-        found[node.name] = STYLES[style]
+        role_of_node[node.name] = STYLES[style]
         if style in GATHERED:
             gathered.add(node.name)
-    if not found:
+    if not role_of_node:
         return None
-    vocabulary = "embedding" in found.values()
+    vocabulary = "embedding" in role_of_node.values()
     return TensorRoles(
-        found, Baseline(tensor=True, vocabulary=vocabulary), sequence=False, gathered=frozenset(gathered)
+        role_of_node, Baseline(tensor=True, vocabulary=vocabulary), sequence=False, gathered=frozenset(gathered)
     )
 
 
@@ -95,21 +96,21 @@ def _pattern(module: str) -> re.Pattern[str]:
     return re.compile(r"(?:.*\.)?" + r"\d+".join(re.escape(part) for part in module.split("*")))
 
 
-def _split(graph: Graph, known: TensorRoles) -> frozenset[str]:
+def _split(graph: Graph, tensor_roles: TensorRoles) -> frozenset[str]:
     """Nodes between a column layer and the row layer that it ends at (or the end of the graph)."""
     split: set[str] = set()
-    found = set()
+    nodes = set()
     for node in graph.nodes:
-        role = known.found.get(node.name)
+        role = tensor_roles.found.get(node.name)
         if role is None and any(name in split for name in node.inputs):
-            found.add(node.name)
-        if node.name in found or (role == "column" and node.name not in known.gathered):
+            nodes.add(node.name)
+        if node.name in nodes or (role == "column" and node.name not in tensor_roles.gathered):
             split.update(value.name for value in node.outputs)
-    return frozenset(found)
+    return frozenset(nodes)
 
 
 def _whole_outside(problem: Problem, split: Collection[str]) -> Constraint:
-    """Operators outside of split layers give whole values on the tensor axis, where they can."""
+    """Constrain operators outside of split layers to whole outputs on the tensor axis, where possible."""
     axis = problem.mesh.names.index(TENSOR)
     constraint = Constraint("whole outside of split layers")
     for name, element in problem.elements.items():

@@ -1,7 +1,7 @@
-"""The collectives that one unit of a step issues for one micro-batch: forward, backward, and again where it recomputes.
+"""The collectives that one unit of a step issues for one micro-batch: forward, backward, and repeated by recomputation.
 
-What runs again follows ``runtime.recompute``: ``regather`` and ``selective`` send those collectives again whose results
-autograd would keep, with those on the way there; ``full`` all up to the last tensor that autograd keeps.
+Repeats follow ``runtime.recompute``: ``regather`` and ``selective`` repeat the collectives whose results autograd would
+save, with the conversions that lead to them; ``full`` repeats all up to the last tensor that autograd saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from passes.rules.rule import Reduction
 from passes.shard import Compute, Convert, Local
 from passes.shard.operations import Operation
 
-#: Phases; the last is once a step, behind all backward passes.
+#: Phases; the last is once a step, after all backward passes.
 FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
 
 
@@ -44,14 +44,14 @@ def local_bytes(local: Local) -> int:
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh that programs are written for: its batch axis stands for ``num_microbatches``, too."""
+    """The mesh of the programs; its batch axis counts the data-parallel size times ``num_microbatches``."""
 
     mesh: MeshShape
     batch_axis: str
     num_microbatches: int
 
     def sent(self, collective: str, convert: Convert, phase: str) -> Sent:
-        """A collective of a conversion. What samples are gathered into on the batch axis is one micro-batch."""
+        """A collective of a conversion; samples gathered on the batch axis are those of one micro-batch."""
         name = convert.step.axis_name(self.mesh)
         shards = shard_dim(convert.step.source_type) is not None or shard_dim(convert.step.target_type) is not None
         parts = self.num_microbatches if shards and name == self.batch_axis else 1
@@ -59,10 +59,10 @@ class Axes:
 
 
 def sent_once(operations: Sequence[Operation], axes: Axes, live: frozenset[str]) -> Iterator[Sent]:
-    """What conversions and operators send, without recomputation.
+    """Yield the collectives of conversions and operators, without recomputation.
 
     Args:
-        live: names of the nodes that a gradient comes back to.
+        live: names of the nodes that receive a gradient.
     """
     for operation in operations:
         yield from _forward(operation, axes)
@@ -102,12 +102,12 @@ def _reduction_bytes(item: Reduction, local: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """What autograd keeps of the operators of a unit.
+    """What autograd saves of the operators of a unit.
 
     Attributes:
-        brought: conversions that a collective did and whose results are kept, with those on the way there.
-        weights: paths of the parameters that are kept as they were gathered.
-        last: place in the unit of the last operator of which anything is kept; −1 if nothing is.
+        brought: conversions with a collective whose results are saved, and the conversions that lead to them.
+        weights: paths of the parameters that are saved as they were gathered.
+        last: index in the unit of the last operator with a saved tensor; −1 if there is none.
     """
 
     brought: tuple[Convert, ...]
@@ -115,43 +115,43 @@ class Kept:
     last: int
 
     @staticmethod
-    def of(operations: Sequence[Operation], known: Activations) -> Kept:
-        found = _Storages()
-        kept: list[Local] = []
+    def of(operations: Sequence[Operation], activations: Activations) -> Kept:
+        storages = _Storages()
+        saved: list[Local] = []
         last = -1
         for place, operation in enumerate(operations):
             if isinstance(operation, Convert):
-                found.converted(operation)
+                storages.converted(operation)
             elif isinstance(operation, Compute):
-                found.computed(operation, known)
-                names = _kept_names(operation, known)
+                storages.computed(operation, activations)
+                names = _kept_names(operation, activations)
                 if names is not None:
                     last = place
-                    local = {each.value.name: each for each in (*operation.outputs, *operation.inputs)}
-                    kept += [local[name] for name in names if name in local]
-        convert_of = [found.brought.get(local) for local in kept]
+                    local = {tensor.value.name: tensor for tensor in (*operation.outputs, *operation.inputs)}
+                    saved += [local[name] for name in names if name in local]
+        convert_of = [storages.brought.get(local) for local in saved]
         brought: dict[int, Convert] = {}
         for convert in convert_of:
             while convert is not None and id(convert) not in brought:
                 brought[id(convert)] = convert
-                convert = found.brought.get(convert.source)
-        weights = frozenset(found.weight[local] for local in kept if local in found.weight)
+                convert = storages.brought.get(convert.source)
+        weights = frozenset(storages.weight[local] for local in saved if local in storages.weight)
         return Kept(tuple(brought.values()), weights, last)
 
 
-def _kept_names(compute: Compute, known: Activations) -> tuple[str, ...] | None:
-    """Inputs and outputs of an operator that autograd keeps; None if it keeps nothing at all."""
-    kept = known.kept.get(compute.node.name)
-    if kept is None or not (kept.values or kept.extras):
+def _kept_names(compute: Compute, activations: Activations) -> tuple[str, ...] | None:
+    """Inputs and outputs of an operator that autograd saves; None if it saves nothing."""
+    saved = activations.kept.get(compute.node.name)
+    if saved is None or not (saved.values or saved.extras):
         return None
     if base_name(compute.node.op) == _ATTENTION:
         # Fused on a processor also in float64, for which records know no fused kernel.
         return tuple(local.value.name for local in compute.inputs)
-    return kept.values
+    return saved.values
 
 
 class _Storages:
-    """Whose memory each local tensor is: what a collective brought, or a parameter's, in views of them too."""
+    """Owner of each local tensor's memory, through views: the conversion that received it, or a parameter."""
 
     def __init__(self) -> None:
         self.brought: dict[Local, Convert] = {}
@@ -163,14 +163,16 @@ class _Storages:
         else:
             self._same(convert.target, convert.source)
 
-    def computed(self, compute: Compute, known: Activations) -> None:
+    def computed(self, compute: Compute, activations: Activations) -> None:
         for local in compute.inputs:
             if local.state is not None:
                 self.weight[local] = local.state.path
         for output in compute.outputs:
-            root = known.roots.get(output.value.name, output.value.name)
+            root = activations.roots.get(output.value.name, output.value.name)
             if root != output.value.name:
-                source = next((each for each in compute.inputs if known.roots.get(each.value.name) == root), None)
+                source = next(
+                    (local for local in compute.inputs if activations.roots.get(local.value.name) == root), None
+                )
                 if source is not None:
                     self._same(output, source)
 
@@ -184,7 +186,7 @@ class _Storages:
 
 
 def sent_again(operations: Sequence[Operation], axes: Axes, kept: Kept, policy: str) -> Iterator[Sent]:
-    """What the backward pass sends again of the forward pass under a recompute policy."""
+    """Yield the forward collectives that the backward pass repeats under a recompute policy."""
     if policy == "none":
         return
     again = operations[: kept.last + 1] if policy == "full" else kept.brought
@@ -193,5 +195,5 @@ def sent_again(operations: Sequence[Operation], axes: Axes, kept: Kept, policy: 
 
 
 def gathers_in_backward(kept: Kept, policy: str) -> bool:
-    """Whether the backward pass of a unit whose weights are let go after each use gathers them again."""
+    """Whether the backward pass of a unit whose weights are freed after each use gathers them again."""
     return bool(kept.weights) if policy in ("none", "regather") else kept.last >= 0

@@ -1,4 +1,4 @@
-"""Batches as the trainer sees them: how a model is called on one, what it weighs in a mean, datasets in whole batches.
+"""Batches of the trainer: calling a model on a batch, a batch's weight in a mean, and datasets as whole batches.
 
 A program has static shapes, so every batch it is given is a full one. Of a dataset whose length the batch does not
 divide, the rest is taken apart into pieces that divide a batch, and each is repeated until it fills one: a mean over a
@@ -61,7 +61,7 @@ def example_batch(dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]
 
 
 def data_pins(example: Any, batch_size: int, mesh: Target, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Constraints that give every data-parallel group its own samples, as a planned step does of itself."""
+    """Constraints that give every data-parallel group its own samples, as a planned step does by itself."""
     target = read_target(mesh)
     if isinstance(target, (Plan, Cluster)) or plans_step(target, options) or DATA not in axis_sizes(target):
         return {}
@@ -74,7 +74,7 @@ def data_pins(example: Any, batch_size: int, mesh: Target, options: Mapping[str,
 
 @dataclass(frozen=True)
 class DataGroup:
-    """Which samples a rank reads: every field of them, since a call of the model names all its inputs."""
+    """The samples that a rank reads, with all their fields, since a call of the model names all its inputs."""
 
     data_rank: int
     num_data_ranks: int
@@ -95,13 +95,13 @@ class Chunk:
 def chunks(num_samples: int, batch_size: int, *, exact: bool) -> list[Chunk]:
     """A dataset as full batches. With ``exact`` every chunk's size divides the batch, so that means stay means."""
     full = num_samples - num_samples % batch_size
-    found = [Chunk(first, batch_size) for first in range(0, full, batch_size)]
+    batches = [Chunk(first, batch_size) for first in range(0, full, batch_size)]
     while full < num_samples:
         rest = num_samples - full
         size = max(size for size in range(1, rest + 1) if batch_size % size == 0) if exact else rest
-        found.append(Chunk(full, size))
+        batches.append(Chunk(full, size))
         full += size
-    return found
+    return batches
 
 
 class Rows(Sequence[Any]):
@@ -126,7 +126,7 @@ class Rows(Sequence[Any]):
 
 
 def has_labels(batch: Any, fields: Sequence[str]) -> bool:
-    """Whether a batch has integer labels, some of which a loss can be told to leave out."""
+    """Whether a batch has integer labels, some of which a loss may ignore."""
     return any(_is_label(value) for name, value in tensors_of(batch).items() if name in fields)
 
 

@@ -44,7 +44,7 @@ def evaluate(trainer: Training, dataset: Any) -> dict[str, float]:
 
 def predict(trainer: Training, dataset: Any) -> list[Any]:
     """One output for each sample, in order."""
-    found: list[Any] = []
+    predictions: list[Any] = []
     for batch, num_samples in _full_batches(trainer, dataset, exact=False):
         if trainer.predict_fn is not None:
             outputs = trainer.predict_fn(trainer.parallel, batch)
@@ -57,12 +57,12 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
                 f"predict_fn gave {len(outputs)} outputs for a batch of {trainer.global_batch} samples: return one for "
                 "each sample"
             )
-        found.extend(itertools.islice(outputs, num_samples))
-    return found
+        predictions.extend(itertools.islice(outputs, num_samples))
+    return predictions
 
 
 def _every_rank_reads_labels(trainer: Training) -> bool:
-    """Not so with a pipeline: its stages read only what they use."""
+    """Whether every rank reads all fields; with a pipeline, stages read only the fields that they use."""
     return trainer.parallel.plan.step.axes.get("pp", 1) == 1
 
 
@@ -85,7 +85,7 @@ def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool =
 
 
 def _blocks(dataset: Any, size: int) -> Iterator[Any]:
-    """The dataset, or if it is a stream its samples, a batch at a time."""
+    """The dataset, or the samples of a stream, in batches."""
     if not isinstance(dataset, IterableDataset):
         yield dataset
         return

@@ -1,4 +1,4 @@
-"""What a trainer makes of parameters unless told otherwise, and helpers for those who tell it."""
+"""The trainer's default optimizer, and helpers to choose another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def warmup_cosine(
     def factor(step: int) -> float:
         if step < num_warmup_steps:
             return (step + 1) / num_warmup_steps
-        done = min(1.0, (step - num_warmup_steps) / (num_steps - num_warmup_steps))
-        return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+        progress = min(1.0, (step - num_warmup_steps) / (num_steps - num_warmup_steps))
+        return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
     return lambda optimizer: LambdaLR(optimizer, factor)

@@ -1,4 +1,4 @@
-"""What is shown of training, on the first rank only: a progress bar on a terminal, and lines in any case."""
+"""Progress of training, shown on the first rank only: a progress bar on a terminal, and lines in any case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnLog = Callable[[Mapping[str, float]], None]
 
 
 class Reporter:
-    """Losses of steps, looked at now and then: reading one waits for the device.
+    """Losses of steps, read only now and then, since reading one waits for the device.
 
     Args:
         first: whether this is the rank that shows anything.
@@ -50,12 +50,12 @@ class Reporter:
         self._bar.__exit__(*error)
 
     def start(self, step: int, total: int | None) -> None:
-        """Training goes on from ``step``; ``total`` steps are expected (None: not known)."""
+        """Start from ``step``; ``total`` steps are expected (None: unknown)."""
         self._bar.update(self._task, completed=step, total=total)
         self._since = (time.perf_counter(), step)
 
     def step(self, step: int, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Note the loss of one step."""
+        """Record the loss of one step."""
         self._pending.append((step, loss))
         self._bar.update(self._task, completed=step)
         if self.log_every and step % self.log_every == 0:

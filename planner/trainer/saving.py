@@ -23,7 +23,7 @@ class Saver:
         self._write(self._last, trainer, loader)
 
     def save_best(self, trainer: Training, loader: Any, loss: float) -> None:
-        """Write it as the best, if it is."""
+        """Save the weights as the best, if their loss is the lowest so far."""
         if loss < self.best:
             self.best = loss
             self._write(self._best, trainer, loader)
@@ -32,8 +32,8 @@ class Saver:
         """Go back to the last checkpoint; False if there is none, or training has gone on since."""
         if trainer.step or self._last.latest() is None:
             return False
-        found = self._last.load(trainer.parallel, trainer.optimizer, scheduler=trainer.schedule, data=loader)
-        trainer.step, self.best = found.step, found.extra["best"]
+        checkpoint = self._last.load(trainer.parallel, trainer.optimizer, scheduler=trainer.schedule, data=loader)
+        trainer.step, self.best = checkpoint.step, checkpoint.extra["best"]
         return True
 
     def load_best(self, trainer: Training) -> float:
@@ -41,7 +41,7 @@ class Saver:
         return float(self._best.load(trainer.parallel).extra["best"])
 
     def wait(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         self._last.wait()
         self._best.wait()
 

@@ -36,14 +36,14 @@ class Moment:
     ends: bool
 
     def is_for(self, every: int | None) -> bool:
-        """Whether it is time for what is done every so many steps (None: every epoch)."""
+        """Whether an action due every ``every`` steps (None: every epoch) is due now."""
         due = self.epoch_ends if every is None else self.step is not None and self.step % every == 0
         return due or self.ends
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What ``fit`` did.
+    """The result of ``fit``.
 
     Attributes:
         step: optimizer steps done in all, those of earlier runs included.
@@ -202,7 +202,7 @@ class Trainer:
             reporter.check()
         self._position = loader.state_dict()
         self.wait_for_checkpoints()
-        best = min((found["loss"] for found in evaluations.values()), default=None)
+        best = min((metrics["loss"] for metrics in evaluations.values()), default=None)
         if self._saver is not None and self._saver.best < math.inf:
             best = self._saver.best
         return FitResult(self.step, tuple(reporter.losses), evaluations, best)
@@ -223,7 +223,7 @@ class Trainer:
             return predict(self, dataset)
 
     def wait_for_checkpoints(self) -> None:
-        """Until checkpoints that are written in the background are complete; ``fit`` ends with it."""
+        """Wait until checkpoints written in the background are complete; ``fit`` ends with this."""
         if self._saver is not None:
             self._saver.wait()
 
@@ -250,7 +250,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What trains this rank's parameters."""
+        """The optimizer of this rank's parameters."""
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(self.parallel.parameters())
         return self._optimizer
@@ -268,7 +268,7 @@ class Trainer:
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def _prepare(self, dataset: Any) -> None:
-        """Plan and shard, for batches of ``dataset``, if that has not been done."""
+        """Plan and shard for batches of ``dataset``, unless done already."""
         if self._parallel is not None:
             return
         torch.manual_seed(self.seed)

@@ -1,4 +1,4 @@
-"""What evaluating and saving need of a trainer."""
+"""The interface of a trainer that evaluation and saving use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Training(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What trains this rank's parameters."""
+        """The optimizer of this rank's parameters."""
 
     @property
     def schedule(self) -> Any:

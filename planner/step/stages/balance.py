@@ -262,20 +262,20 @@ def _counted(problem: StageProblem, run: int, rounds: Rounds) -> list[int] | Non
     return counts
 
 
-def _alike(problem: StageProblem, rank: int, run: int, own: _Placed, model: _Placed) -> _Placed:
-    """The rank's units in the choices of the ``model`` rank, round by round; unchanged where those do not fit."""
+def _alike(problem: StageProblem, rank: int, run: int, placed: _Placed, model: _Placed) -> _Placed:
+    """The ``placed`` units in the choices of the ``model`` rank, round by round; unchanged where those do not fit."""
     choices_by_round: dict[int, list[int]] = {}
     for chunk, kind, choice in model:
         if kind == run:
             choices_by_round.setdefault(chunk // problem.num_ranks, []).append(choice)
     copied = []
-    for chunk, kind, choice in own:
+    for chunk, kind, choice in placed:
         remaining = choices_by_round.get(chunk // problem.num_ranks, [])
         if kind == run and remaining:
             remaining.sort(key=lambda other: _seconds(problem, (chunk, kind, other)))
             choice = remaining.pop() if len(remaining) > 1 else remaining[0]
         copied.append((chunk, kind, choice))
-    return copied if _used(problem, copied) <= problem.memory[rank] * (1 + ROUNDING) else own
+    return copied if _used(problem, copied) <= problem.memory[rank] * (1 + ROUNDING) else placed
 
 
 def _used(problem: StageProblem, placed: _Placed) -> float:

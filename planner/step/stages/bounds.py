@@ -1,6 +1,6 @@
-"""What no cut and no choice can beat: a lower bound of the step's seconds, and of the bytes that are missing.
+"""Lower bounds over all cuts and choices: of the step's seconds, and of the memory shortfall in bytes.
 
-Both are called for every mesh shape that a search might look into, so neither solves a program.
+The search calls both for every mesh shape that it might explore, so neither solves a program.
 """
 
 from __future__ import annotations

@@ -211,9 +211,9 @@ def add_tables(stage: StageProgram, shares: Shares, largest_load: float) -> None
         if not points:
             continue
         stage.row(held, upper=points[-1][0])
-        for (left, low), (right, high) in itertools.pairwise(_lower_hull(points)):
-            slope = (high - low) / (right - left)
-            stage.row(Linear().add(load).add(held, -slope), lower=low - slope * left)
+        for (left_units, low), (right_units, high) in itertools.pairwise(_lower_hull(points)):
+            slope = (high - low) / (right_units - left_units)
+            stage.row(Linear().add(load).add(held, -slope), lower=low - slope * left_units)
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
