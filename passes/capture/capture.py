@@ -21,12 +21,13 @@ from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
-from passes.capture.python_state import Changes, attributes_set, changes, describe, no_python_draws, plain_state
+from passes.capture.model_copy import copy_of
+from passes.capture.python_state import Changes, changes, describe, no_python_draws, plain_state, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
-from passes.capture.repeats import find_repeats
+from passes.capture.repeats import Repeat, find_repeats
 from passes.capture.saved_values import reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
-from passes.capture.stand_in import StandIns, device_of, mode_of, replaced_tensors
+from passes.capture.stand_in import StandIns, device_of
 from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
 from passes.capture.unfold import unfold
 from passes.capture.watch import WatchedForward
@@ -50,7 +51,7 @@ def capture(
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
     Only shapes and dtypes matter: the model and its inputs may be on the meta device, and no weight is read or copied.
-    The model is the same after the call as before.
+    A copy of the model is traced: the model itself is not touched, whatever its forward does.
 
     Args:
         args, kwargs: an example call on the global batch. Tensors (also inside lists, dicts and dataclasses) become
@@ -74,16 +75,17 @@ def capture(
         return number_draws(_capture_whole(model, **options) if graph is None else graph)
 
 
-#: Tracing replaces tensors of the model and functions of torch for its time.
+#: Tracing replaces functions of torch for its time.
 _one_at_a_time = threading.RLock()
 
 
 def _capture_whole(model: nn.Module, **options: Any) -> Graph:
-    graph, changed = _traced(model, **options)
+    graph, call = _traced(model, **options)
+    changed = call.result.changed
     if not changed:
         return graph
-    with attributes_set(model, changed):
-        again, _ = _traced(model, **options)
+    set_attributes(call.model, changed)
+    again, _ = _traced(call.model, **options)
     if not _same_program(graph, again):
         raise CaptureError(
             f"cannot capture {type(model).__name__}: forward changes {describe(changed)} and computes something else "
@@ -91,8 +93,8 @@ def _capture_whole(model: nn.Module, **options: Any) -> Graph:
             "buffer that tensor operations change"
         )
     warnings.warn(
-        f"forward of {type(model).__name__} changes {describe(changed)}: tracing called it, and the program does not "
-        "change it any more",
+        f"forward of {type(model).__name__} changes {describe(changed)}: tracing called it on a copy, and the program "
+        "does not change it any more",
         stacklevel=3,
     )
     return graph
@@ -111,16 +113,19 @@ def _traced(
     kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     training: bool | None,
-) -> tuple[Graph, Changes]:
-    """The graph, and what the model's forward changed of its plain attributes."""
-    call = _Call(model, args, dict(kwargs or {}), loss_fn)
-    refuse_inputs(call.tensors)
+    repeats: tuple[Repeat, ...] = (),
+) -> tuple[Graph, _Call]:
+    """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
     stand_ins = StandIns(device_of(model))
-    paths = {id(module): name for name, module in model.named_modules()}
+    call = copy_of(_Call(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
+    refuse_inputs(call.tensors)
+    copied = call.model
+    if training is not None and training != model.training:
+        copied.train(training)
+    paths = {id(module): name for name, module in copied.named_modules()}
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
-    unread = unvalidated_distributions()
-    with mode_of(model, training), replaced_tensors(call, stand_ins), announced_hooks(model), unread:
-        graph_training = model.training
+    with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
+        graph_training = copied.training
         states = _state_names(call)
         program = _export(call, tensors, paths)
         loss = _loss_path(call, training)
@@ -139,7 +144,7 @@ def _traced(
         checkpointed=call.result.checkpoints,
         unflatten=functools.partial(_returned, call.result.structure, names),
     )
-    return graph, call.result.changed
+    return graph, call
 
 
 def _returned(structure: Structure, names: Mapping[Path, str], outputs: Mapping[str, Any]) -> Any:
@@ -153,9 +158,8 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
     if not repeats:
         return None
     try:
-        with shortened(model, repeats):
-            graph = _capture_whole(model, **options)
-        return unfold(graph, repeats)
+        graph, call = _traced(model, **options, repeats=repeats)
+        return None if call.result.changed else unfold(graph, repeats)
     except (CaptureError, NotRepeated):
         return None
 
@@ -182,13 +186,14 @@ class _Call(nn.Module):
         self.extra = _without_cache(self.parameters_of_forward, kwargs)
         self.structure, self.tensors = flatten((args, kwargs))
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
+        self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         # An object of its own: export puts the module's attributes back after tracing.
         self.result = _Result()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.unflatten(tensors)
         before = plain_state(self.model)
-        with WatchedForward() as watched, no_python_draws():
+        with WatchedForward(self.originals) as watched, no_python_draws():
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,23 +21,19 @@ _READ_BACK = ("transformers.",)
 
 @contextlib.contextmanager
 def announced_hooks(model: nn.Module) -> Iterator[None]:
-    """Warn after the block of every forward hook that was called in it and changed nothing that was traced."""
+    """Warn after the block of every forward hook that was called in it and changed nothing that was traced.
+
+    The hooks of ``model``, which is a copy made for the trace, are replaced by ones that note their calls.
+    """
     effects: dict[str, bool] = {}
-    put_back: list[tuple[dict[int, Any], int, Any]] = []
     for path, module in model.named_modules():
         for table, kind in FORWARD_HOOKS.items():
             hooks = hooks_of(module, table)
             for key, hook in list(hooks.items()):
                 if not getattr(hook, "__module__", "").startswith(_READ_BACK):
-                    put_back.append((hooks, key, hook))
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     hooks[key] = _noting(hook, f"{kind} {name!r} on module {path!r}", effects)
-    try:
-        yield
-    finally:
-        for hooks, key, hook in put_back:
-            if key in hooks:
-                hooks[key] = hook
+    yield
     for name, has_effect in effects.items():
         if not has_effect:
             warnings.warn(
@@ -49,6 +46,7 @@ def announced_hooks(model: nn.Module) -> Iterator[None]:
 def _noting(hook: Callable[..., Any], name: str, effects: dict[str, bool]) -> Callable[..., Any]:
     """``hook``, noting under ``name`` whether a call of it did anything to the module or its tensors."""
 
+    @functools.wraps(hook)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _contents(module, (args, kwargs))
         result = hook(module, *args, **kwargs)

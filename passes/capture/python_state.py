@@ -47,18 +47,11 @@ def describe(changed: Changes) -> str:
     return f"{name!r} of module {path!r} ({_short(old)} → {_short(new)})"
 
 
-@contextlib.contextmanager
-def attributes_set(model: nn.Module, changed: Changes) -> Iterator[None]:
-    """Inside the block, plain attributes have the values they had after a call; lists and dicts have them anyway."""
-    plain = {place: values for place, values in changed.items() if isinstance(values[1], _PLAIN)}
-    saved = {(path, name): vars(model.get_submodule(path)).get(name) for path, name in plain}
-    try:
-        for (path, name), (_, new) in plain.items():
+def set_attributes(model: nn.Module, changed: Changes) -> None:
+    """Give plain attributes, which export puts back, the values they had after a call; lists and dicts have them."""
+    for (path, name), (_, new) in changed.items():
+        if isinstance(new, _PLAIN):
             vars(model.get_submodule(path))[name] = new
-        yield
-    finally:
-        for (path, name), value in saved.items():
-            vars(model.get_submodule(path))[name] = value
 
 
 @contextlib.contextmanager

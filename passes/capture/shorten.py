@@ -1,8 +1,8 @@
 """Trace a model with all but a few of its repeated entries skipped.
 
 The model's own ``forward`` runs in full, with every step of its loops over layers. Entries that a ``Repeat`` calls
-copies are replaced, for the time of tracing, by stand-ins without tensors: their call is compared with the call of the
-same entry one period before, and gives that call's outputs, each through ``meshwright.skipped`` which says whose
+copies are replaced, in the copy of the model that is traced, by stand-ins without tensors: their call is compared with
+that of the same entry one period before, and gives its outputs, each through ``meshwright.skipped`` which says whose
 output it stands for. The copies are put into the graph afterwards (``passes.capture.unfold``).
 
 An entry may be skipped only if its call differs from the one a period before in nothing but what the entry before it
@@ -12,8 +12,6 @@ gave. Whatever is seen to break this raises ``NotRepeated``.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,19 +39,17 @@ class NotRepeated(Exception):
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
-    """Inside the block, entries that are copies are skipped; after it the model is as it was before.
+    """Skip entries that are copies; ``model`` is a copy made for the trace, and stays so.
 
     Raises:
         NotRepeated: from inside ``model``'s forward, or at the end of the block if not every entry was called.
     """
-    with contextlib.ExitStack() as stack:
-        calls = [_Calls(number, repeat) for number, repeat in enumerate(repeats)]
-        for each in calls:
-            stack.enter_context(_skipping(model, each))
-        stack.enter_context(_as_before(model))
-        yield
-        for each in calls:
-            each.expect(each.visits and each.visits[-1].entry == each.repeat.stop - 1)
+    calls = [_Calls(number, repeat) for number, repeat in enumerate(repeats)]
+    for each in calls:
+        _skip(model, each)
+    yield
+    for each in calls:
+        each.expect(each.visits and each.visits[-1].entry == each.repeat.stop - 1)
 
 
 @dataclass
@@ -181,28 +177,21 @@ def _contents(module: nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-@contextlib.contextmanager
-def _skipping(model: nn.Module, calls: _Calls) -> Iterator[None]:
-    """The entries of one repeat watched or replaced."""
+def _skip(model: nn.Module, calls: _Calls) -> None:
+    """Replace the entries of one repeat by ones that are watched or skipped."""
     repeat = calls.repeat
     children = children_of(model.get_submodule(repeat.path))
     entries = {index: children[str(index)] for index in range(repeat.start, repeat.stop)}
-    undo: list[Callable[[], Any]] = []
-    try:
-        for index, entry in entries.items():
-            assert entry is not None
-            if repeat.is_copied(index):
-                children[str(index)] = _stand_in(entry, calls, index)
-            else:
-                undo.extend(_number_watched(entry, entries[_neighbour(repeat, index)], calls))
-                calls.expect("forward" not in entry.__dict__)
-                undo.append(functools.partial(setattr, entry, "__class__", type(entry)))
-                entry.__class__ = _subclass(type(entry), {"forward": calls.traced(index, type(entry).forward)})
-        yield
-    finally:
-        children.update({str(index): entry for index, entry in entries.items()})
-        for put_back in reversed(undo):
-            put_back()
+    for index, entry in entries.items():
+        assert entry is not None
+        if repeat.is_copied(index):
+            children[str(index)] = _stand_in(entry, calls, index)
+        else:
+            _watch_numbers(entry, entries[_neighbour(repeat, index)], calls)
+            calls.expect("forward" not in entry.__dict__)
+            watched = object.__new__(_subclass(type(entry), {"forward": calls.traced(index, type(entry).forward)}))
+            watched.__dict__.update(entry.__dict__)
+            children[str(index)] = watched
 
 
 def _neighbour(repeat: Repeat, entry: int) -> int:
@@ -233,17 +222,13 @@ def _subclass(kind: type[nn.Module], members: dict[str, Any]) -> Any:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
 
 
-def _number_watched(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> list[Callable[[], Any]]:
+def _watch_numbers(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> None:
     """Replace the attributes that count layers by numbers that must not be looked at while the entry is called."""
     assert other is not None
-    undo: list[Callable[[], Any]] = []
     for path, name in moving_attributes(entry, other):
         owner = entry.get_submodule(path).__dict__
-        number = owner[name]
-        owner[name] = _Number(number)
+        owner[name] = _Number(owner[name])
         owner[name].calls = calls
-        undo.append(functools.partial(operator.setitem, owner, name, number))
-    return undo
 
 
 class _Number(int):
@@ -267,20 +252,3 @@ _READS = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "index", "int", "float", "
           "neg", "abs", "str", "repr", "format", "divmod", "lshift", "rshift", "or", "xor")  # fmt: skip
 for _name in _READS:
     setattr(_Number, f"__{_name}__", _unless_inside(f"__{_name}__"))
-
-
-@contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Attributes and hooks that the model's forward leaves on its modules are taken back after the block."""
-    saved = [(module, dict(module.__dict__), {name: dict(getattr(module, name)) for name in HOOKS})
-             for module in model.modules()]  # fmt: skip
-    try:
-        yield
-    finally:
-        for module, attributes, hooks in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, entries in hooks.items():
-                owner = getattr(module, name)
-                owner.clear()
-                owner.update(entries)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import nn
 
-from passes.torch_compat.module_tables import buffers_of, parameters_of
 from passes.torch_compat.tensor_fields import FakeTensorMode
 
 
@@ -42,38 +37,3 @@ def device_of(model: nn.Module) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def replaced_tensors(model: nn.Module, stand_ins: StandIns) -> Iterator[None]:
-    """Parameters and buffers (and plain attributes on meta) replaced inside the block, put back after it."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        owners: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
-        for tensors in owners:
-            saved.extend((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
-        saved.extend(
-            (module.__dict__, name, tensor)
-            for name, tensor in module.__dict__.items()
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta
-        )
-    try:
-        for tensors, name, tensor in saved:
-            tensors[name] = stand_ins.get(tensor)
-        yield
-    finally:
-        for tensors, name, tensor in saved:
-            tensors[name] = tensor
-
-
-@contextlib.contextmanager
-def mode_of(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Every module in training (or evaluation) mode inside the block; None leaves them as they are."""
-    flags = [(module, module.training) for module in model.modules()]
-    if training is not None and training != model.training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

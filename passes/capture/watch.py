@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ class WatchedForward(TorchFunctionMode):
 
     Attributes:
         checkpoints: whether part of the model ran under ``torch.utils.checkpoint``.
+
+    Args:
+        originals: names of the tensors that the copy of the model must not come across, by identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, originals: Mapping[int, str]) -> None:
         super().__init__()
         self.checkpoints = False
+        self._originals = originals
         self._hooks_outside = _pack_hook()
 
     def __torch_function__(
@@ -40,7 +44,20 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._check_origin(name, args)
+        return result
+
+    def _check_origin(self, function: str, args: tuple[Any, ...]) -> None:
+        for arg in args:
+            for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if isinstance(tensor, torch.Tensor) and id(tensor) in self._originals:
+                    raise CaptureError(
+                        f"{function} is called on {self._originals[id(tensor)]!r} of the model itself, not of the "
+                        "copy that is traced: forward or the loss reaches it through something that cannot be followed "
+                        "(a global of a library, __slots__); hold it as an attribute of a module"
+                    )
 
     def _check_regions(self) -> None:
         if torch.is_inference_mode_enabled():
