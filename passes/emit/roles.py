@@ -133,8 +133,8 @@ class RoleNames:
             elif op in ("matmul", "bmm", "baddbmm"):
                 yield self._in_product(node, place)
             elif op in ("add", "masked_fill", "where") and self.demand(node.output.name) == "scores":
-                value = self.values[name]
-                carries = value.requires_grad and value.shape == node.output.shape
+                value = self.values.get(name)
+                carries = value is not None and value.requires_grad and value.shape == node.output.shape
                 yield "scores" if carries and not self._state(name) else "mask"
 
     def _in_product(self, node: Node, place: str) -> str:
@@ -163,7 +163,8 @@ class RoleNames:
         operands = node.inputs[:2]
         if operator(node) not in ADDS or len(operands) < 2 or (name and name not in operands):
             return False
-        shapes = {self.values[operand].shape for operand in operands}
+        # A chunk's graph has the operators of all chunks, but its own inputs alone.
+        shapes = {self.values[operand].shape if operand in self.values else None for operand in operands}
         return shapes == {node.output.shape} and not any(map(self._state, operands))
 
     def _made(self, node: Node, index: int) -> str:
@@ -173,7 +174,8 @@ class RoleNames:
             return names[min(index, len(names) - 1)]
         if op == "ne" and self._of(node.inputs[0]) == "labels":
             return "valid"
-        if op == "sum" and self.values[node.inputs[0]].dtype == "bool":
+        summed = self.values.get(node.inputs[0]) if op == "sum" else None
+        if summed is not None and summed.dtype == "bool":
             return "count"
         if op in ("matmul", "bmm") and self._of(node.inputs[0]) == "probabilities":
             return "attention"
