@@ -40,7 +40,6 @@ def test_a_plan_that_recomputes_nothing_refuses_checkpoints(ranks: dict[str, Any
     [
         ("dp=1", {"time_limt": 3}, "compile has no option 'time_limt', did you mean 'time_limit'?"),
         ("pp=1,dp=1", {"fold": False}, "fold is an option of plans on a given mesh alone"),
-        ("dp=1", {"num_alternativs": 2}, "did you mean 'num_alternatives'?"),
     ],
 )
 def test_options_that_compile_does_not_have_are_refused(target: str, options: dict[str, Any], words: str) -> None:
