@@ -16,9 +16,9 @@ from passes.emit import Program, emit
 from passes.ir.graph import Graph
 from planner.fusing import fused_for_planning
 from planner.planning import capture_for_planning
-from runtime.kernels import chain as chain_module
-from runtime.kernels.chain import Chain
-from runtime.typecheck import typecheck
+from runtime.kernels import chain_call as chain_module
+from runtime.kernels.chain_call import Chain
+from runtime.program_tools.typecheck import typecheck
 from tests.chain_graphs import GraphMaker, programs_of, sharded_of
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"

@@ -103,7 +103,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     """Operators, the golden files' chains, and some by hand."""
     from benchmarks.compiled_cases import DTYPES, WIDTHS, operator_cases
     from benchmarks.compiled_chains import golden_cases, sample_cases
-    from passes.chains.build import WIDEST_ROW
+    from passes.chains.place_chains import WIDEST_ROW
 
     if quick:
         yield from operator_cases(

@@ -22,11 +22,11 @@ from typing import Any
 
 from cost_models.schedules import SCHEDULES
 from cost_models.step_time import step_memory
-from planner.step.demands import read_demands
-from planner.step.outcome import Solution
-from planner.step.search import Search
-from planner.step.stages.problem import as_step
-from planner.step.training import POLICIES, ZERO_STAGES
+from planner.pipeline_ilp.stage_problem import as_step
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
+from planner.whole_step.result.outcome import StepSolution
 from tests.exhaustive import Best, fastest_of_all
 from tests.exhaustive_models import CLUSTERS, MODELS, level_one
 
@@ -48,7 +48,7 @@ class Row:
     cluster: str
     fixed: Mapping[str, Any]
     share: float | None
-    found: Solution | None
+    found: StepSolution | None
     best: Best
     search_seconds: float
     enumeration_seconds: float
@@ -124,7 +124,7 @@ def row(model: str, cluster: str, fixed: Mapping[str, Any], share: float | None,
     """One case; its memory is a share of what the fastest step takes (all if there is none)."""
     known = level_one(model, cluster)
 
-    def searched(limit: float | None) -> tuple[Search, Solution | None]:
+    def searched(limit: float | None) -> tuple[Search, StepSolution | None]:
         demands = read_demands(fixed, gap=0.0, time_limit=3600.0, memory_limit=limit)
         search = Search(known, known.cluster, demands)
         return search, next(iter(search.run().solutions), None)

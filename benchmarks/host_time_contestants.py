@@ -22,12 +22,12 @@ from benchmarks.kernels_contestants import EAGER, OURS, contestants
 from benchmarks.kernels_measure import Run
 from passes.ir.types import MeshShape
 from planner.library import build_model, load_config, random_batch
-from planner.verification import slow_devices
-from runtime.adapters import apply_adapters
-from runtime.kernels.chain import Chain, _Run
-from runtime.units.group import DataGroup
-from runtime.units.unit import Unit, UnitWeight
-from runtime.virtual import virtual_mesh
+from planner.verification.verify_model import slow_devices
+from runtime.kernels.chain_call import Chain, _ChainRun
+from runtime.mesh.virtual import virtual_mesh
+from runtime.program_tools.adapters import apply_adapters
+from runtime.zero.group import StateGroup
+from runtime.zero.unit import Unit, UnitWeight
 
 #: So small that operators do nothing but be called.
 SMALLEST = Size("smallest", 16, 32, 32, heads=2, groups=2, head=8, batch=1, length=4)
@@ -97,7 +97,7 @@ def chains(device: torch.device) -> Iterator[Comparison]:
 
 
 def _launched(chain: Chain, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    results: tuple[torch.Tensor, ...] = _Run.apply(chain, *tensors)
+    results: tuple[torch.Tensor, ...] = _ChainRun.apply(chain, *tensors)
     return results[0]
 
 
@@ -168,7 +168,7 @@ def units() -> Iterator[Comparison]:
 
 
 def _of_unit(x: torch.Tensor, zero: int, mesh: DeviceMesh) -> Callable[[], None]:
-    group, shape = DataGroup.of(mesh.get_group("dp")), (WIDTH, WIDTH)
+    group, shape = StateGroup.of(mesh.get_group("dp")), (WIDTH, WIDTH)
     piece = (WIDTH // 2, WIDTH) if zero else shape
     unit = Unit(
         [UnitWeight(f"w{place}", nn.Parameter(torch.randn(piece)), shape) for place in range(LAYERS)],

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 import planner
 from planner.trainer import decay_groups, warmup_cosine
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
 
 VOCABULARY, LENGTH, HIDDEN, HEADS = 64, 12, 32, 4
 NUM_SAMPLES, GLOBAL_BATCH = 67, 8  # the last batch of an epoch is not full

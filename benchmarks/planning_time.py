@@ -93,8 +93,8 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
     from cost_models import Cluster
     from planner import plan
     from planner.library import load_config
-    from planner.step.layout import layouts
-    from planner.step.progress import ANALYSING, Report
+    from planner.whole_step.candidates.mesh_layout import layouts
+    from planner.whole_step.result.search_progress import ANALYSING, Report
 
     config: Any = load_config(point.model)
     if point.layers is not None:

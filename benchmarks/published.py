@@ -21,14 +21,14 @@ from typing import Any
 from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
 from cost_models.memory import Allocator
-from passes.step_plan import StepPlan
+from passes.plan.step_plan import StepPlan
 from planner import planning
 from planner.library import load_config
-from planner.step.baselines import BaselineSpace, Splitter
-from planner.step.demands import Demands, read_demands
-from planner.step.extract import extract, judge
-from planner.step.planning import plan_step
-from planner.step.search import Search
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import Demands, read_demands
+from planner.whole_step.candidates.expert_layouts import BaselineSpace, Splitter
+from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.plan_of_solution import extract, judge
 
 RUNS_FILE = Path(__file__).with_name("published_runs.toml")
 #: Memory for devices of which too much is asked: the comparison is with what the run needs.

@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from passes.plan import Plan
-from planner.verification import slow_devices
-from runtime.parallel_module import ParallelModule
+from planner.verification.verify_model import slow_devices
+from runtime.module.parallel_module import ParallelModule
 
 #: Label of a token that does not count.
 IGNORED = -100

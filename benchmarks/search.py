@@ -22,7 +22,7 @@ from passes.ir.types import MeshShape
 from planner.auditing.graph_walk import price
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.search import search
+from planner.sharding_ilp import search
 
 Result = TypeVar("Result")
 

@@ -26,14 +26,15 @@ from unittest import mock
 
 from cost_models import Cluster
 from cost_models.memory import HEADROOM
-from planner.collection import no_collection
 from planner.fusing import fused_for_planning
 from planner.planning import capture_for_planning
-from planner.step import bounds, search
-from planner.step.demands import Demands, read_demands
-from planner.step.figures import KeptSpace
-from planner.step.level_one import LevelOne
-from planner.step.sharding import ShardingSpace
+from planner.solvers.collection import no_collection
+from planner.whole_step import best_first as search
+from planner.whole_step.candidates.demands import Demands, read_demands
+from planner.whole_step.costs import candidate_bounds as bounds
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.unit_costs import KeptSpace
 
 #: Seconds after which a search is stopped.
 LIMIT = 20.0
@@ -102,24 +103,30 @@ def _unproved(self: Any, *, remember: bool) -> None:
     return None
 
 
-_STAGES = "planner.step.stages"
+_STAGES = "planner.pipeline_ilp"
 #: What is switched off: (place in the code, what stands there instead).
 TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
-    "promising candidates solved first": (("planner.step.search.Search._dive", _nothing),),
-    "of these, by least bound if far from it": (("planner.step.search.FAR", math.inf),),
-    "one in 128 solved at once": (("planner.step.search.DIVE_EVERY", 10**9),),
-    "memory of the whole model": (("planner.step.bounds.Bounds.memory", _zero),),
-    "recomputation that memory forces": (("planner.step.bounds.Bounds.recompute", _zero),),
-    "communication that ZeRO forces": (("planner.step.search.Search._gather", _next_unchanged),),
-    "shares of cuts already searched": (("planner.step.search.Search._scale", _next_unchanged),),
-    "conversions of both axes added": (("planner.step.bounds.Bounds.scaled", _scaled_by_one_axis),),
-    "each axis searched alone": (("planner.step.search.Search._bound_by_axis", _next_unchanged),),
-    "context axis priced beside each tensor size": (("planner.step.bounds.SHARED_FROM", math.inf),),
-    "shardings of fewer bytes": (("planner.step.search.BYTE_WEIGHTS", (0.0,)),),
-    "shortfall of memory by rank": (("planner.step.search.memory_shortfall", _zero),),
+    "promising candidates solved first": (("planner.whole_step.best_first.Search._dive", _nothing),),
+    "of these, by least bound if far from it": (("planner.whole_step.best_first.FAR", math.inf),),
+    "one in 128 solved at once": (("planner.whole_step.best_first.DIVE_EVERY", 10**9),),
+    "memory of the whole model": (("planner.whole_step.costs.candidate_bounds.Bounds.memory", _zero),),
+    "recomputation that memory forces": (("planner.whole_step.costs.candidate_bounds.Bounds.recompute", _zero),),
+    "communication that ZeRO forces": (("planner.whole_step.best_first.Search._gather", _next_unchanged),),
+    "shares of cuts already searched": (("planner.whole_step.best_first.Search._scale", _next_unchanged),),
+    "conversions of both axes added": (
+        ("planner.whole_step.costs.candidate_bounds.Bounds.scaled", _scaled_by_one_axis),
+    ),
+    "each axis searched alone": (("planner.whole_step.best_first.Search._bound_by_axis", _next_unchanged),),
+    "context axis priced beside each tensor size": (
+        ("planner.whole_step.costs.candidate_bounds.SHARED_FROM", math.inf),
+    ),
+    "shardings of fewer bytes": (("planner.whole_step.best_first.BYTE_WEIGHTS", (0.0,)),),
+    "shortfall of memory by rank": (("planner.whole_step.best_first.memory_shortfall", _zero),),
     "load within memory, fractional": ((f"{_STAGES}.ilp.load_within_memory", _given_lower),),
     "load of pooled memory (several runs)": ((f"{_STAGES}.loads.pooled_load", _zero),),
-    "load within memory, whole units": (("planner.step.search.Search._bound_within_memory", _next_unchanged),),
+    "load within memory, whole units": (
+        ("planner.whole_step.best_first.Search._bound_within_memory", _next_unchanged),
+    ),
     "ranks taken one by one": ((f"{_STAGES}.ilp._Search.prove", _unproved),),
     "whole units in contiguous cuts": ((f"{_STAGES}.bounds.bottleneck", _zero),),
     "whole units in rounds": ((f"{_STAGES}.bounds._filled_rounds", _never),),
@@ -134,9 +141,9 @@ TRICKS: Mapping[str, tuple[tuple[str, Any], ...]] = {
     "relaxation before the program": ((f"{_STAGES}.ilp._Search.relax", _nothing),),
     "best assignment handed to the solver": ((f"{_STAGES}.ilp.encode", _nothing),),
     "dominated choices left out": ((f"{_STAGES}.problem._undominated", lambda choices, better: range(len(choices))),),
-    "linear relaxation of shardings first": (("planner.step.sharding._is_fractional", lambda *_: True),),
-    "conversions by detours left out": (("planner.search.lattice._without_detours", _all_arcs),),
-    "HiGHS without its slow heuristics": (("planner.search.solver.SLOW_HEURISTICS", ()),),
+    "linear relaxation of shardings first": (("planner.whole_step.costs.sharding._is_fractional", lambda *_: True),),
+    "conversions by detours left out": (("planner.sharding_ilp.lattice._without_detours", _all_arcs),),
+    "HiGHS without its slow heuristics": (("planner.solvers.solver.SLOW_HEURISTICS", ()),),
 }
 #: What stands above the table.
 INTRODUCTION = """# What the tricks of the search buy
@@ -208,10 +215,10 @@ def _count(stack: contextlib.ExitStack, counts: Counter[str]) -> None:
 
         stack.enter_context(mock.patch(place, counted))
 
-    wrapped("planner.step.search.Search._advance", "looks")
-    wrapped("planner.step.search.solve_stages", "stages")
-    wrapped("planner.search.solver._solve_highs", "effort", lambda solution: solution.effort)
-    wrapped("planner.step.stages.fronts.Front.with_unit", "fronts")
+    wrapped("planner.whole_step.best_first.Search._advance", "looks")
+    wrapped("planner.whole_step.best_first.solve_stages", "stages")
+    wrapped("planner.solvers.solver._solve_highs", "effort", lambda solution: solution.effort)
+    wrapped("planner.pipeline_ilp.fronts.Front.with_unit", "fronts")
 
 
 def run(problems: Sequence[SearchProblem], record: Path | None, tricks: Sequence[str]) -> list[Row]:

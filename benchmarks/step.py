@@ -5,7 +5,8 @@
     python -m benchmarks.step tiny-llama cpu-local:8 --global-batch 8 --seq-len 32
 
 One line for each pair of model and cluster: simulated seconds of the chosen plan and of every baseline of
-``planner.step.baselines`` at its best, the ratio to the best of them, and what the planner does differently.
+``planner.whole_step.candidates.expert_layouts`` at its best, the ratio to the best of them, and what the planner does
+differently.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 
 from cost_models import Cluster
 from passes.plan import Plan
-from passes.step_plan import StepPlan
+from passes.plan.step_plan import StepPlan
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.step.baselines import BASELINES, BaselineSpace, Missing, Priced, best_of_baseline
-from planner.step.demands import Demands
-from planner.step.planning import plan_step
+from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.expert_layouts import BASELINES, BaselineSpace, Missing, Priced, best_of_baseline
+from planner.whole_step.plan_step import plan_step
 
 #: Ratios this near 1 count as equal.
 EQUAL = 1e-6

@@ -30,11 +30,11 @@ from cost_models.step import PipelineStep
 from cost_models.step_time import layer_sum
 from passes.ir.graph import Graph
 from passes.plan import Plan
-from planner.auditing.step_prices import reprice
+from planner.auditing.repriced_step import reprice
 from planner.library import config_names, load_config
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 
 #: Bytes of training state for each parameter, and what of a device's memory they may take.
 STATE_BYTES, SHARE_OF_MEMORY = 18.0, 0.5

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cost_models.schedules import Action, actions
-from cost_models.step import Chunk
+from cost_models.step import ChunkCosts
 from cost_models.streams import ActionMap, LayerTask, Streams, action_map, layer_tasks
 
 
 @dataclass(frozen=True)
-class Program:
+class PipelineActions:
     """One rank's actions: the kinds of action it runs, and each action as (kind's place, waits for, done as).
 
     ``operations`` lists (kind, chunk, last); ``order`` indexes it. "Waits for" and "done as" index one list of the
@@ -25,7 +25,7 @@ class Program:
 
 
 @functools.lru_cache(maxsize=4)
-def programs(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Program, ...]:
+def programs(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[PipelineActions, ...]:
     """Each rank's program, the same for all steps of this shape.
 
     Raises:
@@ -35,7 +35,7 @@ def programs(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: i
     return tuple(_program(order, num_microbatches, num_chunks) for order in orders)
 
 
-def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) -> Program:
+def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) -> PipelineActions:
     last_gradients = {action.chunk: place for place, action in enumerate(order) if action.kind in "BW"}
     places: dict[tuple[str, int, bool], int] = {}
     steps = []
@@ -49,7 +49,7 @@ def _program(order: tuple[Action, ...], num_microbatches: int, num_chunks: int) 
             done_as = (num_chunks + chunk) * num_microbatches + microbatch
             waits_for = done_as + num_microbatches if chunk < num_chunks - 1 else -1
         steps.append((places.setdefault(operation, len(places)), waits_for, done_as))
-    return Program(order, tuple(places), tuple(steps))
+    return PipelineActions(order, tuple(places), tuple(steps))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Operation:
         return found
 
 
-def _operation(chunk: Chunk, kind: str, last: bool) -> _Operation:
+def _operation(chunk: ChunkCosts, kind: str, last: bool) -> _Operation:
     tasks = layer_tasks(chunk, kind, last=last)
     compute = sum(task.compute for task in tasks)
     alone = not any(task.gather or task.reduce for task in tasks)
@@ -108,7 +108,7 @@ class Player:
     ``kept`` every action as played, if asked for.
     """
 
-    def __init__(self, chunks: tuple[Chunk, ...], program: Program, *, keep: bool) -> None:
+    def __init__(self, chunks: tuple[ChunkCosts, ...], program: PipelineActions, *, keep: bool) -> None:
         self.program = program
         self.operations = [_operation(chunks[k], kind, last) for kind, k, last in program.operations]
         self.place = 0

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cost_models.pipeline_play import Player, Program, programs, run
-from cost_models.step import Chunk, PipelineStep
+from cost_models.pipeline_play import PipelineActions, Player, programs, run
+from cost_models.step import ChunkCosts, PipelineStep
 from cost_models.step_time import chunks_of_ranks, layer_sum
 from cost_models.streams import Recorder, play
 
@@ -145,7 +145,9 @@ def _rank_report(
     )
 
 
-def _bytes_by_action(chunks: tuple[Chunk, ...], mine: list[int], program: Program) -> list[tuple[float, float]]:
+def _bytes_by_action(
+    chunks: tuple[ChunkCosts, ...], mine: list[int], program: PipelineActions
+) -> list[tuple[float, float]]:
     """Bytes held (while each action runs, after it); the first pair is before all of them."""
     saved = {k: layer_sum(chunks[k], "saved_bytes") for k in mine}
     peaks = {k: max((layer.peak_bytes for layer, _ in chunks[k].layers), default=0.0) for k in mine}

@@ -65,7 +65,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class ChunkCosts:
     """Consecutive layers that one device holds: (costs, how many such layers in a row).
 
     ``receive_forward`` and ``receive_backward`` are seconds to take one micro-batch's activations from the chunk
@@ -88,4 +88,4 @@ class PipelineStep:
     schedule: str
     num_microbatches: int
     num_ranks: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkCosts, ...]

@@ -74,7 +74,7 @@ from dataclasses import dataclass
 
 from cost_models.order_path import OrderPath, longest_path, played_microbatches
 from cost_models.schedules import in_flight, rank_of_chunk, schedule_named
-from cost_models.step import Chunk, PipelineStep
+from cost_models.step import ChunkCosts, PipelineStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def chunks_of_ranks(step: PipelineStep) -> list[list[int]]:
     return ranks
 
 
-def layer_sum(chunk: Chunk, *fields: str) -> float:
+def layer_sum(chunk: ChunkCosts, *fields: str) -> float:
     """Sum of the named ``LayerCosts`` fields over all layers of ``chunk``."""
     return sum(count * sum(getattr(layer, field) for field in fields) for layer, count in chunk.layers)
 
@@ -162,7 +162,7 @@ def _all_chunk_seconds(step: PipelineStep) -> list[_ChunkSeconds]:
     return [_chunk_seconds(chunk, split=split) for chunk in step.chunks]
 
 
-def _chunk_seconds(chunk: Chunk, *, split: bool) -> _ChunkSeconds:
+def _chunk_seconds(chunk: ChunkCosts, *, split: bool) -> _ChunkSeconds:
     backward, weight = layer_sum(chunk, "backward_seconds"), layer_sum(chunk, "backward_weight")
     if split:
         backward, weight = (sum(count * layer.split_seconds[part] for layer, count in chunk.layers) for part in (0, 1))

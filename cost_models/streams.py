@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cost_models.step import Chunk, LayerCosts
+from cost_models.step import ChunkCosts, LayerCosts
 
 NEVER = float("-inf")
 
@@ -69,7 +69,7 @@ class ActionMap(NamedTuple):
     pending: float
 
 
-def layer_tasks(chunk: Chunk, kind: str, *, last: bool) -> tuple[LayerTask, ...]:
+def layer_tasks(chunk: ChunkCosts, kind: str, *, last: bool) -> tuple[LayerTask, ...]:
     """The layers of ``chunk`` in the order in which an action of ``kind`` ("F", "B", "I", "W") runs them.
 
     ``last``: the chunk's last gradients of the step, so that the reduction of the step follows each layer. Weight

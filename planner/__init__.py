@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from planner.compilation import compile
     from planner.planning import plan
     from planner.trainer import Trainer
-    from planner.verification import verify
+    from planner.verification.verify_model import verify
     from runtime.checkpoint import CheckpointManager
     from runtime.data.loader import DataLoader
     from runtime.launch.process import init
+    from runtime.module.parallel_module import ParallelModule
     from runtime.ops.random import seed
-    from runtime.parallel_module import ParallelModule
 
 #: Public name → the module that has it.
 _HOMES = {
@@ -32,7 +32,7 @@ _HOMES = {
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
-    "ParallelModule": "runtime.parallel_module",
+    "ParallelModule": "runtime.module.parallel_module",
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
     "audit": "planner.auditing.audit",
@@ -40,7 +40,7 @@ _HOMES = {
     "init": "runtime.launch.process",
     "plan": "planner.planning",
     "seed": "runtime.ops.random",
-    "verify": "planner.verification",
+    "verify": "planner.verification.verify_model",
 }
 
 # Before anything of a script's own can fail.

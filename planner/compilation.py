@@ -19,7 +19,6 @@ from passes.plan import Plan
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
-from planner.step.demands import fixed_axes
 from planner.targets import (
     Target,
     as_device_mesh,
@@ -30,15 +29,16 @@ from planner.targets import (
     read_target,
     step_device_mesh,
 )
+from planner.whole_step.candidates.demands import fixed_axes
 from runtime import ops
-from runtime.first_rank import broadcast_objects
-from runtime.parallel_module import ParallelModule
+from runtime.execution.engine import Engine
+from runtime.execution.mixed_precision import cast_floats, compute_dtype, computing_in
+from runtime.execution.rank_mapping import Places, RankPlaces
+from runtime.execution.replanning import Planner
+from runtime.mesh.first_rank import broadcast_objects
+from runtime.module.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
-from runtime.parameters.optimizers import remember_originals
-from runtime.step.engine import Engine
-from runtime.step.narrow import cast_floats, compute_dtype, computing_in
-from runtime.step.places import Places, RankPlaces
-from runtime.step.replanning import Planner
+from runtime.parameters.optimizer_steps import remember_originals
 
 
 def compile(
@@ -89,8 +89,8 @@ def compile(
         optimizer: one that was made before, over the parameters of ``model``: it trains the parallel module from then
             on (without it, it refuses to step). Its name (``"adamw"``), as in ``planner.plan``, only says what a whole
             step is planned for.
-        options: on a mesh, other options of ``planner.search.search`` (``forbid_collectives``, ``time_limit``, …); on a
-            cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
+        options: on a mesh, other options of ``planner.sharding_ilp.search`` (``forbid_collectives``, ``time_limit``,
+            …); on a cluster, of ``planner.plan`` (``fix``, ``forbid``, ``headroom``, …).
 
     Raises:
         ValueError: if ranks differ in their arguments (but for weights and values of inputs), their model or versions;

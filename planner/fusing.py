@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from passes.blocks import find_blocks
 from passes.fuse import Fused, fuse
 from passes.ir.graph import Graph
-from passes.plan_data import FusionPlan, PatternPlan
+from passes.plan.plan_data import FusionPlan, PatternPlan
+from passes.repeats.repeated_blocks import find_blocks
 
 
 def fused_for_planning(graph: Graph) -> tuple[Graph, FusionPlan]:
@@ -37,7 +37,7 @@ def saved_bytes(graph: Graph) -> int:
     Of a repeated block, only the first and the last copy are examined, and one in between that stands for the others.
     """
     from passes.autograd import activations, kept_by_autograd, storage_roots
-    from planner.search.liveness import live_nodes
+    from planner.sharding_ilp.liveness import live_nodes
 
     times = _times_counted(graph)
     saved = kept_by_autograd(graph, live_nodes(graph), times)

@@ -12,13 +12,13 @@ from cost_models.files import check_writable
 from cost_models.memory import HEADROOM
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
-from planner.collection import no_collection
+from planner.solvers.collection import no_collection
 
 if TYPE_CHECKING:
     import torch
 
     from passes.ir.graph import Graph
-    from planner.step.progress import Progress
+    from planner.whole_step.result.search_progress import Progress
 
 
 @no_collection()
@@ -96,16 +96,17 @@ def plan(
             relaxations, which HiGHS solves.
         write_lp: an LP file to write the plan's program to, in microseconds; of a whole step ``plan.lp`` stands for
             ``plan.sharding.lp`` and ``plan.stages.lp``, and ``plan.context.lp`` where that axis was searched by itself.
-        progress: called with a ``planner.step.progress.Report`` at every phase and now and then while searching.
+        progress: called with a ``planner.whole_step.result.search_progress.Report`` at every phase and now and then
+            while searching.
 
     Raises:
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
-    from planner.search.pulp_solver import solver_named
-    from planner.step.demands import asks_for_step, check_count, fixed_axes, read_demands, said
-    from planner.step.planning import check_objective, plan_step
-    from planner.step.training import Training
+    from planner.solvers.pulp_solver import solver_named
+    from planner.whole_step.candidates.demands import asks_for_step, check_count, fixed_axes, read_demands, said
+    from planner.whole_step.candidates.training_options import TrainingOptions
+    from planner.whole_step.plan_step import check_objective, plan_step
 
     of_step = said(locals())
     check_objective(objective, target_seconds)
@@ -136,7 +137,7 @@ def plan(
         forbid,
         headroom=HEADROOM if headroom is None else headroom,
         memory_limit=memory_limit,
-        training=Training(optimizer, gradient_dtype),
+        training=TrainingOptions(optimizer, gradient_dtype),
         compiled=compiled,
         num_alternatives=num_alternatives,
         time_limit=time_limit,
@@ -209,12 +210,12 @@ def _one_of(batch_size: int | None, global_batch: int | None) -> int | None:
 
 
 def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = False, **options: Any) -> Plan:
-    """Plan a captured graph; ``options`` are those of ``planner.search.search``.
+    """Plan a captured graph; ``options`` are those of ``planner.sharding_ilp.search``.
 
     With ``fuse`` the plan is of the fused graph, as ``Plan.fusion`` then says.
     """
-    from planner.search import search
-    from planner.step.collectives import step_collectives
+    from planner.sharding_ilp import search
+    from planner.whole_step.result.step_collectives import step_collectives
 
     graph, fusion = _fused(graph) if fuse else (graph, None)
     cost_model = CostModel(cluster, mesh.as_dict())
@@ -266,7 +267,7 @@ def capture_for_planning(
     progress: Progress | None = None,
 ) -> Graph:
     """Capture a model however it is given; see ``plan`` for the arguments."""
-    from planner.step.progress import CAPTURING, READING, Report
+    from planner.whole_step.result.search_progress import CAPTURING, READING, Report
 
     tell = progress or (lambda _: None)
     tell(Report(READING))

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.capture.structure import flatten
+from passes.capture.nested_values import flatten
 from passes.plan import Plan
-from runtime.agreement import Ranks
-from runtime.call_contents import in_words
+from runtime.agreement.call_contents import in_words
+from runtime.agreement.ranks_together import Ranks
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 

@@ -17,8 +17,8 @@ from cost_models.fields import suggest
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.planning import as_mesh_shape
-from planner.step.demands import asks_for_step, check_time_limit, fixed_axes
-from planner.step.layout import AXES
+from planner.whole_step.candidates.demands import asks_for_step, check_time_limit, fixed_axes
+from planner.whole_step.candidates.mesh_layout import AXES
 from runtime.launch.groups import mesh_of_axes
 from runtime.launch.place import find_place
 from runtime.launch.process import init
@@ -73,7 +73,7 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
     return mesh_of_axes(device, torch.arange(shape.num_devices, device="cpu").reshape(shape.sizes), shape.names), shape
 
 
-#: Parameters of ``planner.plan`` and ``planner.search.search`` that ``compile`` fills in itself.
+#: Parameters of ``planner.plan`` and ``planner.sharding_ilp.search`` that ``compile`` fills in itself.
 _OF_COMPILE = {"model", "cluster", "mesh", "batch_size", "global_batch", "seq_len", "example_inputs", "loss_fn",
                "dtype", "training", "memory_limit", "constraints", "fuse", "graph", "cost_model", "cluster_info",
                "pinned", "rules", "flops"}  # fmt: skip
@@ -99,7 +99,7 @@ def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
     """
     check_time_limit(options.get("time_limit", 0.0))
     from planner.planning import plan
-    from planner.search import search
+    from planner.sharding_ilp import search
 
     of_step, of_mesh = (set(inspect.signature(function).parameters) - _OF_COMPILE for function in (plan, search))
     allowed = of_step | of_mesh if step is None else of_step if step else of_mesh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from passes.capture import TrainingOutput, capture, interpret, keep_float64
-from passes.capture.structure import flatten
+from passes.capture.nested_values import flatten
 from passes.ir.graph import Graph, State
 
 

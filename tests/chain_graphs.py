@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 import runtime.kernels  # noqa: F401
-from passes.chains import Chain, chain_up
+from passes.chains import OperatorChain, chain_up
 from passes.emit import Program, emit
-from passes.emit.program import ENTRY_POINT
-from passes.fingerprint import fingerprint
+from passes.emit.emitted_program import ENTRY_POINT
+from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph, Node, Ref, State, Value, assign_keys, map_refs
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Costs, NodePlan, Plan, TensorPlan
-from passes.plan_data import FusionPlan
+from passes.plan.plan_data import FusionPlan
 from passes.shard import Repeat, Section, ShardedGraph, shard
-from planner.search.mesh_step import step_on_mesh
-from runtime.weights import Weights
+from planner.sharding_ilp.step_on_mesh import step_on_mesh
+from runtime.state.weight_tree import WeightTree
 
 MESH = MeshShape(("dp",), (1,))
 NO_COSTS = Costs(0.0, 0.0, 0.0, 0.0, {})
@@ -124,11 +124,11 @@ def sharded_of(graph: Graph) -> ShardedGraph:
     return shard(graph, plan)
 
 
-def chains_of(sharded: ShardedGraph) -> list[Chain]:
+def chains_of(sharded: ShardedGraph) -> list[OperatorChain]:
     """The chains of all sections, outer ones first."""
 
-    def of(section: Section) -> list[Chain]:
-        found = [operation for operation in section.body if isinstance(operation, Chain)]
+    def of(section: Section) -> list[OperatorChain]:
+        found = [operation for operation in section.body if isinstance(operation, OperatorChain)]
         for operation in section.body:
             if isinstance(operation, Repeat):
                 found += of(operation.block.section)
@@ -143,7 +143,7 @@ def programs_of(graph: Graph) -> tuple[Program, Program]:
     return emit(chain_up(sharded)), emit(sharded)
 
 
-def ops_of(chain: Chain) -> list[str]:
+def ops_of(chain: OperatorChain) -> list[str]:
     return [member.compute.node.op.split(".")[1] for member in chain.members]
 
 
@@ -152,7 +152,7 @@ def run(
 ) -> list[torch.Tensor]:
     """Outputs, and gradients of all that have one, for fixed random gradients of the outputs; ``around`` wraps it."""
     leaves = {name: tensor.detach().clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
-    weights = Weights()
+    weights = WeightTree()
     for state in program.states:
         weights.put(state.path, leaves[state.path])
     wanted = []

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import planner
-from runtime.owned import Owned
-from runtime.parallel_module import ParallelModule
+from runtime.module.parallel_module import ParallelModule
+from runtime.state.owned import Owned
 from tests.small_models import Mlp, seeded, squared_error
 
 #: Offsets and sizes of what a rank holds.

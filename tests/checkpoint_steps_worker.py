@@ -10,7 +10,7 @@ import torch
 
 import planner
 from passes.capture import keep_float64
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
 from runtime.checkpoint import CheckpointManager
 from tests.parity_worker import build
 from tests.ranks import answer, task

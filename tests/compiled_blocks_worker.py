@@ -12,12 +12,12 @@ import torch
 from torch._dynamo.utils import counters
 
 import planner
-import runtime.step.binding
+import runtime.execution.binding
 from passes.capture import keep_float64
 from planner.library import build_model, load_config, random_batch
-from runtime.compiling import as_compiled, can_be_one_graph
-from runtime.program import Block
-from runtime.step.binding import ChunkUnits
+from runtime.execution.binding import ChunkUnits
+from runtime.program_tools.compiling import as_compiled, can_be_one_graph
+from runtime.programs.program import Block
 from tests.ranks import answer, task
 
 #: Beginnings of the operators' names: compiled graphs call variants that write in place.
@@ -75,7 +75,7 @@ def run(
         return run_unit(units, block, policy if is_layer else recompute)
 
     parallel.zero_grad()
-    by_backend = mock.patch.object(runtime.step.binding, "as_compiled", partial(as_compiled, backend=backend))
+    by_backend = mock.patch.object(runtime.execution.binding, "as_compiled", partial(as_compiled, backend=backend))
     with mock.patch.object(ChunkUnits, "__call__", call), by_backend, torch.profiler.profile() as profile:
         loss = parallel(**batch).loss
         loss.backward()

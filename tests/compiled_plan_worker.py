@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import planner
-import runtime.step.binding
-from runtime.compiling import as_compiled
+import runtime.execution.binding
+from runtime.program_tools.compiling import as_compiled
 from tests.ranks import answer, task
 from tests.small_models import TiedClassifier, seeded, token_batch
 
@@ -36,7 +36,7 @@ def compiled_step(mesh: str) -> dict[str, Any]:
     """Largest relative differences of the loss and the gradients of a step with compiled blocks; graphs compiled."""
     model, batch = seeded(TiedClassifier), token_batch()
     traced = functools.partial(as_compiled, backend="aot_eager")  # traced as ever, without the time to generate code
-    with mock.patch.object(runtime.step.binding, "as_compiled", traced):
+    with mock.patch.object(runtime.execution.binding, "as_compiled", traced):
         parallel = planner.compile(seeded(TiedClassifier), mesh, example_inputs=batch, compiled=True)
         loss = parallel.train_step(**batch)
     wanted = model(**batch)["loss"]

@@ -11,9 +11,9 @@ import torch
 import planner
 from passes.capture import keep_float64
 from planner.library import build_model, load_config, random_batch
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
 from runtime import ops
-from runtime.parallel_module import ParallelModule
+from runtime.module.parallel_module import ParallelModule
 from tests.random_oracle import dropping_as_on_one_device
 from tests.ranks import answer, task
 from tests.tracing import traced_once

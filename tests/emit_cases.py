@@ -8,11 +8,11 @@ from collections.abc import Callable
 from passes.emit import Program, emit
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, Placement
+from passes.pipeline_cut import step_programs
 from passes.plan import Plan
+from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from passes.rules import rule_for
 from passes.shard import shard
-from passes.stages import step_programs
-from passes.step_plan import ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 from tests.chain_graphs import GraphMaker, programs_of
 from tests.hand_plan import hand_plan, mlp_graph
 

@@ -19,13 +19,13 @@ from passes.emit import Program, emit
 from passes.fuse import pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
-from passes.plan_data import FusionPlan
-from passes.stages import step_programs
+from passes.pipeline_cut import step_programs
+from passes.plan.plan_data import FusionPlan
 from planner.fusing import fused_for_planning
 from planner.library import load_config
 from planner.planning import capture_for_planning, plan_graph
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 from tests.joint_axes_worker import PINS, Turn
 from tests.small_models import TiedClassifier, token_batch
 

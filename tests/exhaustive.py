@@ -22,11 +22,11 @@ from cost_models.order_path import order_steps, path_ends, played_microbatches
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
-from planner.step.candidates import STEADY, Candidate, is_even
-from planner.step.demands import CHUNKS_PER_RANK, Demands
-from planner.step.layout import AXES, ORDERS, Layout, Links
-from planner.step.search import BYTE_WEIGHTS, Search
-from planner.step.stages.problem import Assignment, StageProblem, as_step
+from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step
+from planner.whole_step.best_first import BYTE_WEIGHTS, Search
+from planner.whole_step.candidates.candidates import STEADY, Candidate, is_even
+from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
+from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, Links, MeshLayout
 
 Array = NDArray[numpy.float64]
 
@@ -89,7 +89,7 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
         if pipeline * data * context * tensor != num_devices or pipeline > num_units:
             continue
         for order, m in itertools.product(ORDERS, range(1, batch + 1)):
-            layout = Layout(pipeline, data, context, tensor, order)
+            layout = MeshLayout(pipeline, data, context, tensor, order)
             if batch % (layout.data * m) or (layout.context > 1 and order != ORDERS[0]):
                 continue
             if m > 1 and not level_one.micro_batches:

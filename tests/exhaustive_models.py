@@ -12,10 +12,10 @@ from torch import nn
 from cost_models import Cluster
 from passes.capture import capture
 from passes.ir.graph import Graph
-from planner.step.figures import KeptSpace
-from planner.step.level_one import LevelOne
-from planner.step.sharding import ShardingSpace
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.unit_costs import KeptSpace
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
 

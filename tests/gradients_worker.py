@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from passes.capture import keep_float64
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
 from tests.ranks import answer, task
 from tests.small_models import seeded, token_batch
 from tests.tracing import traced_once

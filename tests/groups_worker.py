@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from planner.targets import as_device_mesh, read_target
-from runtime.step.places import RankPlaces
+from runtime.execution.rank_mapping import RankPlaces
 from runtime.torch_compat.process_groups import set_group_timeout
 from tests import ranks
 

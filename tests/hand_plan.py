@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from passes.blocks import find_blocks
-from passes.fingerprint import fingerprint
 from passes.ir.conversions import Step, divides, steps_from
+from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
 from passes.ir.types import I, MeshShape, P, Placement, R, shard
 from passes.plan import (
@@ -20,9 +19,10 @@ from passes.plan import (
     Plan,
     TensorPlan,
 )
+from passes.repeats.repeated_blocks import find_blocks
 from passes.rules import rule_for
 from passes.shard.context import input_placement, offered_choices, output_placement
-from planner.search.mesh_step import step_on_mesh
+from planner.sharding_ilp.step_on_mesh import step_on_mesh
 
 
 def mlp_graph(*, layers: int = 2, batch: int = 4, hidden: int = 8, dtype: str = "float64") -> Graph:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import planner
 from passes.capture import keep_float64
 from runtime import ops
-from runtime.counter import CommunicationCounter
-from runtime.joint_axes import remember
+from runtime.mesh.communication_counter import CommunicationCounter
+from runtime.mesh.joint_axes import remember
 from tests.ranks import answer, task
 
 #: On dp: 2, tp: 2: type before, type after.

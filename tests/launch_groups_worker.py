@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from passes.ir.types import MeshShape
-from planner.step.layout import AXES
+from planner.whole_step.candidates.mesh_layout import AXES
+from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import flattened_group, mesh_of_axes
-from runtime.step.places import RankPlaces
 from runtime.torch_compat.process_groups import set_group_timeout
 from tests.ranks import answer, task
 

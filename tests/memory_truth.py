@@ -19,7 +19,7 @@ from passes.autograd.kernels import EXPENSIVE
 from passes.capture import capture
 from passes.ir.graph import Graph
 from planner.library import build_model, load_config, random_batch
-from planner.search.liveness import live_nodes
+from planner.sharding_ilp.liveness import live_nodes
 
 
 class ConvNet(nn.Module):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import planner
 from passes.capture import keep_float64
-from planner.comparison import NEGLIGIBLE, difference, differences, gradients_of, largest_of, single_loss
 from planner.library import load_config, random_batch
-from planner.verification import real_module, slow_devices
-from runtime.counter import CommunicationCounter
+from planner.verification.comparison import NEGLIGIBLE, difference, differences, gradients_of, largest_of, single_loss
+from planner.verification.verify_model import real_module, slow_devices
+from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import answer, task
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 from tests.tracing import traced_once

@@ -102,11 +102,6 @@ def _import_what_ranks_need() -> None:
     import torch.export._trace
     import transformers.modeling_utils  # noqa: F401
 
-    import planner.compilation
-    import planner.step.planning
-    import planner.trainer
-    import planner.verification  # noqa: F401
-
     torch.set_num_threads(1)
 
 

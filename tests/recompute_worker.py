@@ -14,9 +14,9 @@ from spmd_types import P, R, S, V
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from runtime import ops
-from runtime.adapters import apply_adapters, exchange_as_one_tensor
-from runtime.counter import CommunicationCounter
-from runtime.recompute import POLICIES, always_again, can_be_made_again, recomputed
+from runtime.mesh.communication_counter import CommunicationCounter
+from runtime.program_tools.adapters import apply_adapters, exchange_as_one_tensor
+from runtime.program_tools.recompute import POLICIES, always_again, can_be_made_again, recomputed
 from tests.ranks import answer, task
 
 Function = Callable[[torch.Tensor], torch.Tensor]

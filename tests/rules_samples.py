@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from passes.rules.call import REQUIRED, signature, tensor_arguments
-from passes.rules.table import POINTWISE, POINTWISE_2, POINTWISE_3, RULES
+from passes.rules.operator_call import REQUIRED, signature, tensor_arguments
+from passes.rules.rule_table import POINTWISE, POINTWISE_2, POINTWISE_3, RULES
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 SIZES = (1, 2, 2, 3, 4, 4, 6)

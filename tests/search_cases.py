@@ -15,7 +15,7 @@ from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from planner.search import search
+from planner.sharding_ilp import search
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import planner
-from runtime import program_cache
+from runtime.programs import program_cache
 from tests.ranks import answer, task
 
 X = torch.linspace(-1.0, 1.0, 64, dtype=torch.float64).reshape(8, 8)

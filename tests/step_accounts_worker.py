@@ -15,10 +15,10 @@ import planner
 from cost_models.schedules import actions
 from passes.capture import capture, keep_float64
 from passes.fuse import as_planned
-from planner.auditing.step_prices import reprice
-from planner.verification import slow_devices
-from runtime.step.execution import InOrder, Pipelined
-from runtime.step.stage import Stage
+from planner.auditing.repriced_step import reprice
+from planner.verification.verify_model import slow_devices
+from runtime.execution.chunk import ChunkRunner
+from runtime.execution.chunk_order import InOrder, Pipelined
 from tests.ranks import answer, task
 from tests.step_parity_worker import build_case
 from tests.tracing import traced_once
@@ -68,7 +68,7 @@ def watched(parallel: Any) -> Iterator[dict[str, Any]]:
     """Notes what runs a step, and the most bytes of gradients that are held between micro-batches."""
     seen: dict[str, Any] = {"gradients": 0}
     originals: dict[type, Any] = {kind: kind.train for kind in (InOrder, Pipelined)}
-    original_outputs = Stage.outputs
+    original_outputs = ChunkRunner.outputs
 
     def count() -> None:
         units = units_of(seen["execution"])
@@ -89,7 +89,7 @@ def watched(parallel: Any) -> Iterator[dict[str, Any]]:
         return original_outputs(stage, *args)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Stage, "outputs", outputs))
+        stack.enter_context(mock.patch.object(ChunkRunner, "outputs", outputs))
         for kind in originals:
             stack.enter_context(mock.patch.object(kind, "train", train))
         yield seen

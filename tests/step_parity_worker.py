@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import planner
 from passes.capture import keep_float64
-from planner.comparison import (
+from planner.library import load_config, random_batch
+from planner.verification.comparison import (
     ADAM_EPSILON,
     ADAM_EPSILON_LOW_PRECISION,
     NEGLIGIBLE,
@@ -25,9 +26,8 @@ from planner.comparison import (
     largest_of,
     single_loss,
 )
-from planner.library import load_config, random_batch
-from planner.verification import real_module, slow_devices
-from runtime.step.narrow import cast_floats
+from planner.verification.verify_model import real_module, slow_devices
+from runtime.execution.mixed_precision import cast_floats
 from tests.communication.counting import unlike_plan
 from tests.communication.recorder import Call, Recorder, recorded
 from tests.communication.rules import broken_rules

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cost_models.step import Chunk, LayerCosts, PipelineStep
+from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 
 CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 3, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 
@@ -30,7 +30,7 @@ def equal_step(
         schedule=schedule,
         num_microbatches=num_microbatches,
         num_ranks=num_ranks,
-        chunks=(Chunk(layers=((layer, layers),)),) * num_chunks,
+        chunks=(ChunkCosts(layers=((layer, layers),)),) * num_chunks,
     )
 
 
@@ -46,7 +46,7 @@ def any_steps(schedule: str, num_ranks: int, num_microbatches: int) -> st.Search
         **dict.fromkeys(names, seconds),
     )
     chunk = st.builds(
-        lambda layers, forward, backward: Chunk(
+        lambda layers, forward, backward: ChunkCosts(
             layers=tuple(layers), receive_forward=forward, receive_backward=backward
         ),
         st.lists(st.tuples(layer, st.integers(1, 2)), min_size=1, max_size=3),
@@ -74,7 +74,7 @@ def nearly_equal_steps(
             num_microbatches=num_microbatches,
             num_ranks=num_ranks,
             chunks=tuple(
-                Chunk(
+                ChunkCosts(
                     layers=((LayerCosts(forward=s, backward=2.1 * s, backward_weight=s), 1),),
                     receive_forward=0.01 if k else 0.0,
                     receive_backward=0.01 if k < num_chunks - 1 else 0.0,

@@ -39,7 +39,7 @@ from passes.autograd import (
 from passes.autograd.kernels import attention_kernel
 from passes.capture import capture
 from passes.ir.graph import Graph
-from planner.search.liveness import live_nodes
+from planner.sharding_ilp.liveness import live_nodes
 from runtime import ops
 
 TOLERANCE = 0.05

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from passes.blocks import find_blocks
 from passes.ir.graph import Graph, Node, Ref, State, Value, assign_keys
+from passes.repeats.repeated_blocks import find_blocks
 
 
 def chain(layers: list[tuple[str, int]], *, use_of: str | None = None) -> Graph:

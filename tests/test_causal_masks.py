@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from passes.canonicalise.bands import BandFinder
 from passes.canonicalise.constants import mark_constants
 from passes.canonicalise.synonyms import replace_synonyms
-from passes.canonicalise.views import normalise_views
+from passes.canonicalise.view_forms import normalise_views
 from passes.capture import capture
 from passes.ir.graph import Graph, Node
 from passes.rules import forward_flops
-from passes.rules.call import Call, bind
+from passes.rules.operator_call import OperatorCall, bind
 from runtime.ops.attention import causal_without_mask
 
 SDPA = "aten.scaled_dot_product_attention.default"
@@ -46,7 +46,7 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(y, seen, seen, attn_mask=mask, scale=0.7).square().sum()
 
 
-def attention_of(graph: Graph) -> Call:
+def attention_of(graph: Graph) -> OperatorCall:
     (node,) = (node for node in graph.nodes if node.op == SDPA)
     call = bind(node, graph.values)
     assert call is not None
@@ -150,7 +150,7 @@ def seen_by_all_rows(rows: int, keys: int) -> torch.Tensor:
     return torch.ones(1, keys, dtype=torch.bool)
 
 
-def check(mask: Mask, *, keys: int | None = None) -> Call:
+def check(mask: Mask, *, keys: int | None = None) -> OperatorCall:
     """The attention of a captured model, which computes what the model does."""
     torch.manual_seed(0)
     x = torch.randn(2, 6, 4, dtype=torch.float64)

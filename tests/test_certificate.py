@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.planning import plan_graph
-from planner.step.demands import read_demands
-from planner.step.outcome import Outcome
-from planner.step.planning import plan_step
-from planner.step.search import Search
-from planner.step.stages.ilp import solve_stages
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.outcome import Outcome
 from tests.exhaustive import fastest_of_all
 from tests.exhaustive_models import level_one
 from tests.test_step_stages import Draw, brute_force

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.emit import Program
-from passes.emit.program import ENTRY_POINT
+from passes.emit.emitted_program import ENTRY_POINT
 from passes.ir.graph import Graph, Ref
 from runtime import kernels
 from runtime.kernels.dispatch import VARIABLE
-from runtime.recompute import POLICIES, recomputed
-from runtime.weights import Weights
+from runtime.program_tools.recompute import POLICIES, recomputed
+from runtime.state.weight_tree import WeightTree
 from tests.chain_cases import graphs
 from tests.chain_graphs import GraphMaker, programs_of, random_tensors, run
 from tests.kernels_harness import DTYPES, IMPLEMENTATIONS, check_accuracy
@@ -223,7 +223,7 @@ def test_other_dtypes_run_plain() -> None:
 
 def test_compiles_without_breaks() -> None:
     program = programs_of(chain_over((3, 7), [(7,)], "float32"))[0]
-    entry = program.load()[ENTRY_POINT](Weights())
+    entry = program.load()[ENTRY_POINT](WeightTree())
     tensors = [torch.randn(3, 7), torch.randn(7)]
     compiled = torch.compile(entry.forward, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*tensors), entry(*tensors))
@@ -248,7 +248,7 @@ def test_runs_without_triton() -> None:
         "sys.modules['triton'] = None\n"
         "names = {'__name__': 'emitted'}\n"
         "exec(sys.stdin.read(), names)\n"
-        "from runtime.weights import Weights\n"
+        "from runtime.state.weight_tree import Weights\n"
         "(out,) = names['Program'](Weights())(torch.ones(3, 7), torch.ones(7)).values()\n"
         "assert out.shape == (3, 7)\n"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.kernels.chain import Chain
+from runtime.kernels.chain_call import Chain
 from runtime.kernels.chain_launch import Launch
 from tests.patience import calls_made
 

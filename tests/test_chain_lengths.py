@@ -10,7 +10,7 @@ import torch
 
 from runtime import kernels
 from runtime.kernels import autotune, sharing
-from runtime.kernels.chain import Chain
+from runtime.kernels.chain_call import Chain
 from tests.chain_graphs import GraphMaker, programs_of
 from tests.test_chain_launch import KernelThatDoesNothing, chain_of
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import planner
-from passes.chains import INDUCTOR, TRITON, Chain, chain_up
+from passes.chains import INDUCTOR, TRITON, OperatorChain, chain_up
 from passes.emit import emit
 from passes.ir.graph import Ref
 from passes.shard import Compute
-from runtime.typecheck import typecheck
+from runtime.program_tools.typecheck import typecheck
 from tests.chain_cases import graphs
 from tests.chain_graphs import GraphMaker, chains_of, ops_of, programs_of, random_tensors, run, sharded_of
 
 SHAPE = (3, 4, 5)
 
 
-def the_chain(maker: GraphMaker, *outputs: Ref) -> Chain:
+def the_chain(maker: GraphMaker, *outputs: Ref) -> OperatorChain:
     (chain,) = chains_of(sharded_of(maker.graph(*outputs)))
     return chain
 
@@ -194,7 +194,9 @@ def made_twice(sharded) -> list[str]:  # type: ignore[no-untyped-def]
     before = [operation.node.name for operation in sharded.main.body if isinstance(operation, Compute)]
     after = []
     for operation in chain_up(sharded).main.body:
-        parts = [member.compute for member in operation.members] if isinstance(operation, Chain) else [operation]
+        parts = (
+            [member.compute for member in operation.members] if isinstance(operation, OperatorChain) else [operation]
+        )
         after += [part.node.name for part in parts if isinstance(part, Compute)]
     return sorted(set(before) ^ set(after)) + [name for name in after if after.count(name) > 1]
 

@@ -20,12 +20,13 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from runtime.checkpoint import CheckpointManager, blocks
+from runtime.checkpoint import CheckpointManager
+from runtime.checkpoint import checked_blocks as blocks
 from runtime.checkpoint import lock as locks
+from runtime.checkpoint.folder_storage import StoredCheckpoint
 from runtime.checkpoint.lock import lock
-from runtime.checkpoint.pieces import Content, Piece, SavePieces
 from runtime.checkpoint.plain import decode, encode
-from runtime.checkpoint.storage import StoredCheckpoint
+from runtime.checkpoint.rectangles_of_tensors import Content, Piece, SavePieces
 from tests.checkpoint_cases import Pieces, state_is_right, trained_once, whole_pieces
 
 
@@ -184,7 +185,7 @@ def test_a_reader_reads_the_blocks_that_it_needs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("runtime.checkpoint.metadata.BLOCK", 4096)
     whole = torch.arange(12 * 1024, dtype=torch.float32).reshape(96, 128)
     from runtime.checkpoint import directory
-    from runtime.checkpoint.storage import write
+    from runtime.checkpoint.folder_storage import write
 
     name = directory.start(tmp_path, 1)
     pieces: Content = {"w": Piece(whole, (96, 128), (0, 0))}

@@ -14,9 +14,9 @@ from rich.console import Console
 import planner
 from passes.plan import Plan
 from planner.cli import main
-from planner.cli.arguments import read_choices
 from planner.cli.progress import describe, progress_bar
-from planner.step.progress import CAPTURING, SEARCHING, Report
+from planner.cli.shared_options import read_choices
+from planner.whole_step.result.search_progress import CAPTURING, SEARCHING, Report
 from tests.patience import PATIENCE
 from tests.ranks import ROOT
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 
 import planner
-from planner.collection import no_collection
-from planner.step.progress import Report
+from planner.solvers.collection import no_collection
+from planner.whole_step.result.search_progress import Report
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.recompute import POLICIES
+from runtime.program_tools.recompute import POLICIES
 from tests.ranks import run_on_ranks
 
 

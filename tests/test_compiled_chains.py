@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtime import kernels
 from runtime.kernels import sharing
-from runtime.recompute import POLICIES, recomputed
+from runtime.program_tools.recompute import POLICIES, recomputed
 
 
 @pytest.fixture

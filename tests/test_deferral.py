@@ -11,11 +11,11 @@ from passes.capture import capture
 from passes.fuse import as_planned
 from passes.ir.conversions import Step
 from passes.ir.types import MeshShape
+from passes.pipeline_cut import deferral_of, step_programs
 from passes.plan import Plan
-from passes.stages import deferral_of, step_programs
-from planner.search.bundles import bundles_of
-from planner.search.pricing import Pricing
-from planner.verification import slow_devices
+from planner.sharding_ilp.bundles import bundles_of
+from planner.sharding_ilp.sharding_prices import Pricing
+from planner.verification.verify_model import slow_devices
 from tests.small_models import seeded
 
 SAMPLES = {"input:*": {"dp": "S(0)"}, "*.weight": {"dp": "I"}}

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from passes.emit import Program
-from passes.emit.layout import fitted
-from passes.emit.names import Names, class_name, identifier
 from passes.emit.paths import arithmetic, attribute, list_slice, roots_title
 from passes.emit.role_tables import PARTS, VIEWS
+from passes.emit.source_layout import fitted
 from passes.emit.statements import METHODS
+from passes.emit.variable_names import Names, class_name, identifier
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from passes.shard import PlanMismatch, shard
-from runtime.typecheck import ProgramTypeError, typecheck
+from runtime.program_tools.typecheck import ProgramTypeError, typecheck
 from tests.emit_cases import CASES as HAND_WRITTEN
 from tests.emit_models import CASES as PLANNED
 from tests.emit_models import programs

@@ -17,7 +17,7 @@ from cost_models.files import check_writable, write_text
 from cost_models.presets import load_preset
 from passes.plan import Plan
 from planner.library import load_config
-from runtime.weight_files.find import files_by_name
+from runtime.weight_files.find_files import files_by_name
 from runtime.weight_files.format import read_header
 
 DEEP = 100_000

@@ -15,8 +15,8 @@ from passes.capture import capture
 from passes.fuse import fuse
 from passes.fuse.check import ROUNDED, difference
 from passes.fuse.fuse import Rewriter
-from passes.fuse.notation import parse
-from passes.fuse.table import Row
+from passes.fuse.pattern_notation import parse
+from passes.fuse.patterns import Row
 
 EPS = 1e-6
 X = (2, 3, 8)

@@ -8,13 +8,13 @@ import json
 import pytest
 
 import planner
-from passes.blocks import find_blocks
 from passes.fuse import as_planned, fuse
 from passes.plan import Plan
+from passes.repeats.repeated_blocks import find_blocks
 from planner import fusing
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.verification import VerifyReport
+from planner.verification.verify_model import VerifyReport
 
 
 @functools.cache

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from runtime.accumulation import Accumulation
-from runtime.units.group import DataGroup
-from runtime.units.norm import clip_gradients
+from runtime.module.accumulation import Accumulation
+from runtime.zero.group import StateGroup
+from runtime.zero.norm import clip_gradients
 from tests.ranks import run_on_ranks
 from tests.small_models import seeded, token_batch
 
@@ -96,7 +96,7 @@ def clipped(max_norm: float, gradient: float = 2.0, **options: Any) -> tuple[flo
     """The norm, and the gradient that is left, of a model of one parameter."""
     parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
     parameter.grad = torch.tensor(gradient, dtype=torch.float64)
-    norm = clip_gradients([(parameter, True)], DataGroup(), max_norm=max_norm, **options)
+    norm = clip_gradients([(parameter, True)], StateGroup(), max_norm=max_norm, **options)
     return float(norm), float(parameter.grad)
 
 

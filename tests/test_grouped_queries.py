@@ -13,7 +13,7 @@ import planner
 from passes.autograd import Activations, kept_under
 from passes.capture import capture
 from passes.ir.graph import Graph, Node
-from planner.search.liveness import live_nodes
+from planner.sharding_ilp.liveness import live_nodes
 from tests.capture_parity import assert_parity
 
 SDPA = "aten.scaled_dot_product_attention.default"

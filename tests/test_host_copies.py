@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import planner
-from runtime.checkpoint import storage
-from runtime.checkpoint.pieces import Piece
+from runtime.checkpoint import folder_storage as storage
+from runtime.checkpoint.rectangles_of_tensors import Piece
 from runtime.checkpoint.staging import HostStaging, device_of
-from runtime.host_copies import HostCopies
+from runtime.data.host_copies import HostCopies
 from tests.small_models import TiedClassifier, token_batch
 
 

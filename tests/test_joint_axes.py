@@ -15,8 +15,8 @@ from cost_models.collectives import collective_seconds
 from passes.ir.conversions import Step, exists
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape
-from planner.search.lattice import Lattices
-from planner.search.pricing import Pricing
+from planner.sharding_ilp.lattice import Lattices
+from planner.sharding_ilp.sharding_prices import Pricing
 from tests.joint_axes_worker import CONVERSIONS, PINS, Turn
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks

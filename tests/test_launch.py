@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import planner
 from runtime.launch.last_words import first_to_fail
-from runtime.launch.place import LaunchError, Place
+from runtime.launch.place import LaunchError, ProcessPlace
 from runtime.launch.rendezvous import Deadline, check_in
 from tests.patience import PATIENCE
 from tests.ranks import ROOT, free_port, run_on_ranks
@@ -85,7 +85,7 @@ def check_in_all(store: dist.Store, *places: tuple[int, int], timeout: float = P
 
     def one(place: tuple[int, int]) -> str:
         with pytest.raises(LaunchError) as ended:
-            check_in(store, Place(*place, None, "node1", 4000, "slurm"), Deadline.after(timeout))
+            check_in(store, ProcessPlace(*place, None, "node1", 4000, "slurm"), Deadline.after(timeout))
         return str(ended.value)
 
     with ThreadPoolExecutor() as threads:

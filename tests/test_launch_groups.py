@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 
 from passes.ir.types import MeshShape
-from planner.step.layout import AXES
+from planner.whole_step.candidates.mesh_layout import AXES
+from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import mesh_of_axes
-from runtime.step.places import RankPlaces
 from tests.ranks import run_on_ranks
 
 

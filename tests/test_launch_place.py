@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cli import main
-from runtime.launch.place import Place, expand_hosts, find_place
+from runtime.launch.place import ProcessPlace, expand_hosts, find_place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "4000"}
 SLURM = {
@@ -52,20 +52,20 @@ def test_ranges_keep_their_width(ranges: list[tuple[int, int]], width: int) -> N
 @pytest.mark.parametrize(
     ("environment", "arguments", "place"),
     [
-        ({}, {}, Place(0, 1, 0, None, None, "alone")),
-        (TORCHRUN, {}, Place(3, 8, 1, "node1", 4000, "torchrun")),
-        (TORCHRUN, {"address": "other", "port": 1}, Place(3, 8, 1, "other", 1, "torchrun")),
-        (SLURM, {}, Place(5, 8, 1, "gpu07", 15000 + 4711, "slurm")),
-        ({**SLURM, "SLURM_STEP_ID": "2"}, {}, Place(5, 8, 1, "gpu07", 15000 + 4713, "slurm")),
-        ({**SLURM, "MASTER_PORT": "4000", "MASTER_ADDR": "a"}, {}, Place(5, 8, 1, "a", 4000, "slurm")),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu11"}, {}, Place(5, 8, 1, "gpu11", 15000 + 4711, "slurm")),
-        ({**SLURM, **TORCHRUN}, {}, Place(3, 8, 1, "node1", 4000, "torchrun")),
-        ({"SLURM_JOB_ID": "4711"}, {}, Place(0, 1, 0, None, None, "alone")),
-        (TORCHRUN, {"rank": 0, "world_size": 2, "address": "b"}, Place(0, 2, None, "b", 29500, "arguments")),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, {}, Place(0, 1, None, None, None, "torchrun")),
+        ({}, {}, ProcessPlace(0, 1, 0, None, None, "alone")),
+        (TORCHRUN, {}, ProcessPlace(3, 8, 1, "node1", 4000, "torchrun")),
+        (TORCHRUN, {"address": "other", "port": 1}, ProcessPlace(3, 8, 1, "other", 1, "torchrun")),
+        (SLURM, {}, ProcessPlace(5, 8, 1, "gpu07", 15000 + 4711, "slurm")),
+        ({**SLURM, "SLURM_STEP_ID": "2"}, {}, ProcessPlace(5, 8, 1, "gpu07", 15000 + 4713, "slurm")),
+        ({**SLURM, "MASTER_PORT": "4000", "MASTER_ADDR": "a"}, {}, ProcessPlace(5, 8, 1, "a", 4000, "slurm")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu11"}, {}, ProcessPlace(5, 8, 1, "gpu11", 15000 + 4711, "slurm")),
+        ({**SLURM, **TORCHRUN}, {}, ProcessPlace(3, 8, 1, "node1", 4000, "torchrun")),
+        ({"SLURM_JOB_ID": "4711"}, {}, ProcessPlace(0, 1, 0, None, None, "alone")),
+        (TORCHRUN, {"rank": 0, "world_size": 2, "address": "b"}, ProcessPlace(0, 2, None, "b", 29500, "arguments")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {}, ProcessPlace(0, 1, None, None, None, "torchrun")),
     ],
 )
-def test_places(environment: dict[str, str], arguments: dict[str, Any], place: Place) -> None:
+def test_places(environment: dict[str, str], arguments: dict[str, Any], place: ProcessPlace) -> None:
     assert find_place(environment, **arguments) == place
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from passes.rules.call import bind
+from passes.rules.operator_call import bind
 from planner.library import build_model, config_names, example_batch, load_config, random_batch
 from planner.planning import capture_for_planning
 

@@ -27,7 +27,7 @@ from passes.emit.expressions import expression
 from passes.plan import CollectivePlan
 from passes.rules import rule_for
 from runtime import ops
-from runtime.counter import CommunicationCounter
+from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import run_on_ranks
 
 BOTH = ("a", "b")

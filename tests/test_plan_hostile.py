@@ -20,10 +20,10 @@ from torch import nn
 from passes.emit import emit
 from passes.emit.quoting import comment, docstring, literal
 from passes.ir.types import MeshShape
+from passes.pipeline_cut import step_programs
 from passes.plan import Plan
-from passes.plan_grammar import GRAMMARS
+from passes.plan.plan_grammar import GRAMMARS
 from passes.shard import shard
-from passes.stages import step_programs
 from tests.emit_cases import between_copies_plan, step_plan
 from tests.hand_plan import mlp_graph
 

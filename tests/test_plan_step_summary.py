@@ -11,8 +11,8 @@ import pytest
 from cost_models import Cluster
 from passes.ir.types import MeshShape
 from passes.plan import BlockPlan, Certificate, Costs, Plan, TensorPlan
-from passes.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
-from passes.step_stages import format_numbers, path_range, unit_range
+from passes.plan.stage_table import format_numbers, path_range, unit_range
+from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
 
 GIB = 2.0**30
 LAYERS = tuple((f"model.layers.{index}",) for index in range(12))

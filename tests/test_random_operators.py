@@ -20,10 +20,10 @@ from passes.capture import CaptureError, capture, interpret, keep_float64
 from passes.ir.types import I
 from planner.compilation import parallelise
 from planner.planning import plan as make_plan
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
 from runtime import ops
-from runtime.layout import VirtualLayout, virtual_ranks
-from runtime.step.places import VirtualPlaces
+from runtime.execution.rank_mapping import VirtualPlaces
+from runtime.mesh.layout import VirtualLayout, virtual_ranks
 
 Numbers = Callable[[torch.Tensor], torch.Tensor]
 Normal, Bernoulli = torch.distributions.Normal, torch.distributions.Bernoulli

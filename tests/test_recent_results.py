@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.fuse.build import CannotBuild, outputs_of
+from passes.fuse.fused_nodes import CannotBuild, outputs_of
 from passes.ir.graph import Ref, Value
 from passes.ir.recent_results import RecentResults
 

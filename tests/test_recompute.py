@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.recompute import POLICIES, recomputed
+from runtime.program_tools.recompute import POLICIES, recomputed
 from tests.ranks import run_on_ranks
 
 #: Block → policy → collectives that one backward sends beyond those of the plain function.

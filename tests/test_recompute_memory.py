@@ -12,8 +12,8 @@ from spmd_types import R, S, all_gather, set_current_mesh
 
 from passes.autograd import POLICIES
 from passes.ir.types import MeshShape
-from runtime.recompute import can_be_made_again, recomputed
-from runtime.virtual import virtual_mesh
+from runtime.mesh.virtual import virtual_mesh
+from runtime.program_tools.recompute import can_be_made_again, recomputed
 
 TOLERANCE = 0.01
 

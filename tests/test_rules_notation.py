@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from passes.ir.graph import Node, Ref, Value
 from passes.rules import forward_flops, rule_for
-from passes.rules.notation import parse
 from passes.rules.rule import axis_choices, pieces_of_work
-from passes.rules.views import reshape_dims
+from passes.rules.rule_notation import parse
+from passes.rules.view_rules import reshape_dims
 from tests.patience import calls_made
 
 

@@ -17,11 +17,11 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.compilation import parallelise
 from planner.planning import as_cluster, plan_graph
-from runtime.counter import CommunicationCounter
-from runtime.layout import VirtualLayout, virtual_ranks
-from runtime.outputs import ParallelOutput
-from runtime.parallel_module import ParallelModule
-from runtime.step.places import VirtualPlaces
+from runtime.execution.outputs import ParallelOutput
+from runtime.execution.rank_mapping import VirtualPlaces
+from runtime.mesh.communication_counter import CommunicationCounter
+from runtime.mesh.layout import VirtualLayout, virtual_ranks
+from runtime.module.parallel_module import ParallelModule
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 
 DP_TP = "dp=2,tp=2"

@@ -13,8 +13,8 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.auditing.graph_walk import price
-from planner.search import search
-from planner.search.baselines import BASELINES
+from planner.sharding_ilp import search
+from planner.sharding_ilp.role_restrictions import BASELINES
 from tests.search_cases import Layer, Linears, Stack, UnitCosts, capture_on, plan_with_unit_costs
 
 AXES = {"dp": 2, "tp": 2}

@@ -16,8 +16,8 @@ from passes.ir.types import MeshShape, Placement
 from passes.rules import forward_flops, rule_for
 from passes.rules.rule import AxisChoice, axis_choices
 from planner.auditing.graph_walk import price
-from planner.search import search
-from planner.search.pricing import Pricing
+from planner.sharding_ilp import search
+from planner.sharding_ilp.sharding_prices import Pricing
 from tests.search_cases import UnitCosts
 
 INFINITE = float("inf")

@@ -12,9 +12,9 @@ from cost_models import Cluster, CostModel
 from passes.ir.conversions import divides, steps_from
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, Placement
-from planner.search.lattice import Arc, Lattices, types_used
-from planner.search.pricing import Pricing
-from planner.search.tree import cheapest_tree
+from planner.sharding_ilp.conversion_tree import cheapest_tree
+from planner.sharding_ilp.lattice import Arc, Lattices, types_used
+from planner.sharding_ilp.sharding_prices import Pricing
 from tests.search_cases import UnitCosts
 
 

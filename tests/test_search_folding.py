@@ -10,13 +10,13 @@ from torch import nn
 
 import planner
 from cost_models import Cluster
-from passes.blocks import find_blocks, grouped
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from passes.repeats.repeated_blocks import find_blocks, grouped
 from planner.auditing.graph_walk import price
 from planner.planning import plan_graph
-from planner.search import search
+from planner.sharding_ilp import search
 from tests.search_cases import Linears, Stack, UnitCosts, capture_on
 
 TP = {"tp": 2}
@@ -60,7 +60,7 @@ def test_the_bound_is_of_all_plans_also_those_whose_copies_differ(case: str, mon
         options["forbid_replicated_matmul"] = False
         options["memory_limit"] = 0.6 * sum(planned(graph, axes, **options).costs.memory.values())
     unfolded = planned(graph, axes, fold=False, **options).certificate
-    monkeypatch.setattr("planner.search.folding.MAX_VARIABLES", 0)
+    monkeypatch.setattr("planner.sharding_ilp.folding.MAX_VARIABLES", 0)
     folded = planned(graph, axes, **options).certificate
     assert unfolded.status == "optimal"
     assert 0.75 * unfolded.objective <= folded.bound <= unfolded.objective * (1 + 1e-9)
@@ -70,7 +70,7 @@ def test_the_bound_is_of_all_plans_also_those_whose_copies_differ(case: str, mon
 def test_without_longer_blocks_the_certificate_says_what_they_may_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = linears(16)
     best = planned(graph, TP).certificate
-    monkeypatch.setattr("planner.search.folding.MAX_VARIABLES", 0)
+    monkeypatch.setattr("planner.sharding_ilp.folding.MAX_VARIABLES", 0)
     alike = planned(graph, TP).certificate
     assert alike.status == "optimal with alike copies"
     assert alike.objective > best.objective * 1.01

@@ -13,9 +13,9 @@ from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.auditing.graph_walk import price
 from planner.planning import capture_for_planning
-from planner.search import search
-from planner.search.baselines import BASELINES
-from planner.verification import slow_devices
+from planner.sharding_ilp import search
+from planner.sharding_ilp.role_restrictions import BASELINES
+from planner.verification.verify_model import slow_devices
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
 MODELS = ["mlp", "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-bloom"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cost_models.pipeline_play import programs
 from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
 from cost_models.simulator import Event, mfu, simulate
-from cost_models.step import Chunk, LayerCosts, PipelineStep
+from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 from cost_models.step_time import layer_sum
 from cost_models.streams import Streams, action_map, layer_tasks, play
 from tests.patience import calls_made
@@ -97,7 +97,7 @@ def test_a_layers_peak_counts_while_its_chunk_runs() -> None:
 
 def one_rank(layer: LayerCosts, layers: int, num_microbatches: int = 1) -> PipelineStep:
     return PipelineStep(
-        schedule="1f1b", num_microbatches=num_microbatches, num_ranks=1, chunks=(Chunk(layers=((layer, layers),)),)
+        schedule="1f1b", num_microbatches=num_microbatches, num_ranks=1, chunks=(ChunkCosts(layers=((layer, layers),)),)
     )
 
 
@@ -132,7 +132,7 @@ def test_gradient_reduction_longer_than_the_last_backward_is_exposed() -> None:
 def test_later_ranks_reduce_while_earlier_ones_still_compute() -> None:
     """Rank 1 is done two seconds before rank 0, and reduces in them."""
     first, second = LayerCosts(forward=1.0, backward=2.0), LayerCosts(forward=1.0, backward=2.0, reduce_step=2.0)
-    chunks = (Chunk(layers=((first, 1),)), Chunk(layers=((second, 1),)))
+    chunks = (ChunkCosts(layers=((first, 1),)), ChunkCosts(layers=((second, 1),)))
     report = simulate(PipelineStep(schedule="1f1b", num_microbatches=4, num_ranks=2, chunks=chunks))
     assert report.seconds == report.pipeline_seconds
 
@@ -160,8 +160,8 @@ def test_gathers_run_one_layer_ahead_and_no_further() -> None:
 def test_receives_delay_the_receiver_not_the_sender() -> None:
     layer = LayerCosts(forward=1.0, backward=2.0)
     chunks = (
-        Chunk(layers=((layer, 1),), receive_backward=0.25),
-        Chunk(layers=((layer, 1),), receive_forward=0.5),
+        ChunkCosts(layers=((layer, 1),), receive_backward=0.25),
+        ChunkCosts(layers=((layer, 1),), receive_forward=0.5),
     )
     report = simulate(PipelineStep(schedule="gpipe", num_microbatches=3, num_ranks=2, chunks=chunks), timeline=True)
     ends = {(event.rank, event.label): event.end for event in report.timeline or () if event.stream == "compute"}
@@ -248,7 +248,7 @@ def test_action_maps_say_what_playing_the_layers_says(
 
 def test_a_chunk_without_layers_passes_microbatches_on() -> None:
     layer = LayerCosts(forward=1.0, backward=2.0, reduce_backward=0.5)
-    chunks = (Chunk(layers=((layer, 1),)), Chunk(layers=()))
+    chunks = (ChunkCosts(layers=((layer, 1),)), ChunkCosts(layers=()))
     report = simulate(PipelineStep(schedule="1f1b", num_microbatches=3, num_ranks=2, chunks=chunks))
     assert report.seconds == pytest.approx(3 * 3.0 + 0.5)
 

@@ -12,12 +12,12 @@ from search_cases import Linears
 import planner
 from cost_models.step import LayerCosts
 from passes.plan import Plan
-from planner.search.linear import OPTIMAL, UNPROVED, LinearProgram
-from planner.search.pulp_solver import checked, solver_named
-from planner.search.solver import solve
-from planner.step.lp_files import write_stage_program
-from planner.step.stages.ilp import solve_stages
-from planner.step.stages.problem import StageProblem, UnitChoice, UnitRun
+from planner.pipeline_ilp.stage_ilp import solve_stages
+from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun
+from planner.solvers.linear import OPTIMAL, UNPROVED, LinearProgram
+from planner.solvers.pulp_solver import checked, solver_named
+from planner.solvers.solver import solve
+from planner.whole_step.result.lp_files import write_stage_program
 
 CBC = "PULP_CBC_CMD"
 

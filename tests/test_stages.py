@@ -15,17 +15,17 @@ from passes.capture import capture, keep_float64
 from passes.emit import emit
 from passes.fuse import fuse
 from passes.ir.graph import Graph
+from passes.pipeline_cut import StageGraph, StepPrograms, step_programs
 from passes.plan import Plan
 from passes.shard import PlanMismatch
-from passes.stages import StageGraph, StepPrograms, step_programs
 from planner.compilation import parallelise
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
-from planner.verification import slow_devices
-from runtime.layout import virtual_ranks
-from runtime.step.places import VirtualPlaces
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
+from runtime.execution.rank_mapping import VirtualPlaces
+from runtime.mesh.layout import virtual_ranks
 from tests import stage_models as models
 from tests.small_models import seeded
 

@@ -17,8 +17,13 @@ from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.library import load_config
+from planner.pipeline_ilp.cuts import greedy_partition, partition
+from planner.pipeline_ilp.stage_problem import as_step, fits
 from planner.planning import capture_for_planning
-from planner.step.baselines import (
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import Demands, read_demands
+from planner.whole_step.candidates.expert_layouts import (
     BASELINES,
     BaselineSpace,
     Missing,
@@ -27,14 +32,9 @@ from planner.step.baselines import (
     baseline_named,
     best_of_baseline,
 )
-from planner.step.cuts import greedy_partition, partition
-from planner.step.demands import Demands, read_demands
-from planner.step.plainer import plainer
-from planner.step.planning import plan_step
-from planner.step.search import Search
-from planner.step.stages.problem import as_step, fits
-from planner.step.tensor_roles import transformers_roles
-from planner.verification import slow_devices
+from planner.whole_step.candidates.tensor_roles import transformers_roles
+from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.uniform_plans import plainer
 from tests.small_models import squared_error
 
 

@@ -19,14 +19,14 @@ from passes.capture import capture
 from passes.emit import emit
 from passes.ir.graph import Graph, Node, Ref, Value
 from passes.losses import loss_pairs
+from passes.pipeline_cut import step_programs
 from passes.plan import Plan
-from passes.stages import step_programs
-from planner.auditing.step_prices import reprice
+from planner.auditing.repriced_step import reprice
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 from runtime.kernels.linear_cross_entropy import tokens_at_a_time
 
 MIB = 2**20

@@ -12,11 +12,11 @@ from transformers import LlamaConfig
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.planning import capture_for_planning
-from planner.search.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
-from planner.step.stages.ilp import solve_stages
+from planner.solvers.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 from tests.test_step_stages_large import GIB, uniform
 
 #: A V schedule of uneven stages.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.step.cuts import greedy_partition, partition
+from planner.pipeline_ilp.cuts import greedy_partition, partition
 
 COSTS = st.lists(st.integers(0, 50) | st.floats(0, 50), min_size=1, max_size=12)
 

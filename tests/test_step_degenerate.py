@@ -14,7 +14,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, GPT2Config, GPT2LMHead
 import planner
 from cost_models import Cluster
 from passes.plan import Plan
-from passes.step_plan import StepPlan
+from passes.plan.step_plan import StepPlan
 
 
 def squared(outputs: torch.Tensor, batch: Any) -> torch.Tensor:

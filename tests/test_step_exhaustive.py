@@ -17,13 +17,13 @@ import pytest
 from cost_models.schedules import SCHEDULES
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
-from planner.auditing.step_prices import reprice
-from planner.step.candidates import candidates
-from planner.step.demands import read_demands
-from planner.step.outcome import Outcome
-from planner.step.planning import plan_step
-from planner.step.search import Search
-from planner.step.stages.problem import StageProblem, UnitChoice, UnitRun, as_step
+from planner.auditing.repriced_step import reprice
+from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice, UnitRun, as_step
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.candidates import candidates
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.outcome import Outcome
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
 from tests.exhaustive_models import CONFIGS, level_one
 

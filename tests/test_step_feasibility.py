@@ -11,8 +11,8 @@ from cost_models import Cluster
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 
 GIB = 2**30
 #: For the largest graph only the micro-batch, the policies of recomputation and ZeRO are left to choose.

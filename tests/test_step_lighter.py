@@ -9,14 +9,14 @@ import planner
 from cost_models import Cluster
 from cost_models.memory import HEADROOM, Allocator
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.extract import judge
-from planner.step.figures import KeptSpace
-from planner.step.level_one import LevelOne
-from planner.step.lighter import fullest
-from planner.step.planning import plan_step
-from planner.step.search import Search
-from planner.step.sharding import ShardingSpace
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.plan_step import plan_step
+from planner.whole_step.result.lighter import fullest
+from planner.whole_step.result.plan_of_solution import judge
 
 CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, vocab_size=8192

@@ -9,9 +9,9 @@ import planner
 from cost_models import Cluster
 from passes.ir.graph import Graph
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.longer_blocks import UnlikeCopies
-from planner.step.planning import _Planner, plan_step
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.costs.longer_blocks import UnlikeCopies
+from planner.whole_step.plan_step import _Planner, plan_step
 
 #: Splitting pays, and every collective costs a while, so that half as many are better.
 CLUSTER = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e10, latency=5e-6, bandwidth=1e10)

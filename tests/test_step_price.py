@@ -18,12 +18,12 @@ from cost_models import Cluster
 from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.plan import ConversionPlan, Plan
-from planner.auditing.step_prices import RepricedStep, reprice
+from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.library import load_config
 from planner.planning import capture_for_planning
-from planner.step.demands import read_demands
-from planner.step.planning import plan_step
-from planner.verification import slow_devices
+from planner.verification.verify_model import slow_devices
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
 #: Name in the library → what makes it small.

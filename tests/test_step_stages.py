@@ -13,9 +13,11 @@ import pytest
 from cost_models.schedules import SCHEDULES, reason_not
 from cost_models.step import LayerCosts
 from cost_models.step_time import layer_sum, step_memory, step_seconds
-from planner.step.stages.bounds import lower_bound, memory_shortfall
-from planner.step.stages.ilp import bound_within_memory, quick_bound, solve_stages
-from planner.step.stages.problem import (
+from planner.pipeline_ilp.ranks import main_run
+from planner.pipeline_ilp.rounds import longest_chunk
+from planner.pipeline_ilp.stage_bounds import lower_bound, memory_shortfall
+from planner.pipeline_ilp.stage_ilp import bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_problem import (
     Assignment,
     StageProblem,
     UnitChoice,
@@ -24,8 +26,6 @@ from planner.step.stages.problem import (
     fits,
     folded,
 )
-from planner.step.stages.ranks import main_run
-from planner.step.stages.rounds import longest_chunk
 
 
 def every_assignment(problem: StageProblem) -> Iterator[Assignment]:

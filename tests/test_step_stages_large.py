@@ -8,11 +8,10 @@ import pytest
 
 from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
-from planner.search.linear import EFFORT_LIMIT, SECOND, LinearProgram
-from planner.search.solver import solve
-from planner.step.stages.bounds import memory_shortfall
-from planner.step.stages.ilp import CUTOFF, solve_stages
-from planner.step.stages.problem import (
+from planner.pipeline_ilp.ranks import main_run
+from planner.pipeline_ilp.stage_bounds import memory_shortfall
+from planner.pipeline_ilp.stage_ilp import CUTOFF, solve_stages
+from planner.pipeline_ilp.stage_problem import (
     StageProblem,
     UnitChoice,
     UnitRun,
@@ -20,8 +19,9 @@ from planner.step.stages.problem import (
     fits,
     undominated,
 )
-from planner.step.stages.ranks import main_run
-from planner.step.stages.tails import shorter_tails
+from planner.pipeline_ilp.tails import shorter_tails
+from planner.solvers.linear import EFFORT_LIMIT, SECOND, LinearProgram
+from planner.solvers.solver import solve
 
 GIB = 2.0**30
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cost_models.schedules import SCHEDULES
 from cost_models.simulator import simulate
-from cost_models.step import Chunk, LayerCosts, PipelineStep
+from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 from cost_models.step_time import layer_sum, played_path, step_memory, step_seconds
 from tests.step_samples import any_steps, equal_step, nearly_equal_steps
 
@@ -72,7 +72,9 @@ def test_dualpipev_is_at_most_four_percent_above_the_simulation_on_equal_chunks(
 @given(st.sampled_from([2, 3, 4, 8]), st.sampled_from([2, 3, 4]), st.integers(1, 4), st.integers(0, 3))
 def test_a_longer_round_is_not_hidden_when_the_pipeline_fills(num_ranks: int, rounds: int, m: int, place: int) -> None:
     """Chunks of a round alike, one round a tenth longer than the others."""
-    long, short = (Chunk(layers=((LayerCosts(forward=seconds, backward=2 * seconds), 1),)) for seconds in (1.1, 1.0))
+    long, short = (
+        ChunkCosts(layers=((LayerCosts(forward=seconds, backward=2 * seconds), 1),)) for seconds in (1.1, 1.0)
+    )
     chunks = [long if index // num_ranks == place % rounds else short for index in range(rounds * num_ranks)]
     step = PipelineStep(
         schedule="interleaved_1f1b", num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=tuple(chunks)
@@ -85,7 +87,7 @@ def test_a_longer_round_is_not_hidden_when_the_pipeline_fills(num_ranks: int, ro
 def test_rounds_that_differ_play_no_quicker(num_ranks: int, m: int, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.floats(0.01, 5.0), min_size=2, max_size=4))
     layers = [LayerCosts(forward=seconds, backward=2 * seconds) for seconds in sizes for _ in range(num_ranks)]
-    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in layers)
+    chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in layers)
     step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=chunks)
     assert step_seconds(step).total <= simulate(step).seconds * (1 + 1e-9)
 
@@ -98,7 +100,7 @@ def test_two_chunks_a_rank_are_priced_as_their_order_plays_however_uneven_they_a
     figures = st.tuples(st.floats(0.01, 5.0), st.floats(0.01, 5.0), st.floats(0.01, 5.0))
     drawn = data.draw(st.lists(figures, min_size=2 * num_ranks, max_size=2 * num_ranks))
     chunks = tuple(
-        Chunk(layers=((LayerCosts(forward=forward, backward=inputs + weight, backward_weight=weight), 1),))
+        ChunkCosts(layers=((LayerCosts(forward=forward, backward=inputs + weight, backward_weight=weight), 1),))
         for forward, inputs, weight in drawn
     )
     step = PipelineStep(schedule=schedule, num_microbatches=m * num_ranks, num_ranks=num_ranks, chunks=chunks)
@@ -113,7 +115,7 @@ def test_two_chunks_a_rank_are_priced_as_their_order_plays_however_uneven_they_a
 def test_two_chunks_a_rank_gain_nothing_where_one_of_them_is_empty() -> None:
     """A pipeline of one chunk a rank in disguise has that one's bubble, which the published fill does not see."""
     empty, full = (LayerCosts(forward=s, backward=2 * s, backward_weight=s) for s in (0.0, 1.0))
-    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in (*[empty] * 4, *[full] * 4))
+    chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in (*[empty] * 4, *[full] * 4))
     step = PipelineStep(schedule="zbv", num_microbatches=8, num_ranks=4, chunks=chunks)
     assert step_seconds(step).pipeline >= 8 * 3.0 + 3 * 1.5
     assert step_seconds(step).pipeline <= simulate(step).pipeline_seconds
@@ -131,7 +133,7 @@ def test_a_split_backward_hides_gathers_and_reductions_apart(schedule: str, gath
         gather_backward=gather,
         reduce_backward=reduce,
     )
-    chunks = (Chunk(layers=((layer, 48),)),) * (4 * SCHEDULES[schedule].chunks_per_rank)
+    chunks = (ChunkCosts(layers=((layer, 48),)),) * (4 * SCHEDULES[schedule].chunks_per_rank)
     step = PipelineStep(schedule=schedule, num_microbatches=12, num_ranks=4, chunks=chunks)
     # 8%: first gathers and last reductions are left out; a backward in one piece is up to 17% off
     assert step_seconds(step).total == pytest.approx(simulate(step).seconds, rel=0.08)
@@ -149,7 +151,7 @@ def one_tenth(schedules: list[str]) -> st.SearchStrategy[PipelineStep]:
 def test_ranks_do_not_make_up_in_one_round_for_what_another_round_took() -> None:
     """Every rank has as much to do, but in every round half of them have a long chunk."""
     layer = LayerCosts(forward=1.0, backward=2.0, backward_weight=1.0)
-    chunks = tuple(Chunk(layers=((layer, 1 + (k + k // 16) % 2),)) for k in range(64))
+    chunks = tuple(ChunkCosts(layers=((layer, 1 + (k + k // 16) % 2),)) for k in range(64))
     step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=128, num_ranks=16, chunks=chunks)
     simulated = simulate(step).seconds
     assert 0.8 * simulated > 128 * 6 * 3.0  # what each rank has to do: six layers
@@ -226,7 +228,7 @@ def test_long_reductions_show_in_the_tail() -> None:
 
 def test_later_ranks_have_the_earlier_ranks_drain_to_reduce_in() -> None:
     quiet, reducing = (LayerCosts(forward=1.0, backward=2.0, reduce_step=seconds) for seconds in (0.0, 5.0))
-    chunks = tuple(Chunk(layers=((layer, 1),)) for layer in (quiet, reducing, quiet, reducing))
+    chunks = tuple(ChunkCosts(layers=((layer, 1),)) for layer in (quiet, reducing, quiet, reducing))
     step = PipelineStep(schedule="interleaved_1f1b", num_microbatches=4, num_ranks=2, chunks=chunks)
     assert step_seconds(step).tail == 2 * 5.0 - 2 * 2.0 - 2 * 2.0 / 2  # its last backward, one chunk of rank 0's
 
@@ -242,8 +244,8 @@ def test_tail_is_within_one_layers_backward_of_the_simulation(
 
 
 def test_the_slowest_ranks_update_ends_the_step() -> None:
-    quick = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5), 1),))
-    slow = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5, gather_step=0.25), 3),))
+    quick = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5), 1),))
+    slow = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0, update_step=0.5, gather_step=0.25), 3),))
     step = PipelineStep(schedule="1f1b", num_microbatches=2, num_ranks=2, chunks=(quick, slow))
     assert step_seconds(step).update == 3 * 0.75
 
@@ -257,6 +259,6 @@ def test_memory_equals_the_simulations_on_equal_chunks(schedule: str) -> None:
 
 
 def test_chunks_must_divide_over_ranks() -> None:
-    chunk = Chunk(layers=((LayerCosts(forward=1.0, backward=2.0), 1),))
+    chunk = ChunkCosts(layers=((LayerCosts(forward=1.0, backward=2.0), 1),))
     with pytest.raises(ValueError, match="3 chunks on 2 ranks"):
         step_seconds(PipelineStep(schedule="1f1b", num_microbatches=4, num_ranks=2, chunks=(chunk,) * 3))

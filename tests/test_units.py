@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from cost_models.memory import zero_state_bytes
-from runtime.recompute import POLICIES
-from runtime.units.pieces import piece_shape
+from runtime.program_tools.recompute import POLICIES
+from runtime.zero.state_pieces import piece_shape
 from tests.ranks import run_on_ranks
 
 ORDERS = ("one by one", "in flight", "automatic")

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from passes.ir.types import MeshShape
-from runtime.layout import virtual_ranks
-from runtime.units.flat import FlatLayout, copy_all
-from runtime.units.group import DataGroup
-from runtime.units.norm import clip_gradients, gradient_norm
-from runtime.units.pieces import piece, piece_of, piece_shape
-from runtime.units.precision import Dtypes, Precision
-from runtime.units.unit import Unit, UnitWeight, chained
+from runtime.mesh.layout import virtual_ranks
+from runtime.zero.flat import FlatLayout, copy_all
+from runtime.zero.group import StateGroup
+from runtime.zero.norm import clip_gradients, gradient_norm
+from runtime.zero.precision import Dtypes, Precision
+from runtime.zero.state_pieces import piece, piece_of, piece_shape
+from runtime.zero.unit import Unit, UnitWeight, chained
 from tests.units_worker import FROZEN, forward, optimizer_of, reference, samples, whole_weights
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -127,7 +127,7 @@ def test_a_wrong_piece_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"layer.weight of shape \(4, 2\) is owned as \(4, 2\) by rank 1 of 2; ZeRO 1 exp"
     ):
-        Unit([weight], zero=1, group=DataGroup("some", 2, 1))
+        Unit([weight], zero=1, group=StateGroup("some", 2, 1))
     with pytest.raises(ValueError, match="unknown ZeRO stage 4: expected 0, 1, 2 or 3"):
         Unit([weight], zero=4)
 
@@ -158,7 +158,7 @@ def test_clipping_is_torchs(norm_type: float) -> None:
         owner.grad = torch.randn(owner.shape)
         other.grad = owner.grad.clone()
     own = [(owner, True) for owner in [*owners, nn.Parameter(torch.zeros(0, 2)), nn.Parameter(torch.zeros(1))]]
-    norm = clip_gradients(own, DataGroup(), max_norm=0.1, norm_type=norm_type)
+    norm = clip_gradients(own, StateGroup(), max_norm=0.1, norm_type=norm_type)
     assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(others, 0.1, norm_type=norm_type)), rel=1e-5)
     for owner, other in zip(owners, others):
         torch.testing.assert_close(owner.grad, other.grad)
@@ -169,9 +169,9 @@ def test_a_norm_that_is_no_number_is_told() -> None:
     owner.grad = torch.tensor([1.0, math.nan])
     for norm_type in (2.0, math.inf):
         with pytest.raises(ValueError, match="some gradient is infinite or not a number"):
-            clip_gradients([(owner, True)], DataGroup(), max_norm=1.0, norm_type=norm_type, error_if_nonfinite=True)
+            clip_gradients([(owner, True)], StateGroup(), max_norm=1.0, norm_type=norm_type, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type must be above zero"):
-        gradient_norm([(owner, True)], DataGroup(), norm_type=0.0)
+        gradient_norm([(owner, True)], StateGroup(), norm_type=0.0)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -189,7 +189,7 @@ def test_all_ranks_in_one_process(zero: int) -> None:
         return LocalTensor(dict(enumerate(parts)))
 
     with virtual_ranks(mesh) as layout:
-        group = DataGroup.of(layout.device_mesh["dp", "cp"]._flatten().get_group())
+        group = StateGroup.of(layout.device_mesh["dp", "cp"]._flatten().get_group())
         ranks = range(mesh.num_devices)
         with layout.plain():
             inputs = [[samples(rank // 2, microbatch) for rank in ranks] for microbatch in range(2)]

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import planner
-from planner.comparison import Comparison, difference
-from planner.training_run import run_sharded
+from planner.verification.comparison import Comparison, difference
+from planner.verification.training_run import run_sharded
 from tests.small_models import TiedClassifier, seeded, token_batch
 
 OPTIONS: dict[str, Any] = {"forbid_replicated_matmul": True}
@@ -89,7 +89,7 @@ def test_the_report_fails_for_a_wrong_number_and_for_unplanned_communication() -
 @pytest.mark.parametrize("fix", [None, {"num_microbatches": 1, "zero": 0}])
 def test_a_part_that_two_ranks_count_is_seen(monkeypatch: pytest.MonkeyPatch, fix: Any) -> None:
     """What is whole on both ranks enters the norm, and whole tensors, twice."""
-    monkeypatch.setattr("runtime.step.state_info.is_first_holder", lambda *_: True)
+    monkeypatch.setattr("runtime.execution.state_info.is_first_holder", lambda *_: True)
     options = {"constraints": {"input:*": {"dp": "S(0)"}}} if fix is None else {"fix": fix}
     report = planner.verify(seeded(TiedClassifier), "dp=2", batch=token_batch(), steps=1, **options)
     assert not report.ok
@@ -166,7 +166,7 @@ def test_what_rounding_alone_makes_is_no_error_and_what_is_wrong_is_one(monkeypa
         results = run_sharded(parallel, *arguments, **options)
         return dataclasses.replace(results, state={**results.state, "key.bias": results.state["key.bias"] + 1e-5})
 
-    monkeypatch.setattr("planner.verification.run_sharded", with_an_error)
+    monkeypatch.setattr("planner.verification.verify_model.run_sharded", with_an_error)
     assert not planner.verify(seeded(Keys), "dp=2", **options).ok
 
 

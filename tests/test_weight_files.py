@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import planner
-from runtime.owned import Owned
+from runtime.state.owned import Owned
 from runtime.weight_files import load_weights, save_weights
-from runtime.weight_files.find import model_names
+from runtime.weight_files.find_files import model_names
 from runtime.weight_files.rectangles import runs
 from tests.small_models import Mlp, TiedClassifier, seeded, squared_error, token_batch
 

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import passes.capture  # noqa: F401
+from passes.capture.nested_values import flatten
 from passes.capture.python_state import plain_state
-from passes.capture.structure import flatten
-from runtime.content import state_key, structure_key
+from runtime.calls.content_keys import state_key, structure_key
 
 
 @contextlib.contextmanager

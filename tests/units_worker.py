@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.recompute import recomputed
-from runtime.units.group import DataGroup, sum_over
-from runtime.units.norm import clip_gradients
-from runtime.units.pieces import piece, piece_shape
-from runtime.units.unit import Unit, UnitWeight, chained
+from runtime.program_tools.recompute import recomputed
+from runtime.zero.group import StateGroup, sum_over
+from runtime.zero.norm import clip_gradients
+from runtime.zero.state_pieces import piece, piece_shape
+from runtime.zero.unit import Unit, UnitWeight, chained
 from tests.ranks import answer, task
 
 HIDDEN, NUM_LAYERS, NUM_SAMPLES = 6, 2, 3
@@ -86,7 +86,7 @@ def optimizer_of(named: list[tuple[str, nn.Parameter]], **options: Any) -> tuple
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
-def make_units(zero: int, group: DataGroup) -> tuple[Unit, ...]:
+def make_units(zero: int, group: StateGroup) -> tuple[Unit, ...]:
     units = []
     for weights in whole_weights():
         members = []
@@ -110,7 +110,7 @@ def forward(units: tuple[Unit, ...], x: torch.Tensor, *, recompute: str) -> torc
 
 
 def trained_by_units(
-    zero: int, recompute: str, order: str, num_microbatches: int, steps: int, group: DataGroup, **options: Any
+    zero: int, recompute: str, order: str, num_microbatches: int, steps: int, group: StateGroup, **options: Any
 ) -> list[dict[str, nn.Parameter]]:
     units = make_units(zero, group)
     named = [(weight.name, weight.owner) for unit in units for weight in unit.weights]
@@ -140,7 +140,7 @@ def trained_by_units(
 
 
 def difference(
-    given: list[dict[str, nn.Parameter]], wanted: list[dict[str, nn.Parameter]], zero: int, group: DataGroup
+    given: list[dict[str, nn.Parameter]], wanted: list[dict[str, nn.Parameter]], zero: int, group: StateGroup
 ) -> float:
     """Largest relative difference of owners and their gradients from the same pieces of whole ones."""
     worst = 0.0
@@ -163,7 +163,7 @@ def difference(
     return float(largest)
 
 
-def parity(cases: list[dict[str, Any]], group: DataGroup) -> dict[str, float]:
+def parity(cases: list[dict[str, Any]], group: StateGroup) -> dict[str, float]:
     answers = {}
     for case in cases:
         options = case.get("options", {})
@@ -189,7 +189,7 @@ class CollectiveLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def issued(argument: dict[str, int], group: DataGroup) -> list[list[str]]:
+def issued(argument: dict[str, int], group: StateGroup) -> list[list[str]]:
     """What two equal steps issue, at one ZeRO stage."""
     units = make_units(argument["zero"], group)
     logs = []
@@ -231,7 +231,7 @@ class LiveBytes(TorchDispatchMode):
         return min(readings)
 
 
-def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
+def memory(argument: dict[str, Any], group: StateGroup) -> dict[str, float]:
     """Bytes that live between two micro-batches of a second step, and after a forward pass."""
     zero, compute = argument["zero"], getattr(torch, argument["compute"])
     shapes = [tuple(shape) for shape in argument["shapes"]]
@@ -271,7 +271,7 @@ def memory(argument: dict[str, Any], group: DataGroup) -> dict[str, float]:
     return {"between": between, "after forward": after_forward, "at rest": live.total()}
 
 
-def clipping(norm_types: list[float | str], group: DataGroup) -> list[float]:
+def clipping(norm_types: list[float | str], group: StateGroup) -> list[float]:
     """Largest difference of norm and clipped gradients from torch's on one process, for each p."""
     found = []
     for norm_type in map(float, norm_types):
@@ -285,7 +285,7 @@ def clipping(norm_types: list[float | str], group: DataGroup) -> list[float]:
     return found
 
 
-def tied(_: None, group: DataGroup) -> list[bool]:
+def tied(_: None, group: StateGroup) -> list[bool]:
     """Copies of a parameter on several ranks end with the sum, those without a gradient too."""
     owners = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2).t())]
     owners[1].grad = torch.full((3, 2), 1.0 + group.rank).t()
@@ -296,7 +296,7 @@ def tied(_: None, group: DataGroup) -> list[bool]:
     return [bool((owners[0].grad == 1).all()), bool((owners[1].grad == sum(1 + rank for rank in ranks)).all())]
 
 
-SCENARIOS: dict[str, Callable[[Any, DataGroup], Any]] = {
+SCENARIOS: dict[str, Callable[[Any, StateGroup], Any]] = {
     "parity": parity,
     "issued": lambda arguments, group: [issued(argument, group) for argument in arguments],
     "memory": lambda arguments, group: [memory(argument, group) for argument in arguments],
@@ -307,7 +307,7 @@ SCENARIOS: dict[str, Callable[[Any, DataGroup], Any]] = {
 
 def main() -> None:
     payload = task()
-    group = DataGroup.of(dist.group.WORLD)
+    group = StateGroup.of(dist.group.WORLD)
     answer({name: SCENARIOS[name](argument, group) for name, argument in payload.items()})
 
 

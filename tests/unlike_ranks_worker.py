@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
-from runtime.agreement import Ranks
-from runtime.call_agreement import CallAgreement
-from runtime.calls import Call, read_call
-from runtime.vote import Vote
+from runtime.agreement.call_agreement import CallAgreement
+from runtime.agreement.ranks_together import Ranks
+from runtime.agreement.vote import Vote
+from runtime.calls.model_call import ModelCall, read_call
 from tests.ranks import answer, task
 from tests.runtime_worker import close, error_of
 from tests.small_models import TiedClassifier, token_batch
@@ -177,8 +177,8 @@ def the_first_ranks_state_dict_counts() -> bool:
     return same
 
 
-def a_call(size: int, *, error: str = "") -> Callable[[], Call]:
-    def read() -> Call:
+def a_call(size: int, *, error: str = "") -> Callable[[], ModelCall]:
+    def read() -> ModelCall:
         if error:
             raise ValueError(error)
         return read_call(lambda x: x, (torch.zeros(size),), {})
@@ -186,13 +186,13 @@ def a_call(size: int, *, error: str = "") -> Callable[[], Call]:
     return read
 
 
-def ahead_of(calls: CallAgreement, read: Callable[[], Call], **arguments: Any) -> tuple[str, str]:
+def ahead_of(calls: CallAgreement, read: Callable[[], ModelCall], **arguments: Any) -> tuple[str, str]:
     """What is raised at the beginning and at the end of a call."""
     action = arguments.pop("action", "calls")
     return error_of(lambda: calls.agree(action, read, **arguments)), error_of(calls.settle)
 
 
-def raised_ahead(read: Callable[[], Call], arguments: dict[str, Any]) -> tuple[str, str, str, str]:
+def raised_ahead(read: Callable[[], ModelCall], arguments: dict[str, Any]) -> tuple[str, str, str, str]:
     """Of four calls that are alike, the fifth as given, and two that follow it: what is raised by which."""
     calls = CallAgreement(Ranks(dist.group.WORLD, run_ahead=True), data_rank=0, may_leave_out=False)
     before = "".join(word for _ in range(4) for word in ahead_of(calls, a_call(4)))
@@ -203,7 +203,7 @@ def raised_ahead(read: Callable[[], Call], arguments: dict[str, Any]) -> tuple[s
 def ranks_that_run_ahead_hear_of_it() -> bool:
     """A call of a known kind begins before the votes are counted; what they show is raised by all at its end."""
     last, right = dist.get_rank() == 1, []
-    cases: dict[str, tuple[Callable[[], Call], dict[str, Any]]] = {
+    cases: dict[str, tuple[Callable[[], ModelCall], dict[str, Any]]] = {
         "rank 1 by 2;": (a_call(4), {"weight": 2.0 if last else 1.0}),
         "no such batch": (a_call(4, error="no such batch" if last else ""), {}),
         "rank 1 evaluates": (a_call(4), {"action": "evaluates" if last else "calls"}),

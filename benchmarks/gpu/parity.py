@@ -13,7 +13,7 @@ import planner
 from benchmarks.gpu.parts import Setting
 from passes.capture import keep_float64
 from planner.library import load_config, random_batch
-from planner.verification import real_module, slow_devices
+from planner.verification.verify_model import real_module, slow_devices
 
 Row = dict[str, Any]
 #: Largest relative difference in float64, and weights below this share of the largest, which are not compared.

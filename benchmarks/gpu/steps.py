@@ -18,7 +18,7 @@ import planner
 from benchmarks.gpu.parts import MODELS, TINY_MODELS, ModelSize, Setting
 from cost_models import Cluster
 from planner.library import build_model, load_config, random_batch
-from planner.verification import _without_dropout
+from planner.verification.verify_model import _without_dropout
 
 WARM_UP, TIMED = 3, 10
 Row = dict[str, Any]

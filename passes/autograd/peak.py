@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from passes.autograd.recompute import Activations, Recompute, Stretch, kept_under
+from passes.autograd.recompute_policies import Activations, Recompute, Stretch, kept_under
 from passes.autograd.saved import Extra
 from passes.autograd.working import LocalBytes, working
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Operand:
+class RecordedOperand:
     """An input of a call as far as memory is concerned; ``strides`` in elements."""
 
     shape: tuple[int, ...]

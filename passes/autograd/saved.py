@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from passes.autograd.operator_tables import saves_inputs
 from passes.autograd.record import Made
-from passes.autograd.views import saves_inputs
 from passes.autograd.walk import Kernels, TracedCall, walk
 from passes.ir.graph import Graph, Value
 
@@ -21,7 +21,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedForBackward:
     """What one operator keeps, and what its expensive kernels give.
 
     Attributes:
@@ -47,7 +47,7 @@ def kept_by_autograd(
     nodes: Collection[str] | None = None,
     *,
     kernels: Kernels = "gpu",
-) -> dict[str, Kept]:
+) -> dict[str, SavedForBackward]:
     """Node name → what PyTorch's autograd keeps for its backward; one entry for each node that is not constant.
 
     Each distinct call is made once, on tensors without data, under saved-tensor hooks. An operator that torch cannot
@@ -64,12 +64,12 @@ def kept_by_autograd(
     return {call.node.name: _kept(call, values, live=call.node.name in live) for call in calls}
 
 
-def _kept(call: TracedCall, values: Mapping[str, Value], *, live: bool) -> Kept:
+def _kept(call: TracedCall, values: Mapping[str, Value], *, live: bool) -> SavedForBackward:
     record, outputs = call.record, tuple(value.name for value in call.node.outputs)
     if record is None:
         keeps = live and saves_inputs(call.node)
-        return Kept(tuple(name for name in call.inputs if keeps and "float" in values[name].dtype))
-    return Kept(
+        return SavedForBackward(tuple(name for name in call.inputs if keeps and "float" in values[name].dtype))
+    return SavedForBackward(
         values=(*(call.inputs[place] for place in record.kept_inputs), *_at(outputs, record.kept_outputs)),
         extras=_extras(call, record.made),
         is_expensive=record.is_expensive,

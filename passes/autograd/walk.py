@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.autograd.record import CallRecord, Operand
-from passes.autograd.views import is_view
+from passes.autograd.operator_tables import is_view
+from passes.autograd.record import CallRecord, RecordedOperand
 from passes.ir.graph import Graph, Node, Value
 
 Kernels = Literal["gpu", "cpu"]
@@ -41,7 +41,7 @@ def walk(
 
     Constant nodes are left out. Values from outside are taken to be contiguous.
     """
-    from passes.autograd.calls import record_call
+    from passes.autograd.operator_records import record_call
 
     values = graph.values
     strides: dict[str, tuple[int, ...]] = {}
@@ -56,8 +56,8 @@ def walk(
         yield TracedCall(node, tuple(dict.fromkeys(node.inputs)), record)
 
 
-def _operand(value: Value, strides: tuple[int, ...] | None, *, grad: bool) -> Operand:
-    return Operand(value.shape, strides or contiguous(value.shape), value.dtype, grad and value.requires_grad)
+def _operand(value: Value, strides: tuple[int, ...] | None, *, grad: bool) -> RecordedOperand:
+    return RecordedOperand(value.shape, strides or contiguous(value.shape), value.dtype, grad and value.requires_grad)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ from passes.canonicalise.batch_norm import write_out_batch_norm
 from passes.canonicalise.broadcasts import narrow_constants
 from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
-from passes.canonicalise.cross_entropy import cross_entropy, split_cross_entropy
+from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.functionalise import functionalise
-from passes.canonicalise.gradients import nodes_with_gradient
+from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.noops import drop_noops
@@ -24,7 +24,7 @@ from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.settled_choices import take_settled_choices
 from passes.canonicalise.sparse_gradients import make_gradients_dense
 from passes.canonicalise.synonyms import replace_synonyms
-from passes.canonicalise.views import fold_reshapes, normalise_views
+from passes.canonicalise.view_forms import fold_reshapes, normalise_views
 
 __all__ = ["CONSTANT", "canonicalise", "cross_entropy", "nodes_with_gradient"]
 

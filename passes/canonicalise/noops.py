@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from passes.canonicalise.fx import argument, aten, calls, replace, retarget, shape, value
-from passes.canonicalise.gradients import nodes_with_gradient
+from passes.canonicalise.gradient_carriers import nodes_with_gradient
 
 #: In a functional graph these give a tensor of the same values, whatever its memory.
 _ALIASES = {

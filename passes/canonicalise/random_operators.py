@@ -52,7 +52,7 @@ def write_out_random_operators(module: fx.GraphModule) -> None:
         packet, in_place = str(target.overloadpacket).removesuffix("_"), schema(target).name.endswith("_")
         write = None if target in _DRAWN else _WRITERS.get(packet)
         if write is not None:
-            result = write(_Calls(node))
+            result = write(_RandomCalls(node))
             if in_place:
                 result = insert(node, aten.copy_.default, (node.args[0], result))
             replace(node, result)
@@ -90,7 +90,7 @@ def _arguments(node: fx.Node) -> Any:
     return schema(node.target).arguments
 
 
-class _Calls:
+class _RandomCalls:
     """Writes operators before a random one, ``node``."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -139,33 +139,33 @@ class _Calls:
         return self.call(aten.to.dtype, self.call(aten.lt.Scalar, u, chance), dtype)
 
 
-def _normal(c: _Calls) -> fx.Node:
+def _normal(c: _RandomCalls) -> fx.Node:
     return c.scaled(c.drawn("randn"), c["std"], c["mean"])
 
 
-def _uniform(c: _Calls) -> fx.Node:
+def _uniform(c: _RandomCalls) -> fx.Node:
     return c.scaled(c.drawn("rand"), c["to"] - c["from"], c["from"])
 
 
-def _exponential(c: _Calls) -> fx.Node:
+def _exponential(c: _RandomCalls) -> fx.Node:
     return c.log_of_uniform(-1.0 / c["lambd"])
 
 
-def _cauchy(c: _Calls) -> fx.Node:
+def _cauchy(c: _RandomCalls) -> fx.Node:
     angle = c.scaled(c.inside(), math.pi, -0.5 * math.pi)
     return c.scaled(c.call(aten.tan.default, angle), c["sigma"], c["median"])
 
 
-def _log_normal(c: _Calls) -> fx.Node:
+def _log_normal(c: _RandomCalls) -> fx.Node:
     return c.call(aten.exp.default, c.scaled(c.drawn("randn"), c["std"], c["mean"]))
 
 
-def _geometric(c: _Calls) -> fx.Node:
+def _geometric(c: _RandomCalls) -> fx.Node:
     steps = c.log_of_uniform(1.0 / math.log1p(-c["p"]) if c["p"] < 1 else 0.0)
     return c.call(aten.to.dtype, c.call(aten.add.Tensor, c.call(aten.floor.default, steps), 1.0), c.dtype)
 
 
-def _random(c: _Calls) -> fx.Node:
+def _random(c: _RandomCalls) -> fx.Node:
     """Whole numbers in a range, or up to the largest that the dtype counts to."""
     low, high = c["from"] or 0, c["to"]
     if high is None:
@@ -176,17 +176,17 @@ def _random(c: _Calls) -> fx.Node:
     return c.call(aten.randint_like.low_dtype, c.node.args[0], low, high)
 
 
-def _randint(c: _Calls) -> fx.Node:
+def _randint(c: _RandomCalls) -> fx.Node:
     low = 0 if c["low"] is None else c["low"]
     return c.call(aten.randint.low, low, c["high"], c.size, dtype=c.dtype)
 
 
-def _randint_like(c: _Calls) -> fx.Node:
+def _randint_like(c: _RandomCalls) -> fx.Node:
     low = 0 if c["low"] is None else c["low"]
     return c.call(aten.randint_like.low_dtype, c.node.args[0], low, c["high"], dtype=c.dtype)
 
 
-def _bernoulli(c: _Calls) -> fx.Node:
+def _bernoulli(c: _RandomCalls) -> fx.Node:
     chance = c["p"]
     if isinstance(chance, fx.Node):
         spread = c.call(aten.expand.default, c.call(aten.detach.default, chance), c.size)
@@ -195,13 +195,13 @@ def _bernoulli(c: _Calls) -> fx.Node:
     return c.call(aten.to.dtype, c.call(aten.lt.Scalar, u, chance), c.dtype)
 
 
-def _permutation(c: _Calls) -> fx.Node:
+def _permutation(c: _RandomCalls) -> fx.Node:
     u = c.call(aten.rand.default, c.size, dtype=torch.float64)
     order = c.call(aten.argsort.default, u)
     return order if c.dtype == torch.int64 else c.call(aten.to.dtype, order, c.dtype)
 
 
-def _multinomial(c: _Calls) -> fx.Node:
+def _multinomial(c: _RandomCalls) -> fx.Node:
     chances, count = c.call(aten.detach.default, c.node.args[0]), c["num_samples"]
     if count > 1 and c["replacement"]:
         summed = c.call(aten.cumsum.default, chances, -1)
@@ -216,18 +216,18 @@ def _multinomial(c: _Calls) -> fx.Node:
     return c.call(operator.getitem, best, 1)
 
 
-def _feature_size(c: _Calls) -> list[int]:
+def _feature_size(c: _RandomCalls) -> list[int]:
     return [*c.size[:2], *(1 for _ in c.size[2:])]
 
 
-def _feature_dropout(c: _Calls) -> fx.Node:
+def _feature_dropout(c: _RandomCalls) -> fx.Node:
     mask = c.below(_feature_size(c), 1.0 - c["p"], c.dtype)
     factor = 1.0 / (1.0 - c["p"]) if c["p"] < 1 else 0.0
     return c.call(aten.mul.Tensor, c.node.args[0], c.call(aten.mul.Tensor, mask, factor))
 
 
-def _alpha_dropout_of(size: Callable[[_Calls], list[int]]) -> Callable[[_Calls], fx.Node]:
-    def write(c: _Calls) -> fx.Node:
+def _alpha_dropout_of(size: Callable[[_RandomCalls], list[int]]) -> Callable[[_RandomCalls], fx.Node]:
+    def write(c: _RandomCalls) -> fx.Node:
         x, p = c.node.args[0], c["p"]
         if p == 1:
             return c.call(aten.mul.Tensor, x, 0.0)
@@ -240,13 +240,13 @@ def _alpha_dropout_of(size: Callable[[_Calls], list[int]]) -> Callable[[_Calls],
     return write
 
 
-def _rrelu(c: _Calls) -> fx.Node:
+def _rrelu(c: _RandomCalls) -> fx.Node:
     x = c.node.args[0]
     slope = c.scaled(c.call(aten.rand_like.default, x), c["upper"] - c["lower"], c["lower"])
     return c.call(aten.where.self, c.call(aten.gt.Scalar, x, 0), x, c.call(aten.mul.Tensor, x, slope))
 
 
-_WRITERS: dict[str, Callable[[_Calls], fx.Node]] = {
+_WRITERS: dict[str, Callable[[_RandomCalls], fx.Node]] = {
     f"aten.{name}": write
     for name, write in {
         "normal": _normal,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from passes.capture.capture import capture
+from passes.capture.float64 import keep_float64
 from passes.capture.interpret import interpret
-from passes.capture.precision import keep_float64
+from passes.capture.nested_values import TrainingOutput
 from passes.capture.refusals import refuse_unsupported
-from passes.capture.structure import TrainingOutput
 from passes.ir.errors import CaptureError
 
 __all__ = ["CaptureError", "TrainingOutput", "capture", "interpret", "keep_float64", "refuse_unsupported"]

@@ -17,18 +17,18 @@ from torch.export.graph_signature import InputKind
 from passes.canonicalise import canonicalise
 from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
-from passes.capture.errors import describe_failure, explain
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
+from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
 from passes.capture.python_state import Changes, changes, describe, no_python_draws, plain_state, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
-from passes.capture.repeats import Repeat, find_repeats
+from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.saved_values import reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of
-from passes.capture.structure import Path, Structure, TrainingOutput, flatten, rebuild
+from passes.capture.tracing_errors import describe_failure, explain
 from passes.capture.unfold import unfold
 from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError
@@ -113,7 +113,7 @@ def _traced(
     kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     training: bool | None,
-    repeats: tuple[Repeat, ...] = (),
+    repeats: tuple[RepeatedEntries, ...] = (),
 ) -> tuple[Graph, _Call]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
     stand_ins = StandIns(device_of(model))

@@ -12,7 +12,7 @@ from torch import fx
 
 from passes.canonicalise import CONSTANT, cross_entropy, nodes_with_gradient
 from passes.capture.naming import Namer, name_wishes
-from passes.capture.structure import Path
+from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
 from passes.torch_compat.operators import HigherOrderOperator

@@ -8,7 +8,7 @@ import torch
 
 from passes.capture.interpret import operator
 from passes.ir.graph import Graph, Node
-from passes.rules.call import bind
+from passes.rules.operator_call import bind
 
 #: Arguments of operators that draw only where none of these is False or zero.
 _SWITCHES = ("train", "training", "dropout", "dropout_p")

@@ -18,7 +18,7 @@ MIN_PERIODS = 5
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatedEntries:
     """Entries ``start … start + period · count - 1`` of the list at ``path``: ``count`` times the same.
 
     Unit ``u`` is its ``u``-th period. Units 0, 1 and the last are traced, the others are copies of unit 1.
@@ -64,7 +64,7 @@ class Repeat:
         return self.entry_path(there) + path[len(self.entry_path(entry)) :]
 
 
-def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
+def find_repeats(model: nn.Module) -> tuple[RepeatedEntries, ...]:
     """Repeats in the outermost lists that have any (``ModuleList``, ``Sequential``: children named by numbers)."""
     uses: Counter[int] = Counter()
     for _, module in model.named_modules(remove_duplicate=False):
@@ -73,7 +73,7 @@ def find_repeats(model: nn.Module) -> tuple[Repeat, ...]:
     return tuple(_repeats_below(model, "", uses))
 
 
-def _repeats_below(module: nn.Module, path: str, uses: Counter[int]) -> list[Repeat]:
+def _repeats_below(module: nn.Module, path: str, uses: Counter[int]) -> list[RepeatedEntries]:
     children = children_of(module)
     names = list(children)
     entries = [child for child in children.values() if child is not None]
@@ -104,7 +104,7 @@ def _classes(entries: Sequence[nn.Module], uses: Counter[int]) -> list[int]:
     return classes
 
 
-def _repeats(classes: Sequence[int], path: str) -> list[Repeat]:
+def _repeats(classes: Sequence[int], path: str) -> list[RepeatedEntries]:
     """The stretches of ``classes`` that repeat, each with the period that leaves most to be copied."""
     repeats = []
     start = 0
@@ -112,7 +112,7 @@ def _repeats(classes: Sequence[int], path: str) -> list[Repeat]:
         counted = [(_count(classes, start, period), period) for period in range(1, MAX_PERIOD + 1)]
         count, period = max(counted, key=lambda pair: ((pair[0] - 3) * pair[1], -pair[1]))
         if count >= MIN_PERIODS:
-            repeats.append(Repeat(path, start, period, count))
+            repeats.append(RepeatedEntries(path, start, period, count))
             start = repeats[-1].stop
         else:
             start += 1

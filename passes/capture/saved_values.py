@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from passes.canonicalise.gradients import passes_gradient
+from passes.canonicalise.gradient_carriers import passes_gradient
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
 

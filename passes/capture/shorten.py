@@ -1,9 +1,9 @@
 """Trace a model with all but a few of its repeated entries skipped.
 
-The model's own ``forward`` runs in full, with every step of its loops over layers. Entries that a ``Repeat`` calls
-copies are replaced, in the copy of the model that is traced, by stand-ins without tensors: their call is compared with
-that of the same entry one period before, and gives its outputs, each through ``meshwright.skipped`` which says whose
-output it stands for. The copies are put into the graph afterwards (``passes.capture.unfold``).
+The model's own ``forward`` runs in full, with every step of its loops over layers. Entries that a ``RepeatedEntries``
+calls copies are replaced, in the copy of the model that is traced, by stand-ins without tensors: their call is compared
+with that of the same entry one period before, and gives its outputs, each through ``meshwright.skipped`` which says
+whose output it stands for. The copies are put into the graph afterwards (``passes.capture.unfold``).
 
 An entry may be skipped only if its call differs from the one a period before in nothing but what the entry before it
 gave. Whatever is seen to break this raises ``NotRepeated``.
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from passes.capture.likeness import moving_attributes
-from passes.capture.repeats import Repeat
-from passes.capture.structure import Path, Structure, flatten, rebuild
+from passes.capture.nested_values import Path, Structure, flatten, rebuild
+from passes.capture.repeats import RepeatedEntries
 from passes.torch_compat.module_tables import CONTENT, HOOKS, buffers_of, children_of, has_hooks
 from passes.torch_compat.tensor_fields import DisableTorchFunction, versions
 
@@ -38,13 +38,13 @@ class NotRepeated(Exception):
 
 
 @contextlib.contextmanager
-def shortened(model: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
+def shortened(model: nn.Module, repeats: Sequence[RepeatedEntries]) -> Iterator[None]:
     """Skip entries that are copies; ``model`` is a copy made for the trace, and stays so.
 
     Raises:
         NotRepeated: from inside ``model``'s forward, or at the end of the block if not every entry was called.
     """
-    calls = [_Calls(number, repeat) for number, repeat in enumerate(repeats)]
+    calls = [_EntryCalls(number, repeat) for number, repeat in enumerate(repeats)]
     for each in calls:
         _skip(model, each)
     yield
@@ -70,10 +70,10 @@ class _Visit:
         return {path: tensor for path, tensor in self.outputs.items() if id(tensor) not in passed}
 
 
-class _Calls:
+class _EntryCalls:
     """The calls of a repeat's entries, which must come in order, each entry once."""
 
-    def __init__(self, number: int, repeat: Repeat) -> None:
+    def __init__(self, number: int, repeat: RepeatedEntries) -> None:
         self.number = number
         self.repeat = repeat
         self.visits: list[_Visit] = []
@@ -177,7 +177,7 @@ def _contents(module: nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-def _skip(model: nn.Module, calls: _Calls) -> None:
+def _skip(model: nn.Module, calls: _EntryCalls) -> None:
     """Replace the entries of one repeat by ones that are watched or skipped."""
     repeat = calls.repeat
     children = children_of(model.get_submodule(repeat.path))
@@ -194,12 +194,12 @@ def _skip(model: nn.Module, calls: _Calls) -> None:
             children[str(index)] = watched
 
 
-def _neighbour(repeat: Repeat, entry: int) -> int:
+def _neighbour(repeat: RepeatedEntries, entry: int) -> int:
     """An entry of another unit that is like ``entry``."""
     return entry + (repeat.period if entry + repeat.period < repeat.stop else -repeat.period)
 
 
-def _stand_in(entry: nn.Module, calls: _Calls, index: int) -> nn.Module:
+def _stand_in(entry: nn.Module, calls: _EntryCalls, index: int) -> nn.Module:
     """An object of the entry's class with its attributes, whose tensors and modules must not be asked for."""
 
     def missing(self: nn.Module, name: str) -> Any:
@@ -222,7 +222,7 @@ def _subclass(kind: type[nn.Module], members: dict[str, Any]) -> Any:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **members})
 
 
-def _watch_numbers(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> None:
+def _watch_numbers(entry: nn.Module, other: nn.Module | None, calls: _EntryCalls) -> None:
     """Replace the attributes that count layers by numbers that must not be looked at while the entry is called."""
     assert other is not None
     for path, name in moving_attributes(entry, other):
@@ -234,7 +234,7 @@ def _watch_numbers(entry: nn.Module, other: nn.Module | None, calls: _Calls) -> 
 class _Number(int):
     """A layer's number: a layer that reads it is not like the others."""
 
-    calls: _Calls
+    calls: _EntryCalls
 
 
 def _unless_inside(name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Put into a graph the copies of repeated entries that tracing skipped.
 
-Unit 1 of every ``Repeat`` is the template: the graph of the whole model has it again for each unit that was skipped,
-with that unit's states in place of its own, and what it took from unit 0 taken from the unit before.
+Unit 1 of every ``RepeatedEntries`` is the template: the graph of the whole model has it again for each unit that was
+skipped, with that unit's states in place of its own, and what it took from unit 0 taken from the unit before.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.capture.naming import Namer, identifier, name_wishes
-from passes.capture.repeats import Repeat
+from passes.capture.repeats import RepeatedEntries
 from passes.capture.shorten import SKIPPED, NotRepeated
 from passes.ir.graph import Graph, Node, Ref, State, Value, map_refs, node_keys
 
 
-def unfold(graph: Graph, repeats: Sequence[Repeat]) -> Graph:
+def unfold(graph: Graph, repeats: Sequence[RepeatedEntries]) -> Graph:
     """The graph of the whole model from that of the shortened one.
 
     Raises:
@@ -53,7 +53,7 @@ class _Units:
     ``@path``.
     """
 
-    def __init__(self, graph: Graph, number: int, repeat: Repeat) -> None:
+    def __init__(self, graph: Graph, number: int, repeat: RepeatedEntries) -> None:
         self.graph = graph
         self.number = number
         self.repeat = repeat
@@ -187,7 +187,7 @@ def _markers(graph: Graph, units: Sequence[_Units]) -> dict[str, str]:
     return markers
 
 
-def _with_copied_states(states: Sequence[State], repeats: Sequence[Repeat]) -> list[State]:
+def _with_copied_states(states: Sequence[State], repeats: Sequence[RepeatedEntries]) -> list[State]:
     """States in the order of the whole model, those of a copy after those of the units before it."""
     ordered = list(states)
     for repeat in repeats:
@@ -204,7 +204,7 @@ def _with_copied_states(states: Sequence[State], repeats: Sequence[Repeat]) -> l
     return ordered
 
 
-def _unit_of(state: State, repeat: Repeat) -> int | None:
+def _unit_of(state: State, repeat: RepeatedEntries) -> int | None:
     entry = repeat.entry_of(state.path)
     return None if entry is None else repeat.unit(entry)
 

@@ -12,7 +12,7 @@ What is planned is what the operators keep one by one: a chain keeps at most as 
 
 from __future__ import annotations
 
-from passes.chains.build import chain_up
-from passes.chains.data import INDUCTOR, TRITON, Chain, Member
+from passes.chains.operator_chain import INDUCTOR, TRITON, Member, OperatorChain
+from passes.chains.place_chains import chain_up
 
-__all__ = ["INDUCTOR", "TRITON", "Chain", "Member", "chain_up"]
+__all__ = ["INDUCTOR", "TRITON", "Member", "OperatorChain", "chain_up"]

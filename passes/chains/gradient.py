@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from passes.chains.candidates import FLOATS
-from passes.chains.data import Chain, Member, bytes_of
-from passes.chains.layout import best_split, kind_of
+from passes.chains.iteration_space import best_split, kind_of
+from passes.chains.members import FLOATS
+from passes.chains.operator_chain import Member, OperatorChain, bytes_of
 from passes.shard import Local
 
 
@@ -24,7 +24,7 @@ class Backward:
 
     Attributes:
         outputs: outputs whose gradients come in.
-        inputs: inputs whose gradients go out, each with how it is summed (``passes.chains.layout``).
+        inputs: inputs whose gradients go out, each with how it is summed (``passes.chains.iteration_space``).
         passed: inputs whose gradient is that of an output as it is: nothing is computed or copied for them.
         shared: inputs whose gradient is that of another input.
         saved: what is kept: inputs, outputs and ``extra``, in this order.
@@ -55,14 +55,14 @@ def is_differentiable(local: Local) -> bool:
     return local.value.requires_grad and local.value.dtype in FLOATS
 
 
-def columns_of(chain: Chain) -> int:
+def columns_of(chain: OperatorChain) -> int:
     """How many trailing dims of the space are columns; 0 for as many as lie side by side."""
     if any(member.reduces for member in chain.members):
         return 1
     return best_split([local.shape for local in chain.inputs if is_differentiable(local)], chain.space)
 
 
-def backward_of(chain: Chain) -> Backward | None:
+def backward_of(chain: OperatorChain) -> Backward | None:
     """The backward of a chain; None if no gradient goes through it."""
     flowing = {local for local in chain.inputs if is_differentiable(local)}
     members = []
@@ -162,7 +162,7 @@ def _needed(members: Collection[Member], flowing: Collection[Local]) -> dict[Loc
     return found
 
 
-def _kept(chain: Chain, needed: dict[Local, None]) -> tuple[tuple[Local, ...], tuple[Member, ...]]:
+def _kept(chain: OperatorChain, needed: dict[Local, None]) -> tuple[tuple[Local, ...], tuple[Member, ...]]:
     choices = [
         _computed_from(chain, needed, given)
         for given in (chain.inputs, (*chain.inputs, *chain.outputs), (*chain.inputs, *needed))
@@ -171,7 +171,7 @@ def _kept(chain: Chain, needed: dict[Local, None]) -> tuple[tuple[Local, ...], t
 
 
 def _computed_from(
-    chain: Chain, needed: dict[Local, None], given: Collection[Local]
+    chain: OperatorChain, needed: dict[Local, None], given: Collection[Local]
 ) -> tuple[tuple[Local, ...], tuple[Member, ...]]:
     """What must be kept of ``given`` to have the needed values, and which members run again for that."""
     makers = {member.output: member for member in chain.members}

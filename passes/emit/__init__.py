@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.emit.program import InputSpec, OutputSpec, Program, StateSpec
+from passes.emit.emitted_program import InputSpec, OutputSpec, Program, StateSpec
 from passes.emit.render import Expression
 from passes.emit.source import render
 from passes.ir.types import local_shape

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from passes.emit.names import RESERVED
 from passes.emit.paths import attribute
 from passes.emit.roles import module_alias
+from passes.emit.variable_names import RESERVED
 from passes.shard import StateRef
 from passes.shard.operations import Operation, used_by
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from passes.chains.data import Chain, Member, Operand
 from passes.chains.formulas import COMMON
 from passes.chains.gradient import Backward, fields_of, gradients_of
-from passes.chains.layout import COLUMN, ROW, SCALAR
+from passes.chains.iteration_space import COLUMN, ROW, SCALAR
+from passes.chains.operator_chain import Member, Operand, OperatorChain
 from passes.shard import Local
 
 _NARROW = frozenset({"float16", "bfloat16"})
@@ -34,7 +34,7 @@ def _promoted(dtypes: frozenset[str]) -> str:
 class Statements:
     """Lines that compute values of a chain from values that are there; ``names`` are the variables."""
 
-    def __init__(self, chain: Chain, names: Mapping[Local, str]) -> None:
+    def __init__(self, chain: OperatorChain, names: Mapping[Local, str]) -> None:
         self.chain = chain
         #: What holds each value: another's variable where a value is the same.
         self.names = dict(names)
@@ -125,7 +125,9 @@ def _atom(source: str) -> str:
     return source if source.isidentifier() else f"({source})"
 
 
-def forward_kernel(chain: Chain, function: str, names: Mapping[Local, str], extra: Sequence[Local]) -> list[str]:
+def forward_kernel(
+    chain: OperatorChain, function: str, names: Mapping[Local, str], extra: Sequence[Local]
+) -> list[str]:
     """The kernel that reads the chain's inputs and writes its outputs, and ``extra`` where backward wants it."""
     statements = Statements(chain, names)
     given, made = [names[local] for local in chain.inputs], [names[local] for local in (*chain.outputs, *extra)]
@@ -146,7 +148,7 @@ def _store(name: str, value: str, *, reduced: bool = False) -> str:
     return f"store({name}_ptr, {value}, rows, columns, exists, SPACE)"
 
 
-def backward_kernel(chain: Chain, function: str, names: Mapping[Local, str], plan: Backward) -> list[str]:
+def backward_kernel(chain: OperatorChain, function: str, names: Mapping[Local, str], plan: Backward) -> list[str]:
     """The kernel that makes gradients of inputs; where rows are summed, a program walks through its share of them."""
     statements = Statements(chain, names)
     grads = {local: f"grad_{name}" for local, name in names.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.chains.data import TRITON, Chain, Member
 from passes.chains.gradient import Backward, backward_of, columns_of, is_differentiable
+from passes.chains.operator_chain import TRITON, Member, OperatorChain
 from passes.emit.chain_kernels import backward_kernel, forward_kernel
 from passes.emit.imports import KERNEL_NAMES
 from passes.emit.local_call import LocalCall, LocalTensor
-from passes.emit.names import Names, identifier
 from passes.emit.quoting import comment, literal
 from passes.emit.roles import RoleNames, operator, state_name
+from passes.emit.variable_names import Names, identifier
 from passes.ir.types import MeshShape
 from passes.shard import Local
 
@@ -42,7 +42,7 @@ class ChainReport:
 class _Definition:
     """One distinct chain; ``modules`` are those that use it, as they come up."""
 
-    def __init__(self, name: str, chain: Chain) -> None:
+    def __init__(self, name: str, chain: OperatorChain) -> None:
         self.name, self.chain = name, chain
         self.modules: dict[str, None] = {}
 
@@ -54,7 +54,7 @@ class Chains:
         self.mesh, self.expression, self.names, self.roles = mesh, expression, names, roles
         self.found: dict[str, _Definition] = {}
 
-    def call(self, chain: Chain, arguments: Sequence[str], *, title: Callable[[str], str]) -> str:
+    def call(self, chain: OperatorChain, arguments: Sequence[str], *, title: Callable[[str], str]) -> str:
         """Source of a call; ``title`` makes of a module's path what stands for it in all copies of its block."""
         plain = {local: f"v{index}" for index, local in enumerate(_locals(chain))}
         key = "\n".join(self._definition("chain", chain, plain))
@@ -88,7 +88,7 @@ class Chains:
             for definition in self.found.values()
         )
 
-    def _readable(self, chain: Chain) -> dict[Local, str]:
+    def _readable(self, chain: OperatorChain) -> dict[Local, str]:
         """Variables called by what they are for."""
         names = Names(_RESERVED)
         return {local: names.new(self._role(local)) for local in _locals(chain)}
@@ -96,7 +96,7 @@ class Chains:
     def _role(self, local: Local) -> str:
         return self.roles.of(local.value) if local.state is None else state_name(local.state.path)
 
-    def _definition(self, name: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
+    def _definition(self, name: str, chain: OperatorChain, names: Mapping[Local, str]) -> list[str]:
         lines = self._plain(f"{name}_plain", chain, names)
         if chain.backend != TRITON:
             return [*lines, "", "", f"{name} = kernels.Chain(plain={name}_plain, backend={literal(chain.backend)})"]
@@ -107,7 +107,7 @@ class Chains:
             lines += ["", "", *backward_kernel(chain, f"{name}_backward", names, backward)]
         return [*lines, "", "", *_object(name, chain, names, backward)]
 
-    def _plain(self, function: str, chain: Chain, names: Mapping[Local, str]) -> list[str]:
+    def _plain(self, function: str, chain: OperatorChain, names: Mapping[Local, str]) -> list[str]:
         """The chain as torch operators."""
         lines = [f"def {function}({', '.join(names[local] for local in chain.inputs)}):"]
         for member in chain.members:
@@ -129,11 +129,11 @@ def _tensor(local: Local, name: str) -> LocalTensor:
     return LocalTensor(name, local.shape, local.placement, value.requires_grad, value.dtype)
 
 
-def _locals(chain: Chain) -> list[Local]:
+def _locals(chain: OperatorChain) -> list[Local]:
     return [*chain.inputs, *(member.output for member in chain.members)]
 
 
-def _chain_name(chain: Chain) -> str:
+def _chain_name(chain: OperatorChain) -> str:
     """``add_gelu``; of a long chain the module that it is in, with its last operator."""
     words = [identifier(_short(member)) for member in chain.members]
     if len(words) <= _MOST_WORDS:
@@ -155,7 +155,7 @@ def _short(member: Member) -> str:
     return operator(member.compute.node)
 
 
-def _object(name: str, chain: Chain, names: Mapping[Local, str], backward: Backward | None) -> list[str]:
+def _object(name: str, chain: OperatorChain, names: Mapping[Local, str], backward: Backward | None) -> list[str]:
     reduced = {member.output: member for member in chain.members if member.reduces}
     fields = {
         "plain": f"{name}_plain",

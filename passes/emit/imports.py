@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from passes.emit.layout import WIDTH
+from passes.emit.source_layout import WIDTH
 
 #: Line of a plain import, and the name that it gives.
 _MODULES = (("math", "import math"),)
@@ -43,7 +43,7 @@ def imports(body: str, reduced: Sequence[str]) -> str:
         ours += _import("runtime.kernels.language", _LANGUAGE, used)
         ours += _import("runtime.kernels.scalar_math", _SCALAR_MATH, used)
         ours += _import("runtime.kernels.tiles", _TILES, used)
-    ours.append("from runtime.program import Block")
+    ours.append("from runtime.programs.program import Block")
     said_once = []
     if reduced:
         dtypes = ", ".join(f"torch.{dtype}" for dtype in reduced)

@@ -11,7 +11,7 @@ from passes.emit.expression_table import FUNCTIONS, INFIX
 from passes.emit.quoting import literal
 from passes.ir.graph import Node, Ref, Value, map_refs
 from passes.ir.types import I, MeshShape, P, Placement, R, shard_dim
-from passes.rules.call import Call, bind, schema_of, signature
+from passes.rules.operator_call import OperatorCall, bind, schema_of, signature
 from passes.rules.rule import AxisChoice, ShardingRule
 
 
@@ -56,7 +56,7 @@ class Writer:
         bound = bind(node, {name: _value(tensor) for name, tensor in zip(node.inputs, call.inputs)})
         if bound is None:
             raise ValueError(f"cannot write {self.op}: torch has no such operator; give it a signature and a rule")
-        self.bound: Call = bound
+        self.bound: OperatorCall = bound
         self.arguments: dict[str, Any] = {
             name: _with_names(value, call.inputs) for name, value in bound.arguments.items()
         }

@@ -6,19 +6,19 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from passes.chains import Chain
+from passes.chains import OperatorChain
 from passes.emit.aliases import Aliases
 from passes.emit.chains import Chains
-from passes.emit.collectives import conversion_call, conversion_comment, converted_name
+from passes.emit.conversion_calls import conversion_call, conversion_comment, converted_name
 from passes.emit.expressions import LocalCall, LocalTensor
-from passes.emit.layout import fits, with_comment
-from passes.emit.names import Variables
 from passes.emit.paths import arithmetic, attribute, describe_local, list_slice, roots_title
 from passes.emit.quoting import comment as comment_text
 from passes.emit.roles import STREAM, RoleNames
+from passes.emit.source_layout import fits, with_comment
 from passes.emit.statements import Sisters, Statement, given_by, statements_of, taken_by
+from passes.emit.variable_names import Variables
 from passes.ir.types import MeshShape
-from passes.shard import Block, Compute, Convert, Local, Repeat, Section, UnitPolicy
+from passes.shard import Compute, Convert, Local, Repeat, RepeatedBlock, Section, UnitPolicy
 
 Expression = Callable[[LocalCall], str]
 
@@ -178,7 +178,7 @@ class Renderer:
     def _head(self, statement: Statement) -> str:
         compute = statement.compute
         sources = [self._operand(local) for local in compute.inputs]
-        if isinstance(compute, Chain):
+        if isinstance(compute, OperatorChain):
             assert self.chains is not None
             return self.chains.call(compute, sources, title=self._title)
         return self._call(compute, sources)
@@ -337,7 +337,7 @@ class Renderer:
             lines += with_comment(f"    {self.variables[convert.target]} = {call}", conversion_comment(convert))
         return lines
 
-    def _loops(self, block: Block, call: Callable[[str], str], between: list[str], comment: str) -> None:
+    def _loops(self, block: RepeatedBlock, call: Callable[[str], str], between: list[str], comment: str) -> None:
         count = len(block.roots)
         if count == 1:
             self._write(call(_one_copy(block, 0)), comment)
@@ -375,7 +375,7 @@ def _with_brackets(source: str) -> str:
     return source if isinstance(kind, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)) else f"({source})"
 
 
-def _one_copy(block: Block, copy: int) -> str:
+def _one_copy(block: RepeatedBlock, copy: int) -> str:
     """What a block is made of for one of its copies."""
     draws = [f"first_draw={block.first_draws[copy]}"] if block.first_draws and block.first_draws[copy] else []
     return ", ".join([*(attribute("w", root) for root in block.roots[copy]), *draws])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from passes.emit.names import RESERVED, identifier
 from passes.emit.role_tables import (
     ADDS,
     ARGUMENTS,
@@ -27,8 +26,9 @@ from passes.emit.role_tables import (
     THROUGH,
     VIEWS,
 )
+from passes.emit.variable_names import RESERVED, identifier
 from passes.ir.graph import Graph, Node, Ref, Value, iterate_refs
-from passes.rules.call import signature
+from passes.rules.operator_call import signature
 
 #: The residual stream, what is normalised of it, and what goes from copy to copy of a block.
 STREAM, NORMED = "x", "h"

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from passes.emit.chains import ChainReport, Chains
-from passes.emit.collectives import reduced_dtypes
+from passes.emit.conversion_calls import reduced_dtypes
+from passes.emit.emitted_program import ENTRY_POINT
 from passes.emit.imports import imports
-from passes.emit.layout import WIDTH, fitted
-from passes.emit.names import Names, class_name
 from passes.emit.paths import describe_local, roots_comment
-from passes.emit.program import ENTRY_POINT
 from passes.emit.quoting import comment, docstring, literal
 from passes.emit.render import Expression, Renderer
 from passes.emit.roles import RoleNames
+from passes.emit.source_layout import WIDTH, fitted
+from passes.emit.variable_names import Names, class_name
 from passes.shard import Convert, Local, Repeat, Section, ShardedGraph
 from passes.shard.operations import used_by
 
@@ -32,7 +32,7 @@ def render(sharded: ShardedGraph, expression: Expression) -> tuple[str, tuple[Ch
     loops = _distinct(_loops(sharded))
     names = Names({ENTRY_POINT})
     block_names = {id(loop.block.section): names.new(class_name(loop.block.module_class)) for loop in loops}
-    writer = _Writer(sharded, expression, block_names, names)
+    writer = _SourceWriter(sharded, expression, block_names, names)
     parts = [*(writer.block_class(loop) for loop in loops), writer.program_class()]
     if writer.chains.found:
         parts.insert(0, writer.chains.source())
@@ -69,7 +69,7 @@ def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
     return list(found.values())
 
 
-class _Writer:
+class _SourceWriter:
     """Writes the classes of one file."""
 
     def __init__(

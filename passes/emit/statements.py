@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from passes.chains import Chain
+from passes.chains import OperatorChain
 from passes.emit.roles import operator
 from passes.shard import Compute, Convert, Local, Repeat, Section
 from passes.shard.operations import made_by, used_by
@@ -107,7 +107,7 @@ def _with_views(section: Section) -> list[Item]:
 
 def _viewed(compute: Compute) -> Local | None:
     """What a view is a view of, if it is one and takes nothing else."""
-    is_view = not isinstance(compute, Chain) and operator(compute.node) in METHODS
+    is_view = not isinstance(compute, OperatorChain) and operator(compute.node) in METHODS
     return compute.inputs[0] if is_view and len(compute.inputs) == 1 and len(compute.outputs) == 1 else None
 
 
@@ -132,7 +132,7 @@ def _side_by_side(items: Sequence[Item], role: Callable[[Local], str]) -> list[I
 
 
 def _sisters_of(item: Item, role: Callable[[Local], str]) -> tuple[str, ...]:
-    if not isinstance(item, Statement) or isinstance(item.compute, Chain) or len(item.outputs) != 1:
+    if not isinstance(item, Statement) or isinstance(item.compute, OperatorChain) or len(item.outputs) != 1:
         return ()
     return next((names for names in SISTERS if role(item.outputs[0]) in names), ())
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from passes.fuse.check import EXACT, ROUNDED
 from passes.fuse.fuse import Rewriter, already_fused
-from passes.fuse.pairs import pair_rotaries, share_angles
+from passes.fuse.patterns import ACTIVATIONS, OPERATORS
 from passes.fuse.report import Match, NearMiss
 from passes.fuse.residuals import Folded, fold_residuals
-from passes.fuse.table import ACTIVATIONS, OPERATORS
+from passes.fuse.rotary_pairs import pair_rotaries, share_angles
 from passes.ir.graph import Graph
-from passes.plan_data import PlanData
+from passes.plan.plan_data import PlanData
 
 __all__ = ["Fused", "Match", "NearMiss", "as_planned", "fuse", "pair_rotaries"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.blocks import BlockRun, find_blocks
-from passes.fuse.table import Row
+from passes.fuse.patterns import Row
 from passes.ir.graph import Graph, Node
+from passes.repeats.repeated_blocks import BlockRun, find_blocks
 
 #: What stands for an operator at which no pattern ends.
 NOTHING: Literal["nothing"] = "nothing"

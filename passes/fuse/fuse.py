@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from passes.capture.naming import Namer, name_wishes
-from passes.fuse.build import CannotBuild, build, is_registered
 from passes.fuse.check import CannotRun, difference
 from passes.fuse.copies import NOTHING, Copies, Ending
+from passes.fuse.fused_nodes import CannotBuild, build, is_registered
 from passes.fuse.match import Found, Matcher
+from passes.fuse.patterns import ALREADY, Row
 from passes.fuse.report import Match, NearMiss
-from passes.fuse.table import ALREADY, Row
 from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
 
 #: A pattern of which this share is found, and at least so many operators, was nearly matched.

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from passes.fuse.notation import Call, Literal, Sequence, Tensor, Tree, depth_of, operators_of
+from passes.fuse.pattern_notation import PatternCall, PatternLiteral, Sequence, Tensor, Tree, depth_of, operators_of
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref
-from passes.rules.call import REQUIRED, signature
+from passes.rules.operator_call import REQUIRED, signature
 
 _CAST = "aten.to.dtype"
 #: Operators whose dims count from the end of a tensor with one more dim than their first operand's.
@@ -94,7 +94,7 @@ class Matcher:
                 levels[-1][name] = mask
         return levels
 
-    def sieve(self, tree: Call) -> Sieve | None:
+    def sieve(self, tree: PatternCall) -> Sieve | None:
         """What tells nodes that ``tree`` may end in, None if the graph lacks one of its operators."""
         needed = [functools.reduce(int.__or__, (self.bits.get(op, 0) for op in ops)) for ops in operators_of(tree)]
         return Sieve(min(depth_of(tree) + CASTS, DEEPEST), tuple(needed)) if all(needed) else None
@@ -104,7 +104,7 @@ class Matcher:
         mask = self.upstream[sieve.depth][node.name]
         return all(mask & needed for needed in sieve.needed)
 
-    def find(self, tree: Call, node: Node) -> tuple[Found | None, Attempt]:
+    def find(self, tree: PatternCall, node: Node) -> tuple[Found | None, Attempt]:
         """``tree`` with ``node``'s first output as its result, and how far that came."""
         attempt = Attempt()
         found = next(self._tree(tree, Ref(node.output.name), Found({}, {}), attempt), None)
@@ -131,13 +131,13 @@ class Matcher:
     def _tree(self, tree: Tree, argument: Any, found: Found, attempt: Attempt) -> Iterator[Found]:
         if isinstance(tree, Tensor):
             yield from self._tensor(tree, argument, found)
-        elif isinstance(tree, Call):
+        elif isinstance(tree, PatternCall):
             if isinstance(argument, Ref):
                 yield from self._call(tree, argument.name, found, attempt)
         elif isinstance(tree, Sequence):
             if isinstance(argument, (list, tuple)) and len(argument) == len(tree.items):
                 yield from self._all(list(zip(tree.items, argument)), found, attempt)
-        elif isinstance(tree, Literal):
+        elif isinstance(tree, PatternLiteral):
             if same_constant(tree.value, argument):
                 yield found
         elif not _has_ref(argument):
@@ -170,7 +170,7 @@ class Matcher:
             name = source.name
         return name, casts
 
-    def _call(self, tree: Call, name: str, found: Found, attempt: Attempt) -> Iterator[Found]:
+    def _call(self, tree: PatternCall, name: str, found: Found, attempt: Attempt) -> Iterator[Found]:
         node, place = self.makers.get(name, (None, 0))
         if node is None or node.constant:
             return
@@ -191,7 +191,7 @@ class Matcher:
         if attempt.reached == before:
             attempt.stop(inside.num_found, f"{_short(node.op)} has other arguments")
 
-    def _orders(self, tree: Call, node: Node) -> list[list[tuple[Tree, Any]]]:
+    def _orders(self, tree: PatternCall, node: Node) -> list[list[tuple[Tree, Any]]]:
         """The arguments of ``tree`` beside those of ``node``, in every order that means the same."""
         arguments = self.arguments.get(node.name)
         if arguments is None:
@@ -236,7 +236,7 @@ def _bound(node: Node) -> dict[str, Any]:
 
 def _from_the_end(tree: Tree, argument: Any, name: str, rank: int) -> Any:
     """A dim as the pattern counts it: from the end if it is negative there, and alone if it is one in a list."""
-    if name not in _DIMS or not isinstance(tree, Literal):
+    if name not in _DIMS or not isinstance(tree, PatternLiteral):
         return argument
     dims = argument if isinstance(argument, (list, tuple)) else (argument,)
     if len(dims) != 1 or not isinstance(dims[0], int):

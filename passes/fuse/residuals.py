@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from passes.blocks import find_blocks
-from passes.fuse.build import is_registered
 from passes.fuse.check import CannotRun, difference
 from passes.fuse.fuse import renamed
+from passes.fuse.fused_nodes import is_registered
 from passes.fuse.report import Match, NearMiss
 from passes.ir.graph import Graph, Node, Ref
+from passes.repeats.repeated_blocks import find_blocks
 
 #: A norm → the same of a sum.
 OF_A_SUM = {

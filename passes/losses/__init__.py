@@ -1,8 +1,8 @@
 """Losses of a linear layer's output: in chunks that never hold all logits, or with the gradient in their memory."""
 
 from passes.losses.chunked import ChunkedUnits
-from passes.losses.pairs import LossPair, loss_pairs
-from passes.losses.reuse import with_logits_reused
+from passes.losses.loss_pairs import LossPair, loss_pairs
+from passes.losses.reuse_marks import with_logits_reused
 from passes.losses.strategies import Placed, strategies, with_chunked_losses
 
 __all__ = [

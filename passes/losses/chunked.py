@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.blocks import BlockRun
 from passes.ir.graph import Graph
-from passes.losses.pairs import LossPair, loss_pairs, with_pairs_fused
-from passes.units import Unit, find_units
+from passes.losses.loss_pairs import LossPair, loss_pairs, with_pairs_fused
+from passes.repeats.model_units import ModelUnit, find_units
+from passes.repeats.repeated_blocks import BlockRun
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ChunkedUnits:
     def of(
         graph: Graph,
         runs: Sequence[BlockRun],
-        units: Sequence[Unit],
+        units: Sequence[ModelUnit],
         *,
         results: Collection[str],
         among: Collection[int] | None = None,

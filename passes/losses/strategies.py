@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from passes.blocks import folded_runs
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import Placement
 from passes.losses.chunked import ChunkedUnits
-from passes.losses.pairs import LossPair
+from passes.losses.loss_pairs import LossPair
 from passes.plan import NodePlan, Plan
+from passes.plan.step_plan import CHUNKED_LOSS
+from passes.repeats.model_units import find_units
+from passes.repeats.repeated_blocks import folded_runs
 from passes.rules import rule_for
 from passes.rules.rule import AxisChoice
 from passes.shard.context import RuleFor, offered_choices
-from passes.step_plan import CHUNKED_LOSS
-from passes.units import find_units
 
 
 class Placed(NamedTuple):

@@ -1,6 +1,6 @@
 """Sharding rules: how each operator may be cut on a mesh axis (``rule_for``), and what it computes (``forward_flops``).
 
-One line per operator in ``passes.rules.table``; rules that depend on arguments are in ``views``, ``reductions``,
+One line per operator in ``passes.rules.rule_table``; rules that depend on arguments are in ``views``, ``reductions``,
 ``structure`` and ``layers``. Importing this loads no torch; the first use does.
 """
 
@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.ir.graph import Node, Ref, Value
-from passes.rules import fused, layers, reductions, structure, views
-from passes.rules.call import Call, bind
+from passes.rules import fused, layers, reductions
+from passes.rules import selections as structure
+from passes.rules import view_rules as views
 from passes.rules.flops import FLOPS
-from passes.rules.notation import instantiate
+from passes.rules.operator_call import OperatorCall, bind
 from passes.rules.rule import ShardingRule
-from passes.rules.table import RULES
+from passes.rules.rule_notation import instantiate
+from passes.rules.rule_table import RULES
 
-COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **views.COMPUTED,
     **reductions.COMPUTED,
     **structure.COMPUTED,

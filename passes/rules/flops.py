@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from passes.rules.call import Call
+from passes.rules.operator_call import OperatorCall
 
 
-def contraction(call: Call) -> float:
+def contraction(call: OperatorCall) -> float:
     """Sums of products: 2 × the product of all factors of the index space, read from the shapes."""
     rows = call.inputs[_FIRST.get(call.node.op, 0)].shape
     return 2.0 * math.prod(call.outputs[0].shape) * rows[-1]
 
 
-def vector_product(call: Call) -> float:
+def vector_product(call: OperatorCall) -> float:
     return 2.0 * math.prod(call.inputs[0].shape)
 
 
-def equation(call: Call) -> float:
+def equation(call: OperatorCall) -> float:
     """``einsum``: every letter is a loop; operands are assumed to be multiplied at once."""
     left = str(call["equation"]).replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str, int] = {}
@@ -30,7 +30,7 @@ def equation(call: Call) -> float:
     return (2.0 if len(call.inputs) > 1 else 0.0) * math.prod(sizes.values())
 
 
-def attention(call: Call) -> float:
+def attention(call: OperatorCall) -> float:
     """Scores and their product with the values.
 
     A causal call counts what its queries see: flash kernels skip the blocks that are hidden. Query i sees keys 0 to i,
@@ -45,18 +45,18 @@ def attention(call: Call) -> float:
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + value[-1])
 
 
-def grouped_matmul(call: Call) -> float:
+def grouped_matmul(call: OperatorCall) -> float:
     """Rows of the left that each meet one matrix of the right; the offsets that say which are not known."""
     left, right = (value.shape for value in call.inputs[:2])
     columns = right[-1]
     return 2.0 * math.prod(left) * columns
 
 
-def linear_cross_entropy(call: Call) -> float:
+def linear_cross_entropy(call: OperatorCall) -> float:
     return 2.0 * math.prod(call.shape("hidden")) * call.shape("weight")[0]
 
 
-def convolution(call: Call) -> float:
+def convolution(call: OperatorCall) -> float:
     weight = call.shape("weight")
     positions = call.inputs[0].shape if "transpose" in call.node.op else call.outputs[0].shape
     batch_and_space = math.prod(positions) // positions[-len(weight) + 1]
@@ -66,7 +66,7 @@ def convolution(call: Call) -> float:
 #: Which input's last dim is the contraction (the first unless a summand comes before it).
 _FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
 
-FLOPS: dict[str, Callable[[Call], float]] = {
+FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     **dict.fromkeys(
         ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default",
          "aten.baddbmm.default"),

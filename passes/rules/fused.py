@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from passes.ir.conversions import ALL_REDUCE
 from passes.ir.graph import ITEM_SIZE
-from passes.rules.call import Call, named_dims
+from passes.rules.operator_call import OperatorCall, named_dims
 from passes.rules.rule import Dims, Reduction, ShardingRule
 
 
@@ -15,27 +15,27 @@ def _aligned(shape: tuple[int, ...], full: Dims) -> Dims:
     return tuple(() if size == 1 else factors for size, factors in zip(shape, full[len(full) - len(shape) :]))
 
 
-def norm(call: Call) -> ShardingRule:
+def norm(call: OperatorCall) -> ShardingRule:
     """Norms of the last dim, with a sum in front or not: it stays whole, and so do weight and bias."""
     shape = call.shape("input")
     dims = named_dims(shape, whole=[len(shape) - 1])
     return call.rule(call.by_slot({"input": dims, "residual": dims}), [dims for _ in call.outputs])
 
 
-def pointwise(call: Call) -> ShardingRule:
+def pointwise(call: OperatorCall) -> ShardingRule:
     """Gated activations, and one of a sum with a bias."""
     dims = named_dims(call.outputs[0].shape)
     return call.rule([_aligned(value.shape, dims) for value in call.inputs], [dims])
 
 
-def rotary(call: Call) -> ShardingRule:
+def rotary(call: OperatorCall) -> ShardingRule:
     """Pairs of entries of the last dim are turned together: it stays whole, in the angles too."""
     shape = call.shape("input")
     dims = named_dims(shape, whole=[len(shape) - 1])
     return call.rule([_aligned(value.shape, dims) for value in call.inputs], [dims])
 
 
-def rotary_pair(call: Call) -> ShardingRule | None:
+def rotary_pair(call: OperatorCall) -> ShardingRule | None:
     """Two tensors with the same angles, alike but for one dim, the heads: the one with more has (head, member)."""
     query, key = call.shape("query"), call.shape("key")
     if len(query) != len(key):
@@ -61,7 +61,7 @@ def rotary_pair(call: Call) -> ShardingRule | None:
     return call.rule(factors, [dims, other], sizes=sizes)
 
 
-def embedding(call: Call) -> ShardingRule:
+def embedding(call: OperatorCall) -> ShardingRule:
     """Indices, hidden dim, and the vocabulary (each rank looks up its rows, partial sums come out)."""
     indices = named_dims(call.shape("indices"))
     rows, hidden = call.shape("weight")
@@ -70,7 +70,7 @@ def embedding(call: Call) -> ShardingRule:
     return call.rule(inputs, [(*indices, table[1])], terms=((call.slots.index("weight"),),), passes_partial=False)
 
 
-def linear_cross_entropy(call: Call) -> ShardingRule:
+def linear_cross_entropy(call: OperatorCall) -> ShardingRule:
     """Positions; and the vocabulary, which costs an all-reduce of the maxima and one of the sums."""
     shape = call.shape("hidden")
     positions = named_dims(shape[:-1])
@@ -83,7 +83,7 @@ def linear_cross_entropy(call: Call) -> ShardingRule:
     return call.rule(call.by_slot(factors), [positions], reductions=reductions if classes else ())
 
 
-COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     f"meshwright.{name}.default": rule
     for rule, names in {
         norm: "rms_norm add_rms_norm layer_norm add_layer_norm",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from passes.ir.conversions import ALL_REDUCE
 from passes.ir.graph import ITEM_SIZE
-from passes.rules.call import Call, named_dims
-from passes.rules.notation import instantiate
+from passes.rules.operator_call import OperatorCall, named_dims
 from passes.rules.rule import Dims, Reduction, ShardingRule
+from passes.rules.rule_notation import instantiate
 
 #: The notation of matmul by (rank of the left, rank of the right) with ranks above 2 as 3.
 _MATMUL = {
@@ -27,19 +27,19 @@ _ADDED = {
 }
 
 
-def added_matmul(call: Call) -> ShardingRule | None:
+def added_matmul(call: OperatorCall) -> ShardingRule | None:
     """``addmm`` and the like."""
     summand, product = _ADDED[call.node.op]
     rank = len(call.shape("self"))
     return instantiate(f"{summand[len(summand) - rank :] if rank else ''} + {product}", call)
 
 
-def matmul(call: Call) -> ShardingRule | None:
+def matmul(call: OperatorCall) -> ShardingRule | None:
     first, second = (min(len(value.shape), 3) for value in call.inputs)
     return instantiate(_MATMUL.get((first, second), "...mk, ...kn -> ...mn"), call)
 
 
-def einsum(call: Call) -> ShardingRule | None:
+def einsum(call: OperatorCall) -> ShardingRule | None:
     """Letters of the equation are the factors; ``...`` or a letter twice in one operand have no rule."""
     equation = str(call["equation"]).replace(" ", "")
     left, arrow, output = equation.partition("->")
@@ -54,7 +54,7 @@ def einsum(call: Call) -> ShardingRule | None:
     return call.rule(dims[:-1], dims[-1:], terms=(tuple(range(len(operands))),))
 
 
-def layer_norm(call: Call) -> ShardingRule:
+def layer_norm(call: OperatorCall) -> ShardingRule:
     """``layer_norm`` and ``rms_norm``: the normalised dims stay whole, and so do weight and bias."""
     shape = call.shape("input")
     first = len(shape) - len(call["normalized_shape"])
@@ -62,7 +62,7 @@ def layer_norm(call: Call) -> ShardingRule:
     return call.rule(call.by_slot({"input": dims}), [dims])
 
 
-def group_norm(call: Call) -> ShardingRule:
+def group_norm(call: OperatorCall) -> ShardingRule:
     """``group_norm``: the batch, and whole groups of channels."""
     shape = call.shape("input")
     groups = call["num_groups"]
@@ -73,7 +73,7 @@ def group_norm(call: Call) -> ShardingRule:
     return call.rule(inputs, [dims], sizes={"g": groups, "c": shape[1] // groups})
 
 
-def batch_norm(call: Call) -> ShardingRule:
+def batch_norm(call: OperatorCall) -> ShardingRule:
     """``batch_norm``: the channels; the batch too where running statistics are used instead of the batch's."""
     shape = call.shape("input")
     whole = [0, *range(2, len(shape))] if call["training"] else []
@@ -83,7 +83,7 @@ def batch_norm(call: Call) -> ShardingRule:
     return call.rule(call.by_slot({"input": dims, **dict.fromkeys(names, channel)}), [dims])
 
 
-def attention(call: Call) -> ShardingRule:
+def attention(call: OperatorCall) -> ShardingRule:
     """``scaled_dot_product_attention`` over (..., heads, length, width), or (batch, length, width).
 
     Batch dims and heads may be cut, and query positions with all keys on every rank (a causal call then counts its
@@ -123,14 +123,14 @@ def _mask_dims(shape: tuple[int, ...], full: Dims) -> Dims:
     return tuple(() if size == 1 else factors for size, factors in zip(shape, aligned))
 
 
-def embedding(call: Call) -> ShardingRule | None:
+def embedding(call: OperatorCall) -> ShardingRule | None:
     """``embedding``: hidden dim, indices, and the vocabulary (each rank looks up its rows, partial sums come out)."""
     if call.get("scale_grad_by_freq"):
         return None  # Its gradient counts an index in the whole batch.
     return instantiate("vd / ... => ...d", call)
 
 
-def cross_entropy(call: Call) -> ShardingRule | None:
+def cross_entropy(call: OperatorCall) -> ShardingRule | None:
     """``meshwright.cross_entropy``: a cut vocabulary costs an all-reduce of the maxima and one of the sums."""
     logits = call.inputs[0]
     tokens = tuple(f"b{place}" for place in reversed(range(len(logits.shape) - 1)) if logits.shape[-2 - place] != 1)
@@ -140,7 +140,7 @@ def cross_entropy(call: Call) -> ShardingRule | None:
     return instantiate("~ ...[v], ... -> ...", call, reductions)
 
 
-def convolution(call: Call) -> ShardingRule | None:
+def convolution(call: OperatorCall) -> ShardingRule | None:
     """``conv1d/2d/3d`` and their transposes: batch, output channels, input channels (partial sums), groups."""
     shape, weight = call.shape("input"), call.shape("weight")
     transposed = "transpose" in call.node.op
@@ -170,7 +170,7 @@ def _squeezed(dims: Dims, sizes: dict[str, int]) -> Dims:
     return tuple(tuple(factor for factor in factors if sizes.get(factor) != 1) for factors in dims)
 
 
-def weight_norm(call: Call) -> ShardingRule:
+def weight_norm(call: OperatorCall) -> ShardingRule:
     """``_weight_norm``: directions and magnitudes along one dim, which is all that may be cut."""
     shape = call.shape("v")
     dim = call.dim("dim", len(shape))
@@ -178,10 +178,10 @@ def weight_norm(call: Call) -> ShardingRule:
     return call.rule([dims, dims], [dims])
 
 
-def outer_dims(keep: int) -> Callable[[Call], ShardingRule]:
+def outer_dims(keep: int) -> Callable[[OperatorCall], ShardingRule]:
     """Operators that leave the last ``keep`` dims whole in input and output and treat the others apart."""
 
-    def rule(call: Call) -> ShardingRule:
+    def rule(call: OperatorCall) -> ShardingRule:
         def dims_of(shape: tuple[int, ...]) -> Dims:
             return named_dims(shape, whole=range(max(len(shape) - keep, 0), len(shape)))
 
@@ -190,7 +190,7 @@ def outer_dims(keep: int) -> Callable[[Call], ShardingRule]:
     return rule
 
 
-def loss(call: Call) -> ShardingRule | None:
+def loss(call: OperatorCall) -> ShardingRule | None:
     """Pointwise losses: each position apart; a sum or mean over cut positions gives partial sums."""
     shape = call.inputs[0].shape
     if any(value.shape != shape for value in call.inputs):
@@ -205,7 +205,7 @@ def _named(names: str) -> list[str]:
     return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split()]
 
 
-COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.matmul.default": matmul,
     **dict.fromkeys(_ADDED, added_matmul),
     "aten.einsum.default": einsum,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from passes.rules.call import Call, named_dims
+from passes.rules.operator_call import OperatorCall, named_dims
 from passes.rules.rule import Dims, ShardingRule
 
 
@@ -14,14 +14,14 @@ def reduced(dims: Dims, over: tuple[int, ...], keepdim: bool) -> Dims:
     return tuple(() if dim in over else factors for dim, factors in enumerate(dims) if keepdim or dim not in over)
 
 
-def summed(call: Call) -> ShardingRule:
+def summed(call: OperatorCall) -> ShardingRule:
     """``sum`` and ``mean``: cutting a dim that is summed gives partial sums."""
     dims = named_dims(call.inputs[0].shape)
     over = call.dims("dim", len(dims))
     return call.rule([dims], [reduced(dims, over, call.get("keepdim", False))], terms=((0,),))
 
 
-def extremal(call: Call) -> ShardingRule:
+def extremal(call: OperatorCall) -> ShardingRule:
     """Reductions that are not sums (``amax``, ``argmax``, ``max.dim``, ``var``, ``any``…): their dims stay whole."""
     shape = call.inputs[0].shape
     over = call.dims("dim", len(shape))
@@ -30,14 +30,14 @@ def extremal(call: Call) -> ShardingRule:
     return call.rule([dims], [out for _ in call.outputs])
 
 
-def along(call: Call, *, name: str = "dim", linear: bool = False) -> ShardingRule:
+def along(call: OperatorCall, *, name: str = "dim", linear: bool = False) -> ShardingRule:
     """Operators that keep the shape and work along some dims (softmax, scans, sorting, flips): those stay whole."""
     shape = call.inputs[0].shape
     dims = named_dims(shape, whole=call.dims(name, len(shape)))
     return call.rule([dims], [dims for _ in call.outputs], terms=((0,),) if linear else None)
 
 
-COMPUTED: dict[str, Callable[[Call], ShardingRule | None]] = {
+COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim"), summed),
     **dict.fromkeys(
         (

@@ -5,17 +5,27 @@ before the first use that needs it and is shared by all later uses. Values that 
 converted once, outside the loop; what a copy takes from the one before it has one placement, the plan's.
 """
 
-from passes.shard.build import shard
+from passes.shard.apply_plan import shard
 from passes.shard.context import PlanMismatch, input_key
-from passes.shard.data import Block, Compute, Convert, Local, Repeat, Section, ShardedGraph, StateRef, UnitPolicy
+from passes.shard.sharded_graph import (
+    Compute,
+    Convert,
+    Local,
+    Repeat,
+    RepeatedBlock,
+    Section,
+    ShardedGraph,
+    StateRef,
+    UnitPolicy,
+)
 
 __all__ = [
-    "Block",
     "Compute",
     "Convert",
     "Local",
     "PlanMismatch",
     "Repeat",
+    "RepeatedBlock",
     "Section",
     "ShardedGraph",
     "StateRef",

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from passes.blocks import BlockRun, folded_runs
 from passes.ir.conversions import divides
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R, local_shape, shard_dim
 from passes.plan import ConversionPlan, Plan
+from passes.repeats.repeated_blocks import BlockRun, folded_runs
 from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
-from passes.shard.data import Local, StateRef
+from passes.shard.sharded_graph import Local, StateRef
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from passes.blocks import BlockRun
 from passes.ir.graph import State
 from passes.ir.types import Placement
 from passes.plan import ConversionPlan
+from passes.repeats.repeated_blocks import BlockRun
 from passes.shard.context import Context, Tree, input_placement
-from passes.shard.data import Block, Convert, Local, Repeat, Section, StateRef
 from passes.shard.section import Body
+from passes.shard.sharded_graph import Convert, Local, Repeat, RepeatedBlock, Section, StateRef
 
 
 class BlockBody(Body):
@@ -85,7 +85,7 @@ class Loop:
         section = Section(self._arguments(), tuple(body.body), tuple(self.results.values()))
         between: list[Convert] = []
         carried = tuple((slot, self._after_block(slot, start, between)) for slot, start in enumerate(starts))
-        block = Block(section, run.roots, _class_of(run, self.context), run.roots[0], self._first_draws())
+        block = RepeatedBlock(section, run.roots, _class_of(run, self.context), run.roots[0], self._first_draws())
         results = tuple(self._outside(local) for local in section.results)
         return Repeat(block, self._entries(), results, carried, tuple(between))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.shard.data import Compute, Convert, Local, Repeat
+from passes.shard.sharded_graph import Compute, Convert, Local, Repeat
 
 Operation = Compute | Convert | Repeat
 

@@ -7,7 +7,7 @@ from passes.ir.graph import ITEM_SIZE, Node
 from passes.ir.types import Placement
 from passes.plan import ConversionPlan
 from passes.shard.context import Context, Tree, input_placement, output_placement
-from passes.shard.data import Compute, Convert, Local, Repeat
+from passes.shard.sharded_graph import Compute, Convert, Local, Repeat
 
 
 class Body:

@@ -13,7 +13,7 @@ from planner.auditing.certificate_rows import bound_rows, gap_row
 from planner.auditing.figure_rows import figure_rows
 from planner.auditing.program_rows import collective_rows, fusion_rows, tensor_rows, type_rows
 from planner.auditing.subject import AuditSubject, subject_of
-from planner.collection import no_collection
+from planner.solvers.collection import no_collection
 
 
 @no_collection()
@@ -45,7 +45,7 @@ def audit(
         CaptureError: if the model cannot be captured.
     """
     from planner.planning import as_cluster
-    from planner.step.demands import check_time_limit
+    from planner.whole_step.candidates.demands import check_time_limit
 
     check_time_limit(time_limit)
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)

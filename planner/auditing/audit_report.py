@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from passes.tables import format_bytes, format_seconds, format_table
+from passes.plan.text_tables import format_bytes, format_seconds, format_table
 
 SECONDS, BYTES, SHARE, NUMBER = "seconds", "bytes", "share", "number"
 #: How far a recomputed figure may be from the claimed one, relative.

@@ -9,7 +9,7 @@ from cost_models import CostModel
 from passes.plan import Certificate, Plan
 from planner.auditing.audit_report import SECONDS, SHARE, TOLERANCE, AuditRow, compared, unchecked
 from planner.auditing.subject import AuditSubject
-from planner.search.linear import TIME_LIMIT
+from planner.solvers.linear import TIME_LIMIT
 
 _BOUND = "lower bound"
 
@@ -54,7 +54,7 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
     """The plan of a second search for what ``subject.plan`` was demanded to be."""
     plan, cluster, demands = subject.plan, subject.cluster, dict(subject.plan.certificate.demands)
     if not plan.step.decides_units:
-        from planner.search import search
+        from planner.sharding_ilp import search
 
         cost_model = CostModel(cluster, plan.mesh.as_dict())
         return search(
@@ -66,14 +66,14 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
             time_limit=time_limit,
             **_only(demands, "memory_limit", "forbid_collectives", "forbid_replicated_matmul", "fold"),
         )
-    from planner.step.demands import read_demands
-    from planner.step.planning import plan_step
-    from planner.step.training import Training
+    from planner.whole_step.candidates.demands import read_demands
+    from planner.whole_step.candidates.training_options import TrainingOptions
+    from planner.whole_step.plan_step import plan_step
 
     step = plan.step
     again = read_demands(
         headroom=step.headroom,
-        training=Training(step.optimizer, step.gradient_dtype or None),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
         compiled=step.compiled,
         time_limit=time_limit,
         **_only(demands, "fix", "forbid", "memory_limit", "num_alternatives", "gap"),

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from passes.plan import ConversionPlan, Plan
-from passes.step_plan import RankMemory
-from passes.tables import format_bytes
+from passes.plan.step_plan import RankMemory
+from passes.plan.text_tables import format_bytes
 from planner.auditing.audit_report import BYTES, NUMBER, SHARE, AuditRow, compared
-from planner.auditing.step_prices import RepricedStep, reprice
+from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.auditing.subject import AuditSubject
-from planner.search.model_figures import batch_size_of, compute_dtype, model_flops
+from planner.sharding_ilp.model_figures import batch_size_of, compute_dtype, model_flops
 
 
 def figure_rows(subject: AuditSubject) -> Iterator[AuditRow]:

@@ -12,18 +12,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from passes.blocks import BlockRun, folded_runs
 from passes.ir.conversions import is_legal, step_between
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R
 from passes.plan import CollectivePlan, ConversionPlan, Costs, NodePlan, Plan
+from passes.repeats.repeated_blocks import BlockRun, folded_runs
 from passes.rules import forward_flops, rule_for
 from passes.rules.rule import AxisChoice, pieces_of_work
-from planner.search.bundles import bundles_of
-from planner.search.extract import Tally, add_to_tally, collectives_of
-from planner.search.liveness import live_nodes, saved_values
-from planner.search.options import FlopsOf, RuleFor, offered
-from planner.search.pricing import Prices, Pricing, is_view
+from planner.sharding_ilp.bundles import bundles_of
+from planner.sharding_ilp.liveness import live_nodes, saved_values
+from planner.sharding_ilp.options import FlopsOf, RuleFor, offered
+from planner.sharding_ilp.plan_of_assignment import Tally, add_to_tally, collectives_of
+from planner.sharding_ilp.sharding_prices import Prices, Pricing, is_view
 
 #: (source, target) of a step.
 Edge = tuple[Placement, Placement]

@@ -78,8 +78,8 @@ def type_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     from passes.chains import chain_up
     from passes.emit import emit
     from passes.fuse import pair_rotaries
-    from passes.stages import step_programs
-    from runtime.typecheck import typecheck
+    from passes.pipeline_cut import step_programs
+    from runtime.program_tools.typecheck import typecheck
 
     graph, plan = subject.graph, subject.plan
     outputs = None if graph.loss is not None else tuple(graph.outputs)
@@ -99,7 +99,7 @@ def collective_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     Raises:
         ValueError: if no programs can be made of the plan.
     """
-    from planner.step.collectives import step_collectives
+    from planner.whole_step.result.step_collectives import step_collectives
 
     claimed, counted = subject.plan.collectives, step_collectives(subject.graph, subject.plan)
     differing = sorted(

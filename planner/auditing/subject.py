@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models import Cluster
-from passes.fingerprint import fingerprint
 from passes.fuse import Fused
 from passes.ir.errors import CaptureError
+from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph
 from passes.plan import Plan, TensorPlan
 

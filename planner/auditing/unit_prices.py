@@ -6,8 +6,8 @@ constants), to the first that uses it. Copies of a repeated block differ in thei
 to something else, the first one takes from something else), and a chunk may begin at any of them: a copy's figures are
 the mean over all copies, so that all copies together cost exactly what the walk counted.
 
-Shared with the search are only the unit prices (``planner.step.pricing``), what a unit is (``passes.units``), and
-what autograd keeps of operators (``passes.autograd``).
+Shared with the search are only the unit prices (``planner.whole_step.costs.step_prices``), what a unit is
+(``passes.repeats.model_units``), and what autograd keeps of operators (``passes.autograd``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from passes.autograd.peak import working_peak
-from passes.autograd.recompute import Activations, kept_under
+from passes.autograd.recompute_policies import Activations, kept_under
 from passes.autograd.saved import Extra
-from passes.blocks import BlockRun
 from passes.ir.conversions import step_between
 from passes.ir.graph import Graph, Value
 from passes.ir.types import Placement
 from passes.losses import Placed, strategies
 from passes.plan import Plan
-from passes.step_plan import CHUNKED_LOSS
-from passes.units import Unit, find_units
+from passes.plan.step_plan import CHUNKED_LOSS
+from passes.repeats.model_units import ModelUnit, find_units
+from passes.repeats.repeated_blocks import BlockRun
 from planner.auditing.graph_walk import Charge, GraphWalk
-from planner.search.liveness import live_nodes
-from planner.step.chunked import chunked_units
-from planner.step.pricing import StepPricing, weight_share
+from planner.sharding_ilp.liveness import live_nodes
+from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.step_prices import StepPricing, weight_share
 
 #: Forward and backward.
 PHASES = (0, 1)
@@ -215,7 +215,7 @@ class UnitPrices:
         )
         return PricedPolicy(seconds, saved, peak)
 
-    def _answers_for(self, unit: Unit, root: str) -> bool:
+    def _answers_for(self, unit: ModelUnit, root: str) -> bool:
         """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""
         return root in unit.carried or self.maker.get(root) in unit.nodes
 
@@ -228,7 +228,7 @@ class UnitPrices:
             placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
             yield from ((value, placements[value]) for value in saved.values if value in placements)
 
-    def _converted(self, unit: Unit, run: _UnitOperators) -> Iterator[tuple[tuple[str, Placement], float]]:
+    def _converted(self, unit: ModelUnit, run: _UnitOperators) -> Iterator[tuple[tuple[str, Placement], float]]:
         """Saved values that a collective converted to the placement in which they are saved, and its seconds."""
         for value, target in self._kept_values(run):
             seconds, moved, place = 0.0, False, target
@@ -243,7 +243,7 @@ class UnitPrices:
     def _has_collective(self, value: str, source: Placement, target: Placement) -> bool:
         return step_between(source, target).collectives[0] is not None
 
-    def _copy_taken(self, unit: Unit, value: str) -> tuple[int, int] | None:
+    def _copy_taken(self, unit: ModelUnit, value: str) -> tuple[int, int] | None:
         """The copy that takes ``value`` from the copy before; None if it is not carried between copies."""
         if unit.run is None:
             return None

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost_models.text import printable, printable_lines
-from planner.cli.arguments import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
-from planner.cli.audit import add_audit
-from planner.cli.cluster import add_cluster
-from planner.cli.plan import add_plan
-from planner.cli.run import add_run
+from planner.cli.audit_command import add_audit
+from planner.cli.cluster_command import add_cluster
+from planner.cli.plan_command import add_plan
+from planner.cli.run_command import add_run
+from planner.cli.shared_options import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
 
 #: Environment variable that makes errors raise, with Python's traceback.
 TRACEBACK = "MESHWRIGHT_TRACEBACK"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from passes.tables import format_seconds
-from planner.step.progress import SEARCHING, Report
-from planner.step.progress import Progress as Listener
+from passes.plan.text_tables import format_seconds
+from planner.whole_step.result.search_progress import SEARCHING, Report
+from planner.whole_step.result.search_progress import Progress as Listener
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from planner.trainer import batches
-from planner.trainer.training import Training
+from planner.trainer import trainer_batches as batches
+from planner.trainer.protocol import Training
 from runtime.data.loader import DataLoader
-from runtime.outputs import loss_of
+from runtime.execution.outputs import loss_of
 
 
 def evaluate(trainer: Training, dataset: Any) -> dict[str, float]:
@@ -72,7 +72,7 @@ def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool =
     for block in _blocks(dataset, size):
         parts = batches.chunks(len(block), size, exact=exact)
         loader = DataLoader(
-            batches.Rows(block, parts, size),
+            batches.SampleRows(block, parts, size),
             batches.DataGroup.of(trainer.parallel) if local else None,
             batch_size=size,
             shuffle=False,

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from planner.trainer.training import Training
+from planner.trainer.protocol import Training
 from runtime.checkpoint import CheckpointManager
 
 

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from planner.arguments import check_whole_number
+from planner.checked_numbers import check_whole_number
 from planner.compilation import compile
 from planner.targets import Target
-from planner.trainer import batches
+from planner.trainer import trainer_batches as batches
 from planner.trainer.evaluation import evaluate, predict
 from planner.trainer.optimizers import MakeOptimizer, default_optimizer
 from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
 from runtime import ops
 from runtime.data.loader import DataLoader
-from runtime.parallel_module import ParallelModule
-from runtime.units.norm import check_max_norm
+from runtime.module.parallel_module import ParallelModule
+from runtime.zero.norm import check_max_norm
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from runtime.agreement import gathered, num_ranks, rank_in, together
+from runtime.agreement.ranks_together import gathered, num_ranks, rank_in, together
 from runtime.checkpoint import directory as folders
+from runtime.checkpoint.folder_storage import StoredCheckpoint, put_object, reason_of, write
 from runtime.checkpoint.model_state import check_model_names, model_to_load, model_to_save, with_memory
 from runtime.checkpoint.optimizer_state import (
     Group,
-    Wanted,
+    RequestedState,
     groups_of,
     matched_groups,
     merged_groups,
@@ -29,11 +30,10 @@ from runtime.checkpoint.optimizer_state import (
     with_state_memory,
 )
 from runtime.checkpoint.pickled import PickledCheckpoint
-from runtime.checkpoint.pieces import Content, check_pieces, names_under
+from runtime.checkpoint.rectangles_of_tensors import Content, check_pieces, names_under
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
 from runtime.checkpoint.staging import HostStaging, device_of
-from runtime.checkpoint.storage import StoredCheckpoint, put_object, reason_of, write
-from runtime.owned import Owned
+from runtime.state.owned import Owned
 from runtime.weight_files import named_alike
 
 TRAINING = "training"
@@ -285,14 +285,14 @@ class CheckpointManager:
         scheduler: Any,
         metadata: Metadata,
         training: dict[str, Any],
-    ) -> tuple[Wanted, Sequence[dict[str, Any]]]:
+    ) -> tuple[RequestedState, Sequence[dict[str, Any]]]:
         """What to ask of the checkpoint for the optimizer, once all is found to fit."""
         check_model_names(metadata, parallel.state_names)
         check_pieces(model, metadata)
         if scheduler is not None and training["scheduler"] is None:
             raise ValueError("the checkpoint has no learning-rate schedule: load it without scheduler=")
         if optimizer is None:
-            return Wanted({}, {}), ()
+            return RequestedState({}, {}), ()
         if training["optimizer"] != type(optimizer).__name__:
             raise ValueError(
                 f"the checkpoint's optimizer is {training['optimizer'] or 'not in it'}, not "

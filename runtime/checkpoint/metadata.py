@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cost_models.files import parse_json
-from runtime.checkpoint.blocks import BLOCK
+from runtime.checkpoint.checked_blocks import BLOCK
 from runtime.weight_files.format import DTYPE_NAMES, DTYPES
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where a piece, or an object, is stored."""
 
     file: str
@@ -52,7 +52,9 @@ class StoredFile:
     checksums: tuple[int, ...]
 
 
-def format_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], files: Mapping[str, StoredFile]) -> str:
+def format_metadata(
+    metadata: Metadata, places: Mapping[MetadataIndex, StoredPlace], files: Mapping[str, StoredFile]
+) -> str:
     """The JSON of what DCP and the writers of all ranks say."""
     tensors: dict[str, Any] = {}
     objects: dict[str, str] = {}
@@ -77,7 +79,7 @@ def format_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], f
 
 
 def parse_metadata(text: str) -> tuple[Metadata, dict[str, StoredFile]]:
-    """The inverse: DCP's metadata, with a ``Place`` for every piece and object, and the files.
+    """The inverse: DCP's metadata, with a ``StoredPlace`` for every piece and object, and the files.
 
     Raises:
         ValueError: if it is not of this form, or a piece does not lie in its tensor and its file.
@@ -93,7 +95,7 @@ def parse_metadata(text: str) -> tuple[Metadata, dict[str, StoredFile]]:
             if file not in files:
                 raise ValueError(f"{name!r} is in no file of the checkpoint")
             entries[name] = BytesStorageMetadata()
-            places[MetadataIndex(name)] = Place(file, 0)
+            places[MetadataIndex(name)] = StoredPlace(file, 0)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not of the form that is written today ({error!r})") from error
     return Metadata(state_dict_metadata=entries, storage_data=places), files
@@ -123,7 +125,7 @@ def _parse_tensor(
         if not inside or piece["file"] not in files or end > files[piece["file"]].size:
             raise ValueError(f"a piece of {name!r} does not lie in the tensor and in its file")
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        places[MetadataIndex(name, chunk.offsets)] = Place(piece["file"], begin, sizes)
+        places[MetadataIndex(name, chunk.offsets)] = StoredPlace(piece["file"], begin, sizes)
         chunks.append(chunk)
     return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=chunks)
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from runtime.checkpoint.pieces import Content, Piece, names_under
-from runtime.owned import Owned
+from runtime.checkpoint.rectangles_of_tensors import Content, Piece, names_under
+from runtime.state.owned import Owned
 from runtime.weight_files import materialise
 
 PREFIX = "model/"

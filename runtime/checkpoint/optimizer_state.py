@@ -14,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from runtime.checkpoint.pieces import Content, Piece, names_under
-from runtime.owned import Owned
+from runtime.checkpoint.rectangles_of_tensors import Content, Piece, names_under
 from runtime.parameters import SCALARS, ShardedParameter, local_of
+from runtime.state.owned import Owned
 
 TENSORS = "optimizer/tensor/"
 NUMBERS = "optimizer/number/"
@@ -137,14 +137,14 @@ def _holds_the_first_element(piece: Owned) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedState:
     """State of the optimizer to be read: ``content`` is what to ask for, ``states`` where it goes."""
 
     content: Content
     states: Mapping[torch.Tensor, Mapping[str, str]]
 
 
-def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, metadata: Metadata) -> Wanted:
+def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, metadata: Metadata) -> RequestedState:
     """What this rank asks for."""
     owners = _owners(owned, optimizer)
     keys: dict[str, list[str]] = {}
@@ -161,7 +161,7 @@ def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
             for full in keys.get(owner.name, ()):
                 content[full] = _empty(full, metadata, owner, group)
                 states.setdefault(parameter, {})[full.rpartition("/")[2]] = full
-    return Wanted(content, states)
+    return RequestedState(content, states)
 
 
 def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]) -> Piece:
@@ -179,14 +179,14 @@ def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]
     return Piece(torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu"), tuple(stored.size), ())
 
 
-def with_state_memory(wanted: Wanted, device: torch.device | str) -> None:
+def with_state_memory(wanted: RequestedState, device: torch.device | str) -> None:
     """Give memory to the pieces of ``wanted``."""
     for full, piece in wanted.content.items():
         if piece.tensor.is_meta:
             wanted.content[full] = Piece(torch.empty_like(piece.tensor, device=device), piece.shape, piece.offsets)
 
 
-def put_state(wanted: Wanted, optimizer: torch.optim.Optimizer) -> None:
+def put_state(wanted: RequestedState, optimizer: torch.optim.Optimizer) -> None:
     """Make what was read the optimizer's state, in the place of all it had."""
     optimizer.state.clear()
     for parameter, keys in wanted.states.items():

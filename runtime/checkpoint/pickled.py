@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from runtime.checkpoint import directory as folders
-from runtime.checkpoint.pieces import Content
-from runtime.checkpoint.storage import load_pieces
+from runtime.checkpoint.folder_storage import load_pieces
+from runtime.checkpoint.rectangles_of_tensors import Content
 
 
 class PickledCheckpoint:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from runtime.checkpoint.pieces import Content, Piece
+from runtime.checkpoint.rectangles_of_tensors import Content, Piece
 from runtime.torch_compat.host_state import copy_tensors, pinned_like
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from runtime.data.order import Last, Order, Sampler
 from runtime.data.permutation import random_key
-from runtime.data.reading import Collate, Reader, Stream, warn_of_dropped
+from runtime.data.reading import Collate, Reader, SampleStream, warn_of_dropped
 
 #: Options of torch's loader that say the order of samples, which is ours to say.
 _OURS = ("sampler", "batch_sampler", "generator")
@@ -179,7 +179,7 @@ class DataLoader:
         if self._sampler is None:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
-            stream = Stream(self._selected(), self._read_fields(), self._order, start=start)
+            stream = SampleStream(self._selected(), self._read_fields(), self._order, start=start)
             yield from TorchLoader(stream, batch_size=None, **self._torch_options())
             return
         self._sampler.epoch, self._sampler.start = epoch, start

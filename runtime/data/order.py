@@ -18,7 +18,7 @@ _SAMPLES = 1
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleRange:
     """One data group's part of one global batch.
 
     ``indices`` are places in the dataset (in a stream: rows of the global batch), of which the first ``num_real`` are
@@ -70,7 +70,7 @@ class Order:
         """Samples that no batch has."""
         return num_samples % self.batch_size if self.last == "drop" else 0
 
-    def part(self, num_samples: int) -> Part:
+    def part(self, num_samples: int) -> SampleRange:
         """Our part of a global batch that has ``num_samples`` samples; ``indices`` are its rows.
 
         Raises:
@@ -86,7 +86,7 @@ class Order:
         first = self.group * share
         rows = tuple(row % num_samples for row in range(first, first + share))
         num_real = min(max(num_samples - first, 0), share)
-        return Part(rows, num_real, num_samples, padded_epoch=num_samples < size)
+        return SampleRange(rows, num_real, num_samples, padded_epoch=num_samples < size)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Sampler:
     epoch: int = 0
     start: int = 0
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[SampleRange]:
         permutation = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
         key = random_key(self.seed, self.epoch, _SAMPLES)
         padded = self.order.last == "pad" and (self.num_samples - self.start) % self.order.batch_size != 0
@@ -115,7 +115,7 @@ class Sampler:
             seeds = tuple(int(seed) for seed in keyed(np.array(indices, dtype=np.uint64), key))
             yield replace(part, indices=indices, seeds=seeds, padded_epoch=padded)
 
-    def _indices(self, permutation: Permutation | None, first: int, part: Part) -> tuple[int, ...]:
+    def _indices(self, permutation: Permutation | None, first: int, part: SampleRange) -> tuple[int, ...]:
         if permutation is None:
             return tuple(first + row for row in part.indices)
         low = min(part.indices)

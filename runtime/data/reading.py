@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
-from runtime.data.order import Order, Part
+from runtime.data.order import Order, SampleRange
 
 #: Samples as they were read, and where they belong.
-Read = tuple[Part, list[Any]]
+Read = tuple[SampleRange, list[Any]]
 
 
 class Reader(Dataset[Any]):
@@ -32,11 +32,11 @@ class Reader(Dataset[Any]):
         self.dataset = dataset
         self.fields = fields
 
-    def __getitems__(self, part: Part) -> Read:
+    def __getitems__(self, part: SampleRange) -> Read:
         with own_randomness():
             return part, [keep_fields(sample, self.fields) for sample in self._read(part)]
 
-    def _read(self, part: Part) -> Iterator[Any]:
+    def _read(self, part: SampleRange) -> Iterator[Any]:
         if _reads_several(self.dataset):
             seed_generators(part.seeds[0])
             yield from self.dataset.__getitems__(list(part.indices))
@@ -52,7 +52,7 @@ def _reads_several(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-class Stream(IterableDataset[Read]):
+class SampleStream(IterableDataset[Read]):
     """Parts of the global batches of a stream, from sample ``start`` on.
 
     Every worker of every rank reads the whole stream and keeps its part; samples before ``start`` are read and left.
@@ -108,7 +108,7 @@ class Collate:
             batch = keep_fields(batch, self.kept)
         return part.num_samples, batch
 
-    def _ignore(self, batch: Any, part: Part) -> Any:
+    def _ignore(self, batch: Any, part: SampleRange) -> Any:
         found = [name for name in self.label_fields if isinstance(batch, Mapping) and name in batch]
         if not found or any(not _is_label(batch[name], len(part.indices)) for name in found):
             fields = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__

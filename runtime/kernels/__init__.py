@@ -2,7 +2,7 @@
 
 from runtime.kernels.adamw import AdamW
 from runtime.kernels.bias_gelu import bias_gelu
-from runtime.kernels.chain import Chain
+from runtime.kernels.chain_call import Chain
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.embedding import embedding
 from runtime.kernels.geglu import geglu

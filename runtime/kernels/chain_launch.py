@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.kernels import autotune
-from runtime.kernels.chain_layout import Layout
+from runtime.kernels.chain_layout import OperandLayout
 from runtime.kernels.device import on_device, processors_of
 from runtime.kernels.language import interprets_triton
 from runtime.kernels.rows import Tile, walkers_over
@@ -38,7 +38,7 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        layout: Layout,
+        layout: OperandLayout,
         operands: Sequence[torch.Tensor],
         *,
         num_results: int,
@@ -123,7 +123,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _ranked(
-    layout: Layout, operands: Sequence[torch.Tensor], num_results: int, *, whole_rows: bool
+    layout: OperandLayout, operands: Sequence[torch.Tensor], num_results: int, *, whole_rows: bool
 ) -> tuple[TileChoice, ...]:
     whole = [operand.itemsize for operand in operands if operand.shape == layout.space]
     # of like sizes the same tiles: a new length is neither compiled nor measured anew

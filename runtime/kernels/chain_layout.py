@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.chains.layout import Fold, fold
+from passes.chains.iteration_space import Fold, fold
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class OperandLayout:
     """One launch's geometry.
 
     Attributes:
@@ -55,16 +55,16 @@ class Layout:
         return tuple(self.space[dim] if kept[dim] else 1 for dim in self.order)
 
 
-def layout_of(tensors: Sequence[torch.Tensor], space: Shape, *, columns: int) -> Layout | None:
+def layout_of(tensors: Sequence[torch.Tensor], space: Shape, *, columns: int) -> OperandLayout | None:
     """The geometry for operands that broadcast to ``space``; None if no kernel can walk through them."""
     expanded = [tensor.expand(space) for tensor in tensors]
     order = _order(expanded, tensors, space, columns=columns)
     found = _folded(expanded, space, order, columns=columns)
     if found is not None:
-        return Layout(space, order, *found, copies=False)
+        return OperandLayout(space, order, *found, copies=False)
     order = tuple(range(len(space)))
     found = _folded([tensor.contiguous().expand(space) for tensor in tensors], space, order, columns=columns)
-    return None if found is None else Layout(space, order, *found, copies=True)
+    return None if found is None else OperandLayout(space, order, *found, copies=True)
 
 
 def _folded(

@@ -18,7 +18,7 @@ from runtime.kernels.library import (
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
-    Wanted,
+    RequestedGradients,
     addends_grads,
     check_rows,
     normalize,
@@ -161,7 +161,7 @@ def _triton_backward(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wanted = Wanted(input=wants_input, weight=wants_weight, bias=wants_bias)
+    wanted = RequestedGradients(input=wants_input, weight=wants_weight, bias=wants_bias)
     return normalize_backward(Norm(eps, centered=True), wanted, grad, grad_sum, input, weight, bias)
 
 

@@ -48,7 +48,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedGradients:
     """Which gradients somebody needs; the others are given as empty tensors."""
 
     input: bool
@@ -117,7 +117,13 @@ def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, b
 
 
 def normalize_backward(
-    norm: Norm, wanted: Wanted, grad: torch.Tensor, grad_sum: Maybe, input: torch.Tensor, weight: Maybe, bias: Maybe
+    norm: Norm,
+    wanted: RequestedGradients,
+    grad: torch.Tensor,
+    grad_sum: Maybe,
+    input: torch.Tensor,
+    weight: Maybe,
+    bias: Maybe,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the input (with ``grad_sum`` added), of the weight and of the bias (which is not read)."""
     given = [None if tensor is None else tensor.contiguous() for tensor in (grad, grad_sum, input, weight)]
@@ -137,7 +143,7 @@ def normalize_backward(
 
 
 def _launch_backward(
-    norm: Norm, wanted: Wanted, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+    norm: Norm, wanted: RequestedGradients, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
 ) -> list[Maybe]:
     """Fill ``grad_input``; gives the partial sums of the weight's and bias's gradients."""
     input = _present(given[2])
@@ -168,7 +174,7 @@ def _widest_backward(norm: Norm, given: Sequence[Maybe], compute: torch.dtype) -
 
 
 def _launch_wide_backward(
-    norm: Norm, wanted: Wanted, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+    norm: Norm, wanted: RequestedGradients, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
 ) -> list[Maybe]:
     """The same in two launches: row by row, which keeps the statistics, and then down the columns."""
     grad, _, input, _ = given
@@ -194,7 +200,7 @@ def _present(tensor: Maybe) -> torch.Tensor:
     return tensor
 
 
-def _partials(like: torch.Tensor, programs: int, wanted: Wanted, compute: torch.dtype) -> list[Maybe]:
+def _partials(like: torch.Tensor, programs: int, wanted: RequestedGradients, compute: torch.dtype) -> list[Maybe]:
     shape = (programs, like.shape[-1])
     return [like.new_empty(shape, dtype=compute) if wants else None for wants in (wanted.weight, wanted.bias)]
 

@@ -20,7 +20,7 @@ from runtime.kernels.library import (
 from runtime.kernels.normalization import (
     Maybe,
     Norm,
-    Wanted,
+    RequestedGradients,
     addends_grads,
     check_rows,
     normalize,
@@ -217,7 +217,7 @@ def _triton_backward(
     wants_input: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted = Wanted(input=wants_input, weight=wants_weight)
+    wanted = RequestedGradients(input=wants_input, weight=wants_weight)
     grad_input, grad_weight, _ = normalize_backward(Norm(eps, offset), wanted, grad, grad_sum, input, weight, None)
     return grad_input, grad_weight
 

@@ -24,7 +24,7 @@ from runtime.torch_compat.process_groups import (
 )
 
 
-class _Groups:
+class _AxisGroups:
     """Groups of one job: how many there are of the same ranks, and those that models share, by purpose and ranks."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _Groups:
         self.shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
 
-_groups: weakref.WeakKeyDictionary[ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[ProcessGroup, _AxisGroups] = weakref.WeakKeyDictionary()
 
 
 def with_timeout_of_job(group: ProcessGroup) -> ProcessGroup:
@@ -101,9 +101,9 @@ def flattened_group(device_mesh: DeviceMesh, name: str) -> ProcessGroup:
     return shared_group(name, sorted(device_mesh.mesh.flatten().tolist()))
 
 
-def _groups_of_job() -> _Groups:
+def _groups_of_job() -> _AxisGroups:
     world: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-    return _groups.setdefault(world, _Groups())
+    return _groups.setdefault(world, _AxisGroups())
 
 
 def _with_timeouts(device_mesh: DeviceMesh) -> DeviceMesh:

@@ -21,7 +21,7 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """One process among ``world_size``. ``address`` and ``port`` are rank 0's; None (of both) if it is alone.
 
     ``local_rank`` counts the processes of one host; None if nothing says it. ``source``: what said all this.
@@ -54,7 +54,7 @@ def find_place(
     local_rank: int | None = None,
     address: str | None = None,
     port: int | None = None,
-) -> Place:
+) -> ProcessPlace:
     """This process's place: the arguments, else torchrun's environment, else SLURM's, else alone.
 
     ``local_rank``, ``address`` and ``port`` also replace what an environment says.
@@ -72,22 +72,22 @@ def find_place(
         raise ValueError(
             f"address={address!r} is given, but neither arguments nor the environment say rank and world_size"
         )
-    return Place(0, 1, local_rank or 0, None, None, "alone")
+    return ProcessPlace(0, 1, local_rank or 0, None, None, "alone")
 
 
 def _from_arguments(
     rank: int | None, world_size: int | None, local_rank: int | None, address: str | None, port: int | None
-) -> Place:
+) -> ProcessPlace:
     if rank is None or world_size is None:
         raise ValueError(f"rank and world_size belong together, got rank={rank}, world_size={world_size}")
     if world_size > 1 and address is None:
         raise ValueError(f"{world_size} processes need address=, the host name of rank 0 (on one host: '127.0.0.1')")
-    return Place(rank, world_size, local_rank, address, port or DEFAULT_PORT, "arguments")
+    return ProcessPlace(rank, world_size, local_rank, address, port or DEFAULT_PORT, "arguments")
 
 
 def _from_torchrun(
     environment: Mapping[str, str], local_rank: int | None, address: str | None, port: int | None
-) -> Place:
+) -> ProcessPlace:
     rank, world_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     address = address or environment.get("MASTER_ADDR")
     if port is None and "MASTER_PORT" in environment:
@@ -100,10 +100,12 @@ def _from_torchrun(
         )
     if local_rank is None and "LOCAL_RANK" in environment:
         local_rank = _number(environment, "LOCAL_RANK")
-    return Place(rank, world_size, local_rank, address, port, "torchrun")
+    return ProcessPlace(rank, world_size, local_rank, address, port, "torchrun")
 
 
-def _from_slurm(environment: Mapping[str, str], local_rank: int | None, address: str | None, port: int | None) -> Place:
+def _from_slurm(
+    environment: Mapping[str, str], local_rank: int | None, address: str | None, port: int | None
+) -> ProcessPlace:
     rank = _number(environment, "SLURM_PROCID")
     world_size = _number(environment, next(name for name in _SLURM_SIZES if name in environment))
     address = address or environment.get("MASTER_ADDR")
@@ -116,7 +118,7 @@ def _from_slurm(environment: Mapping[str, str], local_rank: int | None, address:
         port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else _slurm_port(environment)
     if local_rank is None and "SLURM_LOCALID" in environment:
         local_rank = _number(environment, "SLURM_LOCALID")
-    return Place(rank, world_size, local_rank, address, port, "slurm")
+    return ProcessPlace(rank, world_size, local_rank, address, port, "slurm")
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.launch.place import LaunchError, Place, find_place
+from runtime.launch.place import LaunchError, ProcessPlace, find_place
 from runtime.launch.rendezvous import Deadline, check_in, open_store
 
 #: How often this process has joined a group: each time its peers meet under other names at the same store.
@@ -82,16 +82,16 @@ def _present(rank: int | None, world_size: int | None, local_rank: int | None, d
     for name, asked, found in (("rank", rank, actual[0]), ("world_size", world_size, actual[1])):
         if asked is not None and asked != found:
             raise ValueError(f"the process group is there already, with {name} {found}; {name}={asked} contradicts it")
-    place = Place(*actual, local_rank, "", 1, "arguments")
+    place = ProcessPlace(*actual, local_rank, "", 1, "arguments")
     if local_rank is None and "LOCAL_RANK" in os.environ:
-        place = Place(*actual, int(os.environ["LOCAL_RANK"]), "", 1, "arguments")
+        place = ProcessPlace(*actual, int(os.environ["LOCAL_RANK"]), "", 1, "arguments")
     from runtime.torch_compat.process_groups import device_type_of_default_group
 
     kind = device or device_type_of_default_group()
     return Process(*actual, _local_rank(place), _own_gpu(place) if kind == "cuda" else torch.device(kind))
 
 
-def _own_gpu(place: Place) -> torch.device:
+def _own_gpu(place: ProcessPlace) -> torch.device:
     """The GPU that this process was given by ``torch.cuda.set_device``, else that of its local rank."""
     index = torch.cuda.current_device()
     if index == 0 and _local_rank(place) < torch.cuda.device_count():
@@ -101,7 +101,7 @@ def _own_gpu(place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _choose_device(place: Place, device: str | None) -> torch.device:
+def _choose_device(place: ProcessPlace, device: str | None) -> torch.device:
     if device not in (None, "cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu' (the GPU is chosen by local_rank), got {device!r}")
     count = torch.cuda.device_count() if device != "cpu" else 0
@@ -121,13 +121,13 @@ def _choose_device(place: Place, device: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _local_rank(place: Place) -> int:
+def _local_rank(place: ProcessPlace) -> int:
     if place.local_rank is not None:
         return place.local_rank
     return place.rank % max(1, torch.cuda.device_count())
 
 
-def _join(place: Place, device: torch.device, backend: str, timeout: float, collective_timeout: float) -> None:
+def _join(place: ProcessPlace, device: torch.device, backend: str, timeout: float, collective_timeout: float) -> None:
     global _joined
     assert place.address is not None and place.port is not None
     deadline = Deadline.after(timeout)

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from runtime.launch.place import LaunchError, Place
+from runtime.launch.place import LaunchError, ProcessPlace
 
 _FINE = "ok"
 _VERDICT = "verdict"
@@ -114,7 +114,7 @@ def _await_listener(address: str, port: int, *, waiting: str, keeper: str, deadl
     )
 
 
-def check_in(store: dist.Store, place: Place, deadline: Deadline) -> None:
+def check_in(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> None:
     """Wait until all ranks are there.
 
     Raises:
@@ -148,7 +148,7 @@ def _judge(store: dist.Store, verdict: str) -> None:
     store.compare_set(_VERDICT, "", verdict)  # the first one counts
 
 
-def _await_verdict(store: dist.Store, place: Place, deadline: Deadline) -> str:
+def _await_verdict(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> str:
     pause, slowest = _LOOK_SECONDS
     slowest = max(slowest, place.world_size / 10_000)
     while not store.check([_VERDICT]):
@@ -164,7 +164,7 @@ def _overdue(deadline: Deadline) -> bool:
     return time.monotonic() > deadline.start + deadline.seconds + _FAREWELL_SECONDS / 2
 
 
-def _missing(store: dist.Store, place: Place, deadline: Deadline) -> str:
+def _missing(store: dist.Store, place: ProcessPlace, deadline: Deadline) -> str:
     there = [rank for rank in range(place.world_size) if store.check([f"rank/{rank}"])]
     absent = sorted(set(range(place.world_size)) - set(there))
     hosts: dict[str, list[int]] = {}
@@ -175,7 +175,7 @@ def _missing(store: dist.Store, place: Place, deadline: Deadline) -> str:
     return f"{ranks(absent)} did not come within {deadline.seconds:g} s; here are {shown}. {_HINTS[place.source]}"
 
 
-def _take_leave(store: dist.Store, place: Place) -> None:
+def _take_leave(store: dist.Store, place: ProcessPlace) -> None:
     """Tell that the verdict has been read; rank 0, who may keep the store, waits until all have."""
     store.add("read", 1)
     farewell = Deadline.after(_FAREWELL_SECONDS)

@@ -4,11 +4,10 @@ All are written with torch operators that run on real process groups, on a fake 
 ``LocalTensorMode`` and under ``spmd_types``' checker; none branches on the rank.
 """
 
-from runtime.joint_axes import joint
+from runtime.mesh.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
 from runtime.ops.buffers import running_again, store, stored_at_end
-from runtime.ops.collectives import reducing_in
-from runtime.ops.linear_cross_entropy import linear_cross_entropy
+from runtime.ops.mesh_types import retyped
 from runtime.ops.microbatch import (
     Microbatch,
     current_microbatch,
@@ -16,6 +15,7 @@ from runtime.ops.microbatch import (
     of_first_microbatch,
     of_microbatch,
 )
+from runtime.ops.program_collectives import reducing_in
 from runtime.ops.random import (
     begin_step,
     bernoulli,
@@ -30,7 +30,7 @@ from runtime.ops.random import (
     seed,
     set_random_state,
 )
-from runtime.ops.types import retyped
+from runtime.ops.sharded_linear_cross_entropy import linear_cross_entropy
 from runtime.ops.vocabulary import cross_entropy, embedding
 
 __all__ = [

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from runtime.ops.mesh_types import first_of_shard, groups_of
 from runtime.ops.random import Shards, dropout
-from runtime.ops.types import first_of_shard, groups_of
-from runtime.program import Block
+from runtime.programs.program import Block
 from runtime.torch_compat.spmd_internals import local_tensor_mode_of
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 
 
-class _Thread(threading.local):
+class _BufferThread(threading.local):
     runs_again: bool = False
 
 
-_thread = _Thread()
+_thread = _BufferThread()
 #: Writes of the call that is being run, which it does when it ends; None outside of calls. The backward pass has
 #: threads of its own, which write nothing.
 _waiting: list[list[tuple[torch.Tensor, torch.Tensor]]] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from runtime.ops.types import groups_of
+from runtime.ops.mesh_types import groups_of
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ class Microbatch:
     axis: str = "dp"
 
 
-class _State:
+class _MicrobatchState:
     current: Microbatch | None = None
 
 
 def current_microbatch() -> Microbatch | None:
     """The micro-batch that is being run; what runs again in the backward pass must be given it again."""
-    return _State.current
+    return _MicrobatchState.current
 
 
 @contextlib.contextmanager
 def in_microbatch(microbatch: Microbatch | None) -> Iterator[None]:
     """Run what is inside for ``microbatch``."""
-    before, _State.current = _State.current, microbatch
+    before, _MicrobatchState.current = _MicrobatchState.current, microbatch
     try:
         yield
     finally:
-        _State.current = before
+        _MicrobatchState.current = before
 
 
 def of_microbatch(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def of_microbatch(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 
     ``dim`` is cut first over the ranks, then over micro-batches.
     """
-    microbatch = _State.current
+    microbatch = _MicrobatchState.current
     if microbatch is None or microbatch.count == 1:
         return x
     num_ranks = dist.get_world_size(groups_of((axis,))[0])
@@ -59,5 +59,5 @@ def of_microbatch(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 
 def of_first_microbatch(x: torch.Tensor) -> torch.Tensor:
     """``x`` for the first micro-batch, zeros for the others: what is added once for the whole batch."""
-    microbatch = _State.current
+    microbatch = _MicrobatchState.current
     return x if microbatch is None or microbatch.index == 0 else x * 0

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from runtime.kernels.philox import keep_mask, own_word, random_words
+from runtime.ops.mesh_types import groups_of
 from runtime.ops.microbatch import current_microbatch
-from runtime.ops.types import groups_of
-from runtime.program import Block
+from runtime.programs.program import Block
 from runtime.torch_compat.spmd_internals import local_tensor_mode_of, mesh_of_thread, places_in_group
 
 #: Added to the numbers of calls that are no training steps.
@@ -37,7 +37,7 @@ _CALLS = 1 << 31
 Shards = Mapping[str, int]
 
 
-class _State:
+class _DrawState:
     """Base seed, training steps and other calls so far, and the step that draws now."""
 
     seed = 0
@@ -48,29 +48,29 @@ class _State:
 
 def seed(base: int) -> None:
     """Start the sequence of random draws anew; give every rank the same ``base``."""
-    _State.seed, _State.steps, _State.calls, _State.current = base, 0, 0, 0
+    _DrawState.seed, _DrawState.steps, _DrawState.calls, _DrawState.current = base, 0, 0, 0
 
 
 def begin_step(*, training: bool) -> None:
     """A training step, or another call, begins: what is drawn from here on is new."""
     if training:
-        _State.steps += 1
-        _State.current = _State.steps
+        _DrawState.steps += 1
+        _DrawState.current = _DrawState.steps
     else:
-        _State.calls += 1
-        _State.current = _CALLS + _State.calls
+        _DrawState.calls += 1
+        _DrawState.current = _CALLS + _DrawState.calls
 
 
 def get_random_state() -> tuple[int, int, int, int]:
     """Seed, training steps, other calls, current step: what a checkpoint stores, what a recomputation goes back to."""
-    return _State.seed, _State.steps, _State.calls, _State.current
+    return _DrawState.seed, _DrawState.steps, _DrawState.calls, _DrawState.current
 
 
 def set_random_state(state: Sequence[int]) -> None:
     """Go back to a state that ``get_random_state`` gave (or, with two numbers, that an older checkpoint has)."""
     if len(state) == 2:
         state = (state[0], state[1], 0, state[1])
-    _State.seed, _State.steps, _State.calls, _State.current = state
+    _DrawState.seed, _DrawState.steps, _DrawState.calls, _DrawState.current = state
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def _draw(number: int, of: Block | None, shards: Shards) -> _Draw:
 
     groups = groups_of(tuple(shards))
     first = 0 if of is None else of.first_draw
-    base = _State.seed & ((1 << 64) - 1)
+    base = _DrawState.seed & ((1 << 64) - 1)
     return _Draw(
         base - (1 << 64) if base >> 63 else base,  # as torch's integers have it
-        _State.current,
+        _DrawState.current,
         first + number,
         tuple((group, dim, *cut(axis)) for group, (axis, dim) in zip(groups, shards.items())),
     )

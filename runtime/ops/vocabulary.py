@@ -21,7 +21,7 @@ from runtime.kernels.cross_entropy import (
     losses_of,
     row_sums,
 )
-from runtime.ops.types import first_of_shard, groups_of
+from runtime.ops.mesh_types import first_of_shard, groups_of
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.owned import Owned
 from runtime.parameters.sharded import SCALARS, ShardedParameter
+from runtime.state.owned import Owned
 
 
 def adopt(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from runtime.owned import Owned
 from runtime.parameters.tensors import ParameterTensor, of_parameter_over
+from runtime.state.owned import Owned
 from runtime.torch_compat.dtensors import (
     TensorBase,
     dtensor_over,

@@ -17,7 +17,7 @@ Autograd skips nodes, not edges: what leads to a node asked for runs. So some we
 * where an operator says that it makes all its gradients in one pass (``gradients_together`` on its autograd context):
   W would pay for the whole pass again. Complete after I.
 * where one crossing leads to another (weights straight from one node, some by way of others): complete after I too.
-  Where each weight has a node of its own (``runtime.units.uses``), none does.
+  Where each weight has a node of its own (``runtime.zero.uses``), none does.
 * where several joints share the node behind their crossing: this gradient waits for the rest in W.
 
 If no received tensor needs a gradient, I does nothing and W is the whole backward.

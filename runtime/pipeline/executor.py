@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cost_models.schedules import Action
 from runtime.pipeline.forward import forward_only
 from runtime.pipeline.specs import StageRunner, check_chunks
-from runtime.pipeline.stage import Stage
+from runtime.pipeline.stage import PipelineStage
 from runtime.pipeline.torch_schedules import build_schedule, is_run_by_actions
 
 
@@ -62,7 +62,7 @@ class PipelineExecutor:
             schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
         )
         self._stages = [
-            Stage(
+            PipelineStage(
                 runner,
                 num_stages=num_chunks,
                 device=device,

@@ -16,7 +16,7 @@ from runtime.pipeline.specs import StageRunner, TensorSpec, check_tensors
 from runtime.torch_compat.pipelining import PipelineStageBase, issue_transfers, neighbour_transfers
 
 
-class Stage(PipelineStageBase):
+class PipelineStage(PipelineStageBase):
     """Runs a ``StageRunner`` forward and backward, and says which tensors are to be sent and received.
 
     In the place of torch's ``PipelineStage``, which

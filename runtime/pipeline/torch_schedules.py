@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from cost_models.schedule_orders import ORDERS
 from cost_models.schedules import SCHEDULES, Action, actions, schedule_named
-from runtime.pipeline.stage import Stage
+from runtime.pipeline.stage import PipelineStage
 from runtime.torch_compat.pipelining import runtime_of_actions
 
 
@@ -40,7 +40,7 @@ def is_run_by_actions(schedule: str, *, num_ranks: int, num_microbatches: int, n
     return runs_own_order(schedule, **shape) or not issubclass(_torch_class(schedule), PipelineScheduleSingle)
 
 
-def build_schedule(schedule: str, stages: Sequence[Stage], *, num_microbatches: int) -> Any:
+def build_schedule(schedule: str, stages: Sequence[PipelineStage], *, num_microbatches: int) -> Any:
     """The torch schedule that runs ``schedule`` over the pipeline of which ``stages`` are this rank's.
 
     Losses of micro-batches simply add up (``scale_grads=False``), as the last chunk returns its part of the loss.

@@ -3,7 +3,7 @@
 from runtime.weight_files.hugging_face import hugging_face_names, save_config
 from runtime.weight_files.load import LoadedFiles, load_weights
 from runtime.weight_files.materialise import materialise
-from runtime.weight_files.names import named_alike
+from runtime.weight_files.plan_free_names import named_alike
 from runtime.weight_files.save import save_weights
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.agreement import rank_in, together
+from runtime.agreement.ranks_together import rank_in, together
 from runtime.torch_compat.model_internals import tensors_to_ignore
 
 

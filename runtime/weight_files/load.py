@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.agreement import together
-from runtime.owned import Owned
-from runtime.weight_files.find import files_by_name, model_names, tensors_by_file, without
+from runtime.agreement.ranks_together import together
+from runtime.state.owned import Owned
+from runtime.weight_files.find_files import files_by_name, model_names, tensors_by_file, without
 from runtime.weight_files.format import Stored, bytes_of, read_exactly, read_header
 from runtime.weight_files.materialise import materialise
 from runtime.weight_files.rectangles import runs
@@ -34,7 +34,7 @@ class LoadedFiles:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _FileSource:
     """Where the tensor of an owned piece is stored."""
 
     owned: Owned
@@ -88,7 +88,7 @@ def _find(
     prefix: str | None,
     ignore: Collection[str],
     rename: Callable[[str], str] | None,
-) -> tuple[list[_Source], LoadedFiles]:
+) -> tuple[list[_FileSource], LoadedFiles]:
     headers = _Headers(files_by_name(path))
     stored_as = _stored_names(headers.names, names, prefix=prefix, rename=rename)
     wanted, missing = {}, []
@@ -108,7 +108,7 @@ def _find(
             "strict=False takes what fits"
         )
     stored_tensors = headers.tensors(wanted)
-    sources = [_Source(piece, stored_tensors[name]) for name, piece in wanted.items()]
+    sources = [_FileSource(piece, stored_tensors[name]) for name, piece in wanted.items()]
     for source in sources:
         _check(source)
     return sources, LoadedFiles(headers.bytes_read, tuple(missing), tuple(unexpected))
@@ -154,7 +154,7 @@ class _Headers:
         return found
 
 
-def _check(source: _Source) -> None:
+def _check(source: _FileSource) -> None:
     owned, stored = source.owned, source.stored
     if stored.shape != owned.shape:
         raise ValueError(
@@ -172,9 +172,9 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "integer"
 
 
-def _read(sources: Sequence[_Source], loaded: LoadedFiles, *, device: torch.device | str) -> LoadedFiles:
+def _read(sources: Sequence[_FileSource], loaded: LoadedFiles, *, device: torch.device | str) -> LoadedFiles:
     count = loaded.bytes_read
-    by_file: dict[Path, list[_Source]] = {}
+    by_file: dict[Path, list[_FileSource]] = {}
     for source in sources:
         by_file.setdefault(source.stored.file, []).append(source)
     for file, inside in by_file.items():
@@ -188,7 +188,7 @@ def _read(sources: Sequence[_Source], loaded: LoadedFiles, *, device: torch.devi
     return LoadedFiles(count, loaded.missing, loaded.unexpected)
 
 
-def _read_piece(descriptor: int, source: _Source, target: torch.Tensor) -> int:
+def _read_piece(descriptor: int, source: _FileSource, target: torch.Tensor) -> int:
     """Read a rectangle into ``target``; the number of bytes."""
     stored, owned = source.stored, source.owned
     direct = target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous()

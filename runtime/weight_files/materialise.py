@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from runtime.owned import Owned
+from runtime.state.owned import Owned
 
 
 def materialise(owned: Owned, device: torch.device | str) -> torch.Tensor:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from cost_models.files import check_writable, write_text
-from runtime.agreement import gathered, rank_in, together
-from runtime.owned import Owned
-from runtime.weight_files.find import INDEX_SUFFIX, STEM, SUFFIX
+from runtime.agreement.ranks_together import gathered, rank_in, together
+from runtime.state.owned import Owned
+from runtime.weight_files.find_files import INDEX_SUFFIX, STEM, SUFFIX
 from runtime.weight_files.format import bytes_of, make_header, write_exactly
-from runtime.weight_files.names import named_alike
+from runtime.weight_files.plan_free_names import named_alike
 from runtime.weight_files.rectangles import runs
 
 

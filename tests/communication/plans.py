@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import planner
 from cost_models.schedules import SCHEDULES, rank_of_chunk, reason_not
 from passes.plan import Plan
-from passes.step_plan import ChunkPlan, GroupPlan
-from planner.verification import slow_devices
-from runtime.recompute import POLICIES
+from passes.plan.step_plan import ChunkPlan, GroupPlan
+from planner.verification.verify_model import slow_devices
+from runtime.program_tools.recompute import POLICIES
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
 #: Schedules, and a step of one stage.

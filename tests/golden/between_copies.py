@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from spmd_types import I, P, R, S, V
 
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 class Mlp(Block):  # layers.{1..3}

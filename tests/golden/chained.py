@@ -12,7 +12,7 @@ from runtime import kernels
 from runtime.kernels.language import tl, triton
 from runtime.kernels.scalar_math import row_sum, sigmoid
 from runtime.kernels.tiles import load, rows_from, share_of_rows, store, store_column_sums, store_rows, whole_tile
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 # add, sigmoid, mul, masked_fill, mean

@@ -9,7 +9,7 @@ import spmd_types as spmd
 import torch.nn.functional as F
 from spmd_types import I, P, R, V
 
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 class Up(Block):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from spmd_types import I, P, R, S, V
 
 from runtime import ops
-from runtime.program import Block
+from runtime.programs.program import Block
 
 spmd = ops.reducing_in(torch.bfloat16)  # gradients of what is bfloat16 are reduced as bfloat16
 

@@ -13,7 +13,7 @@ from spmd_types import I, P, R, V
 from runtime import kernels, ops
 from runtime.kernels.language import tl, triton
 from runtime.kernels.tiles import load, store, whole_tile
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 # cos, sin, to, to

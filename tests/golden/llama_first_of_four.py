@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from runtime import kernels, ops
 from runtime.kernels.language import tl, triton
 from runtime.kernels.tiles import load, store, whole_tile
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 # cos, sin, to, to

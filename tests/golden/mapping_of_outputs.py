@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from spmd_types import I, S
 
 from runtime import kernels
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 # div, logsumexp

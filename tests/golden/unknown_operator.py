@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from spmd_types import I, S
 
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 class First(Block):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from spmd_types import I, P, R, V
 
 from runtime import kernels, ops
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 class ProjectionToEmbeddings(Block):

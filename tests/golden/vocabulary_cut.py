@@ -14,7 +14,7 @@ from runtime import kernels, ops
 from runtime.kernels.language import tl, triton
 from runtime.kernels.scalar_math import tanh
 from runtime.kernels.tiles import load, store, whole_tile
-from runtime.program import Block
+from runtime.programs.program import Block
 
 
 # mul, add, tanh

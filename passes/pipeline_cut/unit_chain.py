@@ -1,0 +1,259 @@
+"""The operations of a sharded graph as a chain of parts: consecutive copies of a unit that run alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.ir.graph import Graph, Node, Value
+from passes.plan.step_plan import StepPlan
+from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
+from passes.repeats.repeated_blocks import BlockRun
+from passes.shard import (
+    Compute,
+    Convert,
+    Local,
+    PlanMismatch,
+    Repeat,
+    RepeatedBlock,
+    Section,
+    StateRef,
+    UnitPolicy,
+)
+from passes.shard.operations import Operation, made_by, used_by
+
+#: Path of a parameter or buffer → the chunks that use it, in order, each with the policy of the unit that does.
+Whereabouts = Mapping[str, Sequence[tuple[int, UnitPolicy]]]
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """What one group of a plan does, in the chunk that it belongs to.
+
+    ``before`` are conversions of what the part alone takes, ``behind`` those that hand on to the next part.
+    """
+
+    chunk: int
+    before: tuple[Operation, ...]
+    repeat: Repeat
+    behind: tuple[Operation, ...]
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return (*self.before, self.repeat, *self.behind)
+
+
+def parts_of(
+    graph: Graph,
+    runs: Sequence[BlockRun],
+    body: Sequence[Operation],
+    step: StepPlan,
+    *,
+    where: Whereabouts | None = None,
+) -> tuple[ChainPart, ...]:
+    """The parts of ``body``, in order: the plan's groups or, if it is told ``where`` weights are, what goes with those.
+
+    Raises:
+        PlanMismatch: if the plan's groups are not the units of this graph.
+    """
+    groups = _planned(graph, runs, body, step) if where is None else by_weights(graph, runs, body, where)
+    found: list[ChainPart] = []
+    for chunk, policy, unit, operations, first, count in groups:
+        if unit.run is None:
+            if operations:
+                found.append(ChainPart(chunk, (), _stretch(operations, unit, policy), ()))
+            continue
+        copies = _UnitCopies(graph, runs[unit.run], operations)
+        found.append(copies.part(chunk, first, first + count, policy))
+        handed_on = copies.handed_on() if first == 0 else ()
+        if found[:-1] and handed_on:
+            found[-2] = dataclasses.replace(found[-2], behind=(*found[-2].behind, *handed_on))
+            kept = tuple(step for step in found[-1].before if step not in handed_on)
+            found[-1] = dataclasses.replace(found[-1], before=kept)
+    return tuple(found)
+
+
+def _planned(
+    graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], step: StepPlan
+) -> Iterator[tuple[int, UnitPolicy, ModelUnit, list[Operation], int, int]]:
+    """Chunk, policy, unit, its operations, first copy and number of copies of every group of the plan."""
+    units = find_units(graph, runs)
+    pieces = _by_unit(body, units)
+    unit = first = 0
+    for index, chunk in enumerate(step.chunks):
+        for group in chunk.groups:
+            if unit >= len(units) or first + group.count > units[unit].count:
+                raise PlanMismatch(f"the plan's stages do not fit this graph: there is no unit for {group.unit!r}")
+            policy = UnitPolicy(group.runs_again, group.zero)
+            yield index, policy, units[unit], pieces.get(unit, []), first, group.count
+            first += group.count
+            if first == units[unit].count:
+                unit, first = unit + 1, 0
+    if unit != len(units):
+        raise PlanMismatch(f"the plan's stages do not fit this graph: {units[unit].name!r} is in none of them")
+
+
+def _by_unit(body: Sequence[Operation], units: Sequence[ModelUnit]) -> Mapping[int, list[Operation]]:
+    """The operations of every unit; a conversion belongs to what it is for, the next operator."""
+    unit_of = unit_of_nodes(units)
+    found: dict[int, list[Operation]] = {}
+    waiting: list[Operation] = []
+    last = 0
+    for operation in body:
+        waiting.append(operation)
+        if isinstance(operation, Convert):
+            continue
+        node = operation.node if isinstance(operation, Compute) else _first_compute(operation)
+        last = unit_of[node.name]
+        found.setdefault(last, []).extend(waiting)
+        waiting = []
+    found.setdefault(last, []).extend(waiting)
+    return found
+
+
+def by_weights(
+    graph: Graph, runs: Sequence[BlockRun], body: Sequence[Operation], where: Whereabouts
+) -> Iterator[tuple[int, UnitPolicy, ModelUnit, list[Operation], int, int]]:
+    """As ``_planned``, for a graph whose units are not the plan's: operators go with the weights that they use.
+
+    What uses none stays with the operator before it, a conversion goes with the next one; nothing goes back to an
+    earlier chunk.
+    """
+    units = find_units(graph, runs)
+    pieces = _by_unit(body, units)
+    paths = {state.value.name: state.path for state in graph.states}
+    at = min((place for places in where.values() for place in places), default=(0, UnitPolicy("none", 0)), key=_chunk)
+
+    def after(names: Iterable[str]) -> tuple[int, UnitPolicy]:
+        known = (place for name in names for place in where.get(paths.get(name, ""), ()))
+        return min((place for place in known if place[0] >= at[0]), default=at, key=_chunk)
+
+    for index, unit in enumerate(units):
+        operations = pieces.get(index, [])
+        if unit.run is None:
+            stretch: list[Operation] = []
+            waiting: list[Operation] = []
+            for operation in operations:
+                waiting.append(operation)
+                if isinstance(operation, Convert):
+                    continue
+                place = after(operation.node.inputs) if isinstance(operation, Compute) else at
+                if place != at and stretch:
+                    yield *at, unit, stretch, 0, 1
+                    stretch = []
+                at = place
+                stretch += waiting
+                waiting = []
+            stretch += waiting
+            yield *at, unit, stretch, 0, 1
+            continue
+        states = runs[unit.run].states
+        first = 0
+        for copy in range(unit.count):
+            place = after(names[copy] for names in states)
+            if place != at and copy > first:
+                yield *at, unit, operations, first, copy - first
+                first = copy
+            at = place
+        yield *at, unit, operations, first, unit.count - first
+
+
+def _chunk(place: tuple[int, UnitPolicy]) -> int:
+    return place[0]
+
+
+def _first_compute(repeat: Repeat) -> Node:
+    return next(operation.node for operation in repeat.block.section.body if isinstance(operation, Compute))
+
+
+def _stretch(operations: Sequence[Operation], unit: ModelUnit, policy: UnitPolicy) -> Repeat:
+    """Operations between blocks as a block of their own with one copy, whose weights are the model's."""
+    body = tuple(_inside(operation) for operation in operations)
+    made: dict[Local, None] = {}
+    taken: dict[Local, None] = {}
+    for operation in operations:
+        for local in used_by(operation):
+            if local not in made and local.state is None:
+                taken.setdefault(local)
+        made.update(dict.fromkeys(made_by(operation)))
+    # What nobody uses is dropped when the chunk is put together.
+    section = Section(tuple(taken), body, tuple(made))
+    draws = () if section.first_draw is None else (section.first_draw,)
+    block = RepeatedBlock(section, (("",),), _class_name(unit.name), ("",), draws)
+    return Repeat(block, tuple(taken), tuple(made), (), (), policy)
+
+
+def _inside(operation: Operation) -> Operation:
+    """An operation of the main section as one of a block whose only root is the model."""
+    if isinstance(operation, Compute):
+        return dataclasses.replace(operation, inputs=tuple(map(_rooted, operation.inputs)))
+    if isinstance(operation, Convert):
+        return dataclasses.replace(operation, source=_rooted(operation.source))
+    raise AssertionError("a block inside of a stretch")
+
+
+def _rooted(local: Local) -> Local:
+    if local.state is None:
+        return local
+    return dataclasses.replace(local, state=StateRef(0, local.state.path))
+
+
+def _class_name(path: str) -> str:
+    """``model.norm … lm_head`` → ``NormToLmHead``; a unit without a module path is the ``Rest`` of the model."""
+    names = []
+    for end in path.split(" … "):
+        parts = [] if ":" in end else end.strip().split(".")
+        tail = parts[-2:] if parts and parts[-1].isdigit() else parts[-1:]
+        names.append("".join(word.capitalize() for part in tail for word in part.split("_")))
+    return "To".join(name for name in names if name) or "Rest"
+
+
+class _UnitCopies:
+    """The copies of a repeated block, to be dealt out over parts."""
+
+    def __init__(self, graph: Graph, run: BlockRun, operations: Sequence[Operation]) -> None:
+        self.run = run
+        *before, repeat = operations
+        assert isinstance(repeat, Repeat)
+        self.entry, self.repeat = before, repeat
+        nodes = {node.name: node for node in graph.nodes}
+        self.values = [[value for name in copy for value in nodes[name].outputs] for copy in run.copies]
+        self.last = {value.name: index for index, value in enumerate(self.values[-1])}
+
+    def part(self, chunk: int, first: int, end: int, policy: UnitPolicy) -> ChainPart:
+        """Copies ``first`` to ``end`` - 1."""
+        repeat = self.repeat
+        entries = list(repeat.entries)
+        if first:
+            for slot, made_of in repeat.carried:
+                entries[slot] = self._of_copy(made_of, first - 1)
+        results = tuple(self._of_copy(local, end - 1) for local in repeat.results)
+        between = tuple(self._convert(step, end - 1) for step in repeat.between)
+        carried = tuple((slot, self._of_copy(local, end - 1)) for slot, local in repeat.carried)
+        whole = repeat.block
+        block = dataclasses.replace(whole, roots=whole.roots[first:end], first_draws=whole.first_draws[first:end])
+        made = Repeat(block, tuple(entries), results, carried, between, policy)
+        behind = between if end < self.run.num_copies else ()
+        return ChainPart(chunk, () if first else tuple(self.entry), made, behind)
+
+    def handed_on(self) -> tuple[Operation, ...]:
+        """Conversions of what the first copy is handed on: whoever makes it does them, as between two copies."""
+        wanted = {self.repeat.entries[slot] for slot, _ in self.repeat.carried}
+        found: list[Operation] = []
+        for operation in reversed(self.entry):
+            assert isinstance(operation, Convert)
+            if operation.target in wanted and operation.source.state is None:
+                wanted.add(operation.source)
+                found.append(operation)
+        return tuple(reversed(found))
+
+    def _of_copy(self, local: Local, copy: int) -> Local:
+        """A result of the last copy as ``copy`` gives it."""
+        place = self.last.get(local.value.name)
+        value: Value = local.value if place is None else self.values[copy][place]
+        return dataclasses.replace(local, value=value)
+
+    def _convert(self, convert: Convert, copy: int) -> Convert:
+        source, target = self._of_copy(convert.source, copy), self._of_copy(convert.target, copy)
+        return dataclasses.replace(convert, source=source, target=target)

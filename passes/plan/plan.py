@@ -1,0 +1,102 @@
+"""The Plan: everything that was decided and every cost that was predicted, as plain data.
+
+It is the only thing that crosses from deciding to doing. It is frozen, saved as versioned JSON, the same for the
+same inputs, and loads without torch. Its parts are in ``passes.plan.plan_data``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_models.files import read_json, write_text
+from cost_models.text import printable
+from passes.ir.records import from_plain
+from passes.plan.plan_checks import check_placements, check_step, check_structure
+from passes.plan.plan_data import (
+    PLAN_VERSION,
+    BlockPlan,
+    Certificate,
+    CollectivePlan,
+    ConversionPlan,
+    Costs,
+    FusionPlan,
+    NodePlan,
+    PatternPlan,
+    PlanData,
+    TensorPlan,
+)
+from passes.plan.plan_grammar import check_grammar
+from passes.plan.plan_summary import summarise
+
+__all__ = [
+    "PLAN_VERSION",
+    "BlockPlan",
+    "Certificate",
+    "CollectivePlan",
+    "ConversionPlan",
+    "Costs",
+    "FusionPlan",
+    "NodePlan",
+    "PatternPlan",
+    "Plan",
+    "TensorPlan",
+]
+
+
+@dataclass(frozen=True)
+class Plan(PlanData):
+    """A complete plan: its data, and how to save, load and show it."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            ValueError: if ``path`` cannot be written, or is no regular file (links are followed).
+        """
+        write_text(path, self.to_json())
+
+    def summary(self, *, operators: bool = False) -> str:
+        """The plan as tables of text; ``operators`` adds one line per operator."""
+        return summarise(self, operators=operators)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save`` wrote. The file may come from a stranger: nothing in it is ever executed.
+
+        Raises:
+            ValueError: if the file is missing, is not JSON, is not a plan of this version, or has a name or a number in
+                it that no plan can have.
+        """
+        data = read_json(path, what="plan file")
+        try:
+            return Plan.from_dict(data)
+        except ValueError as error:
+            raise ValueError(f"plan file {printable(str(path))} is corrupted or not a plan: {error}") from error
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """The plan that ``json.loads(plan.to_json())`` describes.
+
+        Raises:
+            ValueError: if a field is missing, unknown, of the wrong kind or against its grammar, or types do not fit
+                the mesh.
+        """
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a JSON object, got {type(data).__name__}")
+        if data.get("version") != PLAN_VERSION:
+            raise ValueError(
+                f"plan version {data.get('version')!r} is not supported: this program reads version {PLAN_VERSION}; "
+                "plan again"
+            )
+        plan = from_plain(Plan, data, where="plan")
+        check_grammar(plan)
+        check_structure(plan)
+        check_placements(plan)
+        check_step(plan)
+        return plan

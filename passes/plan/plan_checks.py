@@ -1,0 +1,117 @@
+"""What holds in every plan beyond the kinds of its fields."""
+
+from __future__ import annotations
+
+import math
+
+from passes.ir.conversions import exists, step_between
+from passes.ir.types import parse_type
+from passes.plan.plan_data import PlanData, TensorPlan
+from passes.plan.step_plan import StepPlan
+
+#: What differs more than this is no rounding error of any dtype: a plan that says so would fuse unlike operators.
+MAX_TOLERANCE = 1e-3
+#: More are no batch of anybody's; each takes time and memory to plan around.
+MAX_MICROBATCHES = 2**20
+MAX_ELEMENTS = 2**62
+
+
+def check_structure(plan: PlanData) -> None:
+    """Every list has the length, every count the range, that whoever reads the plan relies on."""
+    for kind, tensors in (("inputs", plan.inputs), ("states", plan.states), ("outputs", plan.outputs)):
+        for name, tensor in tensors.items():
+            _check_shape(f"{kind}.{name}", tensor)
+    for index, block in enumerate(plan.blocks):
+        widths = {len(roots) for roots in block.roots}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(f"blocks[{index}].roots: expected as many module paths for each copy, one or more")
+    fusion = plan.fusion
+    if fusion is not None:
+        if (len(fusion.operators), len(fusion.saved_bytes)) != (2, 2):
+            raise ValueError("fusion: expected two numbers, before and after, as operators and as saved_bytes")
+        if not 0.0 <= fusion.tolerance <= MAX_TOLERANCE:
+            raise ValueError(f"fusion.tolerance: expected 0 to {MAX_TOLERANCE:g}, got {fusion.tolerance:g}")
+    _check_stages(plan.step)
+
+
+def _check_shape(where: str, tensor: TensorPlan) -> None:
+    if math.prod(tensor.shape) > MAX_ELEMENTS:
+        raise ValueError(f"{where}: a tensor of {math.prod(tensor.shape):.1e} elements")
+
+
+def _check_stages(step: StepPlan) -> None:
+    counts = {
+        **{f"axes.{name}": size for name, size in step.axes.items()},
+        "local_batch": step.local_batch,
+        "num_microbatches": step.num_microbatches,
+        "chunks_per_rank": step.chunks_per_rank,
+    }
+    for name, count in counts.items():
+        if not 1 <= count <= MAX_MICROBATCHES:
+            raise ValueError(f"step.{name}: expected 1 to {MAX_MICROBATCHES:,}, got {count:,}")
+    ranks = step.axes.get("pp", 1)
+    if len(step.chunks) != ranks * step.chunks_per_rank:
+        raise ValueError(
+            f"step.chunks: expected {step.chunks_per_rank} for each of {ranks} pipeline ranks, got {len(step.chunks)}"
+        )
+    if len(step.memory) != ranks:
+        raise ValueError(f"step.memory: expected one entry for each of {ranks} pipeline ranks, got {len(step.memory)}")
+    for index, chunk in enumerate(step.chunks):
+        if chunk.rank >= ranks:
+            raise ValueError(f"step.chunks[{index}].rank: expected less than {ranks}, got {chunk.rank}")
+        for group in chunk.groups:
+            if group.count < 1 or group.zero > 3:
+                raise ValueError(
+                    f"step.chunks[{index}]: expected groups of at least one unit and ZeRO stages 0 to 3, got "
+                    f"{group.count} units of stage {group.zero}"
+                )
+
+
+def check_placements(plan: PlanData) -> None:
+    """Every placement has one readable type for each mesh axis."""
+    placements = [
+        *((f"inputs.{name}", tensor.placement) for name, tensor in plan.inputs.items()),
+        *((f"states.{name}", tensor.placement) for name, tensor in plan.states.items()),
+        *((f"outputs.{name}", tensor.placement) for name, tensor in plan.outputs.items()),
+        *((f"nodes.{key}", placement) for key, node in plan.nodes.items() for placement in node.outputs),
+        *((f"conversions of {item.value}", p) for item in plan.conversions for p in (item.source, item.target)),
+        *((f"blocks of {block.first_node}", placement) for block in plan.blocks for placement in block.carried),
+    ]
+    for where, placement in placements:
+        if len(placement) != len(plan.mesh.names):
+            raise ValueError(f"{where}: {len(placement)} types for the {len(plan.mesh.names)} axes of mesh {plan.mesh}")
+        for spmd_type in placement:
+            parse_type(spmd_type)
+    for conversion in plan.conversions:
+        step = step_between(conversion.source, conversion.target) if conversion.source != conversion.target else None
+        if step is None or not exists(step) or conversion.axis != step.axis_name(plan.mesh):
+            raise ValueError(f"conversions of {conversion.value}: no axis {conversion.axis!r} in mesh {plan.mesh}")
+
+
+def check_step(plan: PlanData) -> None:
+    """The mesh of a plan is its step's without the pipeline, and every sample is in a micro-batch."""
+    step = plan.step
+    if sorted(step.axes) != sorted(("pp", *plan.mesh.names)):
+        raise ValueError(f"step: axes {', '.join(step.axes)} do not go with mesh {plan.mesh}")
+    for name, size in plan.mesh.as_dict().items():
+        if step.axes[name] != size:
+            raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
+    if not step.decides_units:
+        _check_one_chunk(step)
+        return
+    samples = step.axes.get("dp", 1) * step.num_microbatches * step.local_batch
+    if samples != step.global_batch:
+        raise ValueError(
+            f"step: {step.num_microbatches} micro-batches of {step.local_batch} on dp={step.axes.get('dp', 1)} are "
+            f"{samples} samples, not {step.global_batch}"
+        )
+
+
+def _check_one_chunk(step: StepPlan) -> None:
+    """Units are told apart unless one chunk runs the whole batch at once."""
+    if len(step.chunks) != 1 or step.num_microbatches != 1:
+        raise ValueError(
+            f"step.chunks: {len(step.chunks)} chunks and {step.num_microbatches} micro-batches, but no groups of units"
+        )
+    if step.global_batch % step.local_batch:
+        raise ValueError(f"step: {step.local_batch} samples on a device do not divide {step.global_batch}")

@@ -1,0 +1,218 @@
+"""The plan of a whole training step as text: layout, stages, memory, where the time goes, and why it is this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.hardware import crossed_levels
+from passes.plan.plan_data import PlanData
+from passes.plan.stage_table import memory_table, stage_table
+from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
+from passes.plan.text_tables import format_bytes, format_list, format_seconds, format_table
+
+#: A rank this full says that memory shapes the plan.
+NEARLY_FULL = 0.9
+
+#: Status of a search that stopped early.
+TIME_LIMIT = "time limit"
+
+
+def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
+    """The parts of the text, in order."""
+    return [
+        _headline(plan, step),
+        _layout(plan, step),
+        _batch(step),
+        stage_table(step, plan.blocks) if step.decides_units else "",
+        memory_table(step),
+        _time(step) if step.decides_units else "",
+        format_list("Why", list(_why(plan, step))),
+        _search(plan, step),
+        _alternatives(step),
+        format_list("Notes", plan.notes),
+    ]
+
+
+def _headline(plan: PlanData, step: StepPlan) -> str:
+    costs, certificate = step.costs, plan.certificate
+    axes = ",".join(f"{name}={size}" for name, size in step.axes.items())
+    kind = "a training step" if plan.training else "an inference step"
+    cluster = plan.cluster.get("name", "an unnamed cluster")
+    lines = [
+        f"{plan.model}: {kind} on {step.num_devices:,} devices of {cluster} ({axes})",
+        f"{format_seconds(costs.simulated)} a step as simulated, {format_seconds(costs.seconds)} by the objective",
+        f"{_throughput(plan, step)}; model flops utilisation {costs.utilisation:.1%}",
+        f"lower bound {format_seconds(certificate.bound)}, gap {certificate.gap:.3%} ({certificate.status})",
+    ]
+    return "\n".join(lines)
+
+
+def _throughput(plan: PlanData, step: StepPlan) -> str:
+    rate = step.costs.samples_per_second
+    text = f"{rate:,.4g} samples/s"
+    tokens = tokens_per_sample(plan)
+    if not tokens:
+        return text
+    return f"{text}, {rate * tokens:,.0f} tokens/s ({rate * tokens / step.num_devices:,.0f} a device)"
+
+
+def tokens_per_sample(plan: PlanData) -> int | None:
+    """Length of the first input if it is [batch, sequence] of integers, else None."""
+    first = next(iter(plan.inputs.values()), None)
+    if first is None or len(first.shape) != 2 or not first.dtype.startswith("int"):
+        return None
+    return first.shape[1]
+
+
+def _layout(plan: PlanData, step: StepPlan) -> str:
+    rows = []
+    stride = step.num_devices
+    for axis, size in step.axes.items():
+        stride //= size
+        if size > 1:
+            rows.append([axis, str(size), str(stride), " + ".join(_links(plan.cluster, stride=stride, size=size))])
+    return format_table("Layout, outermost axis first", ("axis", "size", "stride", "runs on"), rows)
+
+
+def _links(cluster: Mapping[str, Any], *, stride: int, size: int) -> Iterator[str]:
+    """The link levels that an axis uses, innermost first."""
+    try:
+        levels = Cluster.from_dict(cluster).levels
+    except ValueError:
+        return  # a plan made for prices that are not a cluster's
+    for level in crossed_levels(levels, stride=stride, size=size):
+        yield f"{level.name} ({level.bandwidth / 1e9:g} GB/s)"
+
+
+def _batch(step: StepPlan) -> str:
+    dp, m = step.axes.get("dp", 1), step.num_microbatches
+    if step.decides_units:
+        cut = f"= dp {dp:,} × {m:,} micro-batches × {step.local_batch:,} samples"
+    else:
+        cut = f"at once, {step.local_batch:,} on each device"
+    lines = [f"Batch: {step.global_batch:,} samples {cut}"]
+    if step.axes.get("pp", 1) > 1:
+        chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
+        lines.append(f"Schedule: {step.schedule}{chunks}")
+    kernels = "fused by torch.compile" if step.compiled else "one kernel an operator"
+    lines.append(f"Training: {_training(step)}; {kernels}")
+    return "\n".join(lines)
+
+
+def _training(step: StepPlan) -> str:
+    if step.optimizer == CALLERS:
+        return "the caller's optimizer (memory counts AdamW's state, time none), gradients in the parameters' dtypes"
+    return f"{step.optimizer}, gradients in {step.gradient_dtype or 'float32 or wider'}"
+
+
+def busy_seconds(step: StepPlan) -> float:
+    """Seconds of all micro-batches on the busiest rank."""
+    loads: dict[int, float] = {}
+    for chunk in step.chunks:
+        loads[chunk.rank] = loads.get(chunk.rank, 0.0) + chunk.forward + chunk.backward
+    return step.num_microbatches * max(loads.values(), default=0.0)
+
+
+def _time(step: StepPlan) -> str:
+    costs, busy = step.costs, busy_seconds(step)
+    parts = {
+        "micro-batches on the busiest rank": busy,
+        "pipeline filling and draining, waiting for communication": costs.pipeline - busy,
+        "gradient reductions left over": costs.tail,
+        "optimizer, parameters gathered again": costs.update,
+        "step": costs.seconds,
+    }
+    rows = [
+        [name, format_seconds(max(0.0, seconds)), _share(seconds, costs.seconds)] for name, seconds in parts.items()
+    ]
+    rows.append(["step, simulated", format_seconds(costs.simulated), _share(costs.simulated, costs.seconds)])
+    table = format_table("Time of one step", ("part", "seconds", "share"), rows)
+    return (
+        f"{table}\n  bubble {costs.bubble:.1%}, exposed communication {costs.exposed:.1%} (most of any rank, simulated)"
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{max(0.0, part) / whole:.1%}" if whole else ""
+
+
+def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
+    """What limits the step, and what the next best plan would have cost."""
+    yield _memory_reason(step)
+    costs = plan.costs
+    collectives = costs.communication_forward + costs.communication_backward
+    if collectives and costs.total:
+        yield f"collectives inside layers that compute waits for: {collectives / costs.total:.1%} of a micro-batch"
+    if step.costs.exposed >= 0.01:
+        yield f"communication that finds nothing to hide behind: {step.costs.exposed:.1%} of the step"
+    if step.axes.get("pp", 1) > 1:
+        passing = f"{step.num_microbatches} micro-batches pass {step.axes['pp']} ranks"
+        yield f"pipeline bubble {step.costs.bubble:.1%}: {passing}"
+    if step.alternatives:
+        yield _against(step, step.alternatives[0])
+    if TIME_LIMIT in plan.certificate.status:
+        bound = format_seconds(plan.certificate.bound)
+        yield f"the search ran out of time: a better plan may exist, down to {bound} (a longer time limit would tell)"
+
+
+def _memory_reason(step: StepPlan) -> str:
+    rank = max(range(len(step.memory)), key=lambda each: step.memory[each].total)
+    memory = step.memory[rank]
+    full = memory.total / step.memory_limit if step.memory_limit else 0.0
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest_parts(memory))
+    where = f"rank {rank} is" if len(step.memory) > 1 else "each device is"
+    verdict = (
+        "memory does not suffice" if full > 1.0 else "memory binds" if full >= NEARLY_FULL else "memory does not bind"
+    )
+    paid = [policy for policy in step.recompute if policy != "none"]
+    price = f"; recomputed to fit or to save time: {', '.join(paid)}" if paid else ""
+    return f"{verdict}: {where} {full:.1%} full (most of it {largest}){price}"
+
+
+def _largest_parts(memory: RankMemory) -> list[tuple[str, float]]:
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "transient": memory.transient,
+    }
+    return sorted(parts.items(), key=lambda part: -part[1])[:2]
+
+
+def _against(step: StepPlan, other: Alternative) -> str:
+    costs = step.costs
+    fullest = max(memory.total for memory in step.memory)
+    return (
+        f"closest other plan that was solved: {other.what}: {_more(other.simulated, costs.simulated)} time as "
+        f"simulated, {_more(other.seconds, costs.seconds)} by the objective, {format_bytes(other.memory)} against "
+        f"{format_bytes(fullest)} on the fullest device"
+    )
+
+
+def _more(other: float, ours: float) -> str:
+    return f"{other / ours - 1.0:+.2%}" if ours else "+0.00%"
+
+
+def _search(plan: PlanData, step: StepPlan) -> str:
+    certificate = plan.certificate
+    counts = "; ".join(f"{name} {count:,}" for name, count in step.search.items())
+    program = "stages" if step.decides_units else "shardings"
+    lines = [
+        "Certificate",
+        f"  objective {format_seconds(certificate.objective)}, no plan takes less than "
+        f"{format_seconds(certificate.bound)}: gap {certificate.gap:.3%} ({certificate.status})",
+        f"  {certificate.solver}; {program}: {certificate.num_variables:,} variables, "
+        f"{certificate.num_constraints:,} constraints",
+    ]
+    return "\n".join([*lines, f"  layouts × micro-batches × schedules: {counts}"] if counts else lines)
+
+
+def _alternatives(step: StepPlan) -> str:
+    rows = [
+        [other.what, format_seconds(other.seconds), format_seconds(other.simulated), format_bytes(other.memory)]
+        for other in step.alternatives
+    ]
+    return format_table("Runners-up that were solved", ("plan", "seconds", "simulated", "memory"), rows)

@@ -1,0 +1,329 @@
+"""Price a saved plan again from scratch: seconds, bytes, and the step itself for the simulator.
+
+Only the graph, the data of the plan and the cluster are looked at. Seconds of operators and conversions come from a
+walk of the unfolded graph (``planner.auditing.graph_walk``); parameters are counted state by state, and their
+collectives priced over the devices of ``dp`` and ``cp``; the stages are put together from the chunks of the plan and
+priced by the closed form of ``cost_models.step_time``, which is tested against the simulator by itself. Shared with the
+search are besides that only unit prices: of one operator, one collective, one pass through memory.
+
+A plan on a given mesh is a step of one stage, one micro-batch and ZeRO 0, whose one chunk costs what the walk charged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cost_models import Cluster, CostModel
+from cost_models.dtypes import item_size
+from cost_models.memory import OPTIMIZER_MOMENTS, zero_state_bytes
+from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
+from cost_models.simulator import StepReport, simulate
+from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
+from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, step_memory, step_seconds
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
+from passes.plan import Plan
+from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepPlan
+from planner.auditing.graph_walk import GraphWalk, walk_graph
+from planner.auditing.unit_prices import StateOfUnit, UnitPrices
+from planner.sharding_ilp.bundles import bundles_of
+from planner.sharding_ilp.sharding_prices import Pricing
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.fusion import fuse
+from planner.whole_step.costs.step_prices import (
+    CONTEXT,
+    DATA,
+    PIPELINE,
+    TENSOR,
+    BatchPrices,
+    Fusion,
+    StepPricing,
+    state_derived,
+)
+
+
+@dataclass(frozen=True)
+class RepricedStep:
+    """The costs of a plan.
+
+    Attributes:
+        seconds: of the step, by part.
+        memory: bytes by pipeline rank at its peak; ``parts``: the same by part.
+        step: what the closed form and the simulator take.
+        walk: every charge of one micro-batch through the whole model; ``walk.costs`` as ``Plan.costs`` has them.
+    """
+
+    seconds: StepSeconds
+    memory: tuple[float, ...]
+    parts: tuple[RankMemory, ...]
+    step: PipelineStep
+    walk: GraphWalk
+
+    def simulated(self) -> StepReport:
+        """The same step played by the simulator."""
+        return simulate(self.step)
+
+
+def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
+    """Price ``plan`` on ``cluster``; ``graph`` is the one that it was made of: of the global batch, fused as it says.
+
+    Raises:
+        ValueError: if the plan does not hold together: units that the graph does not have, chunks on ranks where the
+            schedule has others, or what ``walk_graph`` refuses.
+    """
+    if not plan.step.decides_units:
+        return _on_mesh(graph, plan, cluster)
+    return _StepPricer(graph, plan, plan.step, cluster).run()
+
+
+def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
+    """One chunk, one micro-batch: the closed form and the simulator add nothing to what the walk charged."""
+    pricing = Pricing(CostModel(cluster, plan.mesh.as_dict()), plan.mesh, bundles_of(graph))
+    walk = walk_graph(graph, plan, pricing)
+    costs, num_bytes = walk.costs, walk.costs.memory
+    saved = num_bytes["activations"] + num_bytes["converted"]
+    parts = RankMemory(num_bytes["parameters"], num_bytes["gradients"], num_bytes["optimizer"], saved, 0.0)
+    layer = LayerCosts(
+        forward=costs.compute_forward + costs.communication_forward,
+        backward=costs.compute_backward + costs.communication_backward,
+        state_bytes=parts.parameters + parts.gradients + parts.optimizer,
+        saved_bytes=saved,
+    )
+    chunk = ChunkCosts(layers=((layer, 1),))
+    step = PipelineStep(schedule="gpipe", num_microbatches=1, num_ranks=1, chunks=(chunk,))
+    return RepricedStep(step_seconds(step), step_memory(step), (parts,), step, walk)
+
+
+class _StepPricer:
+    def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
+        self.step = step
+        sizes = step.axes
+        self.layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes))
+        self.links = Links.of(cluster, self.layout)
+        self.group = self.layout.data * self.layout.context
+        self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
+        self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None)
+        pieces = self.layout.data * step.num_microbatches
+        mesh = MeshShape((DATA, CONTEXT, TENSOR), (pieces, self.layout.context, self.layout.tensor))
+        pricing = StepPricing(
+            self._prices(), mesh, states=state_derived(graph), fusion=fuse(graph) if step.compiled else Fusion()
+        )
+        self.walked = walk_graph(graph, dataclasses.replace(plan, mesh=mesh), pricing)
+        self.units = UnitPrices(graph, plan, pricing, self.walked, compiled=step.compiled)
+        apart = self.layout.pipeline > 1 and SCHEDULES[self.schedule].placement != "vee"
+        self.tied_apart = apart
+        self.states = self.units.states(tied_apart=apart)
+        self.layers: dict[tuple[int, str, int], LayerCosts] = {}
+        self._groups: dict[int, list[tuple[int, GroupPlan]]] = defaultdict(list)
+
+    def _prices(self) -> BatchPrices:
+        latency, bandwidth = self.links.samples
+        whole_batch = self.step.num_microbatches == 1
+        return BatchPrices(self.links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=whole_batch)
+
+    def run(self) -> RepricedStep:
+        chunks = self._with_transfers(list(self._chunks()))
+        step = PipelineStep(
+            schedule=self.schedule,
+            num_microbatches=self.step.num_microbatches,
+            num_ranks=self.layout.pipeline,
+            chunks=tuple(chunks),
+        )
+        memory = step_memory(step)
+        return RepricedStep(step_seconds(step), memory, tuple(self._parts(step, memory)), step, self.walked)
+
+    # -- memory by part -----------------------------------------------------------------------------------------
+
+    def _parts(self, step: PipelineStep, totals: Sequence[float]) -> Iterator[RankMemory]:
+        """Bytes of each rank by part; a parameter that several of its units use is on a rank once."""
+        states = self.units.states(tied_apart=True)
+        held = in_flight(
+            step.schedule,
+            num_ranks=step.num_ranks,
+            num_microbatches=step.num_microbatches,
+            num_chunks=len(step.chunks),
+        )
+        for total, chunks_of_rank in zip(totals, chunks_of_ranks(step)):
+            parts, tied = [0.0, 0.0, 0.0], set[str]()
+            for index in chunks_of_rank:
+                for unit, group in self._groups[index]:
+                    untied_states = [state for state in states[unit] if state.value.name not in tied]
+                    tied.update(state.value.name for state in untied_states if state.tied)
+                    num_bytes = _UnitParameters(self, untied_states, group.zero).state_parts()
+                    parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
+            saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in chunks_of_rank)
+            yield RankMemory(parts[0], parts[1], parts[2], saved, max(0.0, total - sum(parts) - saved))
+
+    # -- stages -------------------------------------------------------------------------------------------------
+
+    def _chunks(self) -> Iterator[tuple[int, ChunkCosts]]:
+        """The unit that each chunk begins with, and the chunk."""
+        unit, copy = 0, 0
+        for index, planned in enumerate(self.step.chunks):
+            self._check_rank(index, planned)
+            first = unit
+            layers: list[tuple[LayerCosts, int]] = []
+            for group in planned.groups:
+                if unit < len(self.units.units) and copy == self.units.units[unit].count:
+                    unit, copy = unit + 1, 0
+                self._check(group, unit, copy)
+                first = unit if not layers else first
+                layers.append((self._layer(unit, group), group.count))
+                self._groups[index].append((unit, group))
+                copy += group.count
+            yield first, ChunkCosts(layers=tuple(layers))
+        if unit != len(self.units.units) - 1 or copy != self.units.units[unit].count:
+            raise ValueError(f"the plan's chunks end at unit {unit}, the graph has {len(self.units.units)}")
+
+    def _check_rank(self, index: int, chunk: ChunkPlan) -> None:
+        ranks, chunks = self.layout.pipeline, len(self.step.chunks)
+        rank = rank_of_chunk(self.schedule, index, num_ranks=ranks, num_chunks=chunks)
+        if chunk.rank != rank:
+            raise ValueError(f"the plan has chunk {index} on rank {chunk.rank}, schedule {self.schedule!r} on {rank}")
+
+    def _check(self, group: GroupPlan, unit: int, copy: int) -> None:
+        if unit >= len(self.units.units):
+            raise ValueError(f"the graph has no unit for {group.unit!r}")
+        planned = self.units.units[unit]
+        name = planned.name if planned.run is None else " ".join(self.walked.runs[planned.run].roots[copy])
+        if name != group.unit or copy != group.first or copy + group.count > planned.count:
+            raise ValueError(
+                f"the plan has {group.count} of {group.unit!r} from copy {group.first}, the graph {name!r} from {copy}"
+            )
+
+    def _with_transfers(self, chunks: list[tuple[int, ChunkCosts]]) -> list[ChunkCosts]:
+        """Chunks that take activations from another rank, and gradients back over the same cut."""
+        planned: Sequence[ChunkPlan] = self.step.chunks
+        linked = [chunk for _, chunk in chunks]
+        for index in range(1, len(linked)):
+            if planned[index].rank != planned[index - 1].rank:
+                num_bytes = self.units.entering_bytes(chunks[index][0])
+                seconds = self.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE)
+                linked[index] = dataclasses.replace(linked[index], receive_forward=seconds)
+                linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=seconds)
+        return linked
+
+    # -- one unit -----------------------------------------------------------------------------------------------
+
+    def _layer(self, unit: int, group: GroupPlan) -> LayerCosts:
+        key = (unit, group.recompute, group.zero)
+        if key not in self.layers:
+            self.layers[key] = self._priced_layer(*key)
+        return self.layers[key]
+
+    def _priced_layer(self, unit: int, recompute: str, zero: int) -> LayerCosts:
+        states, policy = _UnitParameters(self, self.states[unit], zero), self.units.policy(unit, recompute)
+        forward, backward = self.units.seconds(unit)
+        adding = states.accumulation()
+        backward += policy.seconds + adding
+        gather, scatter = states.gather(), states.scatter()
+        early_gather = gather if zero == 3 else 0.0
+        early_scatter = scatter if zero >= 2 else 0.0
+        slowdown = self.links.axes.device.overlap_slowdown
+        return LayerCosts(
+            forward=forward + slowdown * min(forward, early_gather),
+            backward=backward + slowdown * min(backward, early_gather + early_scatter),
+            backward_weight=self.units.weight_seconds(unit) + adding,
+            gather_forward=early_gather,
+            gather_backward=early_gather,
+            reduce_backward=early_scatter,
+            reduce_step=states.reduction_each_step() + states.tied_exchange(),
+            update_step=states.update(),
+            gather_step=gather if zero in (1, 2) else 0.0,
+            state_bytes=states.held_bytes(),
+            saved_bytes=policy.saved_bytes,
+            peak_bytes=policy.peak_bytes + states.transient_bytes(),
+        )
+
+
+class _UnitParameters:
+    """The parameters of one copy of a unit under one ZeRO stage (Rajbhandari et al. 2020)."""
+
+    def __init__(self, pricer: _StepPricer, states: Sequence[StateOfUnit], zero: int) -> None:
+        self.pricer, self.states, self.zero, self.group = pricer, states, zero, pricer.group
+        self.trained = [state for state in self.states if state.value.requires_grad]
+        self.whole = sum(self.share(s) * s.elements * item_size(s.value.dtype) for s in self.trained)
+        self.gradients = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained)
+
+    def share(self, state: StateOfUnit) -> float:
+        """The share of a parameter that counts for the unit: 1, or, if copies share it, one parameter a rank."""
+        if state.copies == 1:
+            return 1.0
+        return min(1.0, self.pricer.layout.pipeline / state.copies)
+
+    def gradient_size(self, state: StateOfUnit) -> int:
+        return item_size(self.pricer.training.gradients(state.value.dtype))
+
+    def over_group(self, collective: str, num_bytes: float) -> float:
+        if self.group == 1:
+            return 0.0
+        return self.pricer.links.group.collective_seconds(collective, num_bytes=num_bytes, axis=DATA)
+
+    def gather(self) -> float:
+        return self.over_group("all_gather", self.whole)
+
+    def scatter(self) -> float:
+        return self.over_group("reduce_scatter", self.gradients)
+
+    def reduction_each_step(self) -> float:
+        """Stage 0 and 1 reduce gradients once a step; stages 2 and 3 do it for every micro-batch."""
+        return (self.over_group("all_reduce", self.gradients), self.scatter(), 0.0, 0.0)[self.zero]
+
+    def tied_exchange(self) -> float:
+        """Sum the gradients of a shared parameter over the ranks at both ends of a pipeline."""
+        if not self.pricer.tied_apart:
+            return 0.0
+        num_bytes = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained if s.tied)
+        return self.pricer.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) if num_bytes else 0.0
+
+    def accumulation(self) -> float:
+        """Adding a micro-batch's gradients to the sum: read, read, written; with ZeRO 2 and 3 the reduction does it."""
+        if self.pricer.step.num_microbatches == 1 or self.zero >= 2:
+            return 0.0
+        return self.memory_pass(2 * self.gradients + self.whole)
+
+    def update(self) -> float:
+        """4 bytes of gradient read; parameter and moments read and written in float32; 2 bytes of copy written."""
+        elements = sum(self.share(state) * state.elements for state in self.trained)
+        moments = OPTIMIZER_MOMENTS[self.pricer.step.optimizer]
+        elements /= self.group if self.zero else 1
+        return self.memory_pass(elements * (6 + 8 * (1 + moments))) if elements else 0.0
+
+    def memory_pass(self, num_bytes: float) -> float:
+        axes: CostModel = self.pricer.links.axes
+        return axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")
+
+    def held_bytes(self) -> float:
+        buffers = [state for state in self.states if state.value.kind == "buffer"]
+        return sum(self.state_parts()) + sum(state.elements * item_size(state.value.dtype) for state in buffers)
+
+    def state_parts(self) -> tuple[int, int, int]:
+        """Bytes of parameters, gradients and optimizer state, each rounded to whole ones."""
+        parts = [0.0, 0.0, 0.0]
+        for state in self.states:
+            if state.value.kind == "buffer":
+                continue
+            if not state.value.requires_grad:
+                parts[0] += self.share(state) * state.elements * item_size(state.value.dtype)
+                continue
+            held = zero_state_bytes(
+                state.elements,
+                state.value.dtype,
+                stage=self.zero,
+                group_size=self.group,
+                gradient_dtype=self.pricer.training.gradients(state.value.dtype),
+                optimizer=self.pricer.step.optimizer,
+            )
+            for index, part in enumerate((held.parameters, held.gradients, held.optimizer)):
+                parts[index] += self.share(state) * part
+        return round(parts[0]), round(parts[1]), round(parts[2])
+
+    def transient_bytes(self) -> float:
+        """Whole gradients before they are scattered; whole parameters of this layer and the one gathered ahead."""
+        if self.group == 1:
+            return 0.0
+        return (0.0, 0.0, self.gradients, 2 * self.whole + self.gradients)[self.zero]

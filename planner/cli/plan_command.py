@@ -1,0 +1,192 @@
+"""``planner plan``: decide a whole training step on a cluster, or (with ``--mesh``) the shardings on a given mesh."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from cost_models.files import check_writable
+from cost_models.text import printable
+from planner.cli.shared_options import (
+    MESH_HELP,
+    add_model_arguments,
+    add_solver_argument,
+    count,
+    read_choices,
+    read_gib,
+    read_pins,
+    seconds,
+    subparser,
+)
+from planner.solvers.collection import no_collection
+
+if TYPE_CHECKING:
+    from cost_models import Cluster
+
+_EXAMPLES = (
+    "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
+    "planner plan llama-3-70b --cluster dgx-h100:64 --seq-len 8192 --global-batch 1024 --fix tp=8 "
+    "--forbid recompute=full",
+    "planner plan llama-3-8b --cluster dgx-h100:16 --seq-len 8192 --global-batch 256 --objective devices "
+    "--target-seconds 10",
+    "planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json",
+    "planner plan tiny-llama --mesh tp=4 --seq-len 64 --global-batch 8 --pin 'model.layers.*.mlp.*' tp 'S(0)'",
+)
+
+
+def add_plan(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = subparser(
+        commands, "plan", help="decide how a model is trained on a cluster, offline", examples=list(_EXAMPLES)
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--cluster", help="PRESET[:NODES] or a TOML file (default: this machine's processors)")
+    parser.add_argument("--memory", metavar="GIB", help="bound on each device (default: its memory)")
+    parser.add_argument(
+        "--pin",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("PATTERN", "AXIS", "TYPE"),
+        help="fix the type of matching parameters or modules on an axis",
+    )
+    parser.add_argument(
+        "--forbid",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,…",
+        help="values that a choice must not take (names as for --fix); with --mesh alone: a collective not to use",
+    )
+    parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
+    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    add_solver_argument(parser)
+    parser.add_argument(
+        "--write-lp",
+        metavar="FILE.lp",
+        help="write the program that the plan solves (of a whole step FILE.sharding.lp and FILE.stages.lp)",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    parser.set_defaults(command=run_plan)
+    _add_step_arguments(
+        parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
+    )
+    mesh = parser.add_argument_group("a given mesh")
+    mesh.add_argument("--mesh", metavar="AXIS=SIZE,…", help=f"do not choose the mesh: {MESH_HELP}")
+
+
+def _add_step_arguments(group: Any) -> None:
+    group.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,…",
+        help="values that a choice may take (pp=1,dp=4,8 fixes two): pp, dp, cp, tp, micro_batch, num_microbatches, "
+        "schedule, chunks_per_rank, recompute, zero",
+    )
+    group.add_argument(
+        "--headroom",
+        type=float,
+        metavar="SHARE",
+        help="of each device's memory to leave to the allocator's fragmentation, communicators and CUDA graphs "
+        "(default: 0.06; 0 fills it)",
+    )
+    group.add_argument("--devices", type=count, metavar="N", help="plan for N of the cluster's devices")
+    group.add_argument(
+        "--objective",
+        default="time",
+        metavar="WHAT",
+        help="time (default), devices (fewest that reach --target-seconds) or memory (least on a device)",
+    )
+    group.add_argument("--target-seconds", type=seconds, metavar="SECONDS", help="for --objective devices")
+    group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")
+    group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, …")
+    group.add_argument("--gradient-dtype", metavar="DTYPE", help="of summed gradients (default: float32 or wider)")
+    group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
+
+
+@no_collection()
+def run_plan(options: argparse.Namespace) -> int:
+    """Plan, save, print; returns the exit code."""
+    from planner.cli.progress import progress_bar
+    from planner.planning import plan
+
+    # Invalid options are reported before anything slow is imported or captured.
+    if options.output is not None:
+        check_writable(options.output)
+    request = {**_common(options), **_where(options)}
+    with progress_bar() as progress:
+        planned = plan(options.model, progress=progress, **request)
+    if options.output is not None:
+        planned.save(options.output)
+    print(planned.summary(), end="")
+    if options.output is not None:
+        print(f"\nsaved to {printable(options.output)}")
+    return 0
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "global_batch": options.global_batch,
+        "seq_len": options.seq_len,
+        "dtype": options.dtype,
+        "constraints": read_pins(options.pin),
+        "time_limit": options.time_limit,
+        "fuse": not options.no_fuse,
+        "solver": options.solver,
+        "write_lp": options.write_lp,
+        **_step_options(options),
+    }
+
+
+def _step_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of a whole step; with a mesh, any that is set asks for one."""
+    return {
+        "fix": read_choices(options.fix, option="--fix"),
+        "headroom": options.headroom,
+        "num_devices": options.devices,
+        "objective": options.objective,
+        "target_seconds": options.target_seconds,
+        "num_alternatives": options.alternatives,
+        "optimizer": options.optimizer,
+        "gradient_dtype": options.gradient_dtype,
+        "compiled": options.compiled,
+    }
+
+
+def _where(options: argparse.Namespace) -> dict[str, Any]:
+    """Cluster, mesh, memory, and what is forbidden: choices of a whole step, or collectives on a given mesh."""
+    from planner.planning import as_cluster, as_mesh_shape
+    from planner.whole_step.candidates.demands import asks_for_step, said
+
+    shape = None if options.mesh is None else as_mesh_shape(options.mesh)
+    num_devices = (options.devices or 1) if shape is None else shape.num_devices
+    cluster = as_cluster(options.cluster, num_devices=num_devices)
+    where = {"cluster": cluster, "mesh": shape}
+    forbids_choice = any("=" in text for text in options.forbid)
+    if shape is None or forbids_choice or asks_for_step(shape.names, said(_step_options(options))):
+        return {**where, **_of_step(options)}
+    return {**where, "memory_limit": _memory(options, cluster), "forbid_collectives": tuple(options.forbid)}
+
+
+def _memory(options: argparse.Namespace, cluster: Cluster) -> float | None:
+    """The memory bound on a given mesh, where no other option keeps a plan within its devices."""
+    from cost_models.memory import HEADROOM
+
+    if options.memory is None:
+        return cluster.device.usable_bytes * (1.0 - HEADROOM)
+    return None if options.memory == "none" else read_gib(options.memory)
+
+
+def _of_step(options: argparse.Namespace) -> dict[str, Any]:
+    for text in options.forbid:
+        if "=" not in text:
+            raise ValueError(
+                f"--forbid takes NAME=VALUE[,VALUE…] (recompute=full), got {text!r}; a collective can be forbidden "
+                "with --mesh alone"
+            )
+    if options.memory == "none":
+        raise ValueError("--memory none goes with --mesh alone: a step has to fit in the devices' memory")
+    return {
+        "memory_limit": None if options.memory is None else read_gib(options.memory),
+        "forbid": read_choices(options.forbid, option="--forbid"),
+    }

@@ -1,0 +1,123 @@
+"""Pareto fronts of (seconds, bytes) for a set of units on one rank, over all their choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.step import LayerCosts
+from planner.pipeline_ilp.stage_problem import StageProblem, UnitChoice
+from planner.pipeline_ilp.stage_program import spans
+
+Array = NDArray[np.float64]
+
+#: Seconds, bytes and index of each choice that a unit may take.
+Options = tuple[Array, Array, NDArray[np.int64]]
+#: Larger fronts are thinned; ``Front.lost`` accounts for the error.
+_LARGEST_FRONT = 1000
+
+
+@dataclass(frozen=True)
+class Front:
+    """Undominated (seconds, bytes) of some units on a rank, with the choices that lead to each point.
+
+    ``lost`` bounds the seconds by which a point removed by thinning is faster than the one that replaces it.
+    """
+
+    seconds: Array
+    sizes: Array
+    limit: float
+    lost: float = 0.0
+    before: Front | None = None
+    slot: tuple[int, int] = (0, 0)
+    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
+        """The front with one more unit of ``slot`` = (chunk, run), in any of ``options`` (seconds, bytes, choice)."""
+        option_seconds, option_sizes, choices = options
+        if not len(choices) or not len(self.seconds):
+            return Front(np.zeros(0), np.zeros(0), self.limit, self.lost, self, slot)
+        seconds = (self.seconds[:, None] + option_seconds).ravel()
+        sizes = (self.sizes[:, None] + option_sizes).ravel()
+        order = np.lexsort((sizes, seconds))
+        order = order[sizes[order] <= self.limit]
+        if len(order) > 1:
+            fewest = np.minimum.accumulate(sizes[order])
+            order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
+        lost = self.lost
+        if len(order) > _LARGEST_FRONT:
+            sampled = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
+            lost += float(np.diff(seconds[order[sampled]]).max())
+            order = order[sampled]
+        return Front(
+            seconds[order],
+            sizes[order],
+            self.limit,
+            lost,
+            self,
+            slot,
+            order // len(choices),
+            choices[order % len(choices)],
+        )
+
+    def units(self) -> list[tuple[int, int, int]]:
+        """The (chunk, run, choice) of every unit of the fastest point."""
+        placed, front, point = [], self, 0
+        while front.before is not None:
+            placed.append((*front.slot, int(front.picks[point])))
+            front, point = front.before, int(front.parents[point])
+        return placed
+
+
+def options_of(
+    choices: Sequence[UnitChoice], seconds: Callable[[LayerCosts], float], *, peak: float, held: float, bounded: bool
+) -> Options:
+    """The undominated choices of a unit with peaks of at most ``peak`` bytes.
+
+    ``held`` is the number of micro-batches in flight; without a memory limit (``bounded`` False) bytes count as 0.
+    """
+    candidates = []
+    for index, choice in enumerate(choices):
+        costs = choice.costs
+        if costs.peak_bytes <= peak:
+            size = costs.state_bytes + held * costs.saved_bytes if bounded else 0.0
+            candidates.append((seconds(costs), size, index))
+    best: list[tuple[float, float, int]] = []
+    for option in sorted(candidates):
+        if not best or option[1] < best[-1][1]:
+            best.append(option)
+    times, sizes, indices = zip(*best) if best else ((), (), ())
+    return np.array(times, dtype=float), np.array(sizes, dtype=float), np.array(indices, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class DualWeights:
+    """How a rank's seconds are counted: seconds of a unit, and factors of the seconds to receive forward and backward.
+
+    ``proves`` says that the count is a lower bound of the rank's busy time for one micro-batch.
+    """
+
+    unit: Callable[[LayerCosts], float]
+    receive: tuple[float, float] = (1.0, 1.0)
+    proves: bool = True
+
+
+#: The exact busy time of a rank for one micro-batch.
+LOAD = DualWeights(lambda costs: costs.forward + costs.backward)
+
+
+def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
+    """By rank, a lower bound of its seconds to receive boundaries, forward and backward each times its share."""
+    ranks, allowed = problem.ranks, spans(problem)
+    total = [0.0] * problem.num_ranks
+    for cut in range(1, problem.num_chunks):
+        if ranks[cut] == ranks[cut - 1]:
+            continue
+        runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
+        total[ranks[cut]] += shares[0] * min(run.receive_forward for run in runs)
+        total[ranks[cut - 1]] += shares[1] * min(run.receive_backward for run in runs)
+    return total

@@ -1,0 +1,135 @@
+"""One chunk a rank, any runs: the least bottleneck over all contiguous cuts, exact in whole units and memory.
+
+The time and memory of a stretch of units depend only on its number of units of each run. A limit on the load is
+feasible if the ranks, each taking as many units as it can, reach the end of the model; bisection finds the least limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.pipeline_ilp.fronts import DualWeights, Front, options_of, received
+from planner.pipeline_ilp.stage_problem import ROUNDING, Assignment, StageProblem
+
+#: Relative precision of the bottleneck.
+_PRECISION = 1e-6
+
+#: Above every finite load, below the infinite load of units that do not fit in memory.
+LARGEST = 1e300
+
+#: How many units of consecutive runs: ((run, count), …).
+_Stretch = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The assignment of least bottleneck (None if none fits in memory); ``load`` is a lower bound of the bottleneck."""
+
+    load: float
+    assignment: Assignment | None
+
+
+class _Ranks:
+    """Fronts of stretches of units on each rank, computed on demand."""
+
+    def __init__(self, problem: StageProblem, weights: DualWeights) -> None:
+        self.problem, self.weights = problem, weights
+        self.held = problem.in_flight
+        self.received = received(problem, weights.receive)
+        self.run_of = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
+        self.peaks = sorted({choice.costs.peak_bytes for run in problem.runs for choice in run.choices})
+        self.cache: dict[tuple[float, float, _Stretch], list[Front]] = {}
+
+    def fronts(self, rank: int, stretch: _Stretch) -> list[Front]:
+        """One front for each level of peaks."""
+        held, limit = self.held[rank], self.problem.memory[rank]
+        key = (held, limit, stretch)
+        if key in self.cache:
+            return self.cache[key]
+        bounded = math.isfinite(limit)
+        levels = self.peaks if bounded else [math.inf]
+        if not stretch:
+            rooms = [limit * (1 + ROUNDING) - level if bounded else math.inf for level in levels]
+            fronts_by_level = [Front(np.zeros(int(room >= 0)), np.zeros(int(room >= 0)), room) for room in rooms]
+        else:
+            run, count = stretch[-1]
+            shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
+            choices = self.problem.runs[run].choices
+            fronts_by_level = [
+                front.with_unit(
+                    (rank, run),
+                    options_of(choices, self.weights.unit, peak=level, held=held, bounded=bounded),
+                )
+                for front, level in zip(self.fronts(rank, shorter), levels)
+            ]
+        self.cache[key] = fronts_by_level
+        return fronts_by_level
+
+    def stretch(self, begin: int, end: int) -> _Stretch:
+        """The units from ``begin`` to ``end``."""
+        inside = self.run_of[begin:end]
+        return tuple((run, inside.count(run)) for run in dict.fromkeys(inside))
+
+    def load(self, rank: int, stretch: _Stretch) -> float:
+        """Lower bound of the rank's load in seconds; infinite if the stretch does not fit in memory."""
+        loads = (float(front.seconds[0]) - front.lost for front in self.fronts(rank, stretch) if len(front.seconds))
+        return min(loads, default=math.inf) + self.received[rank]
+
+    def ends(self, limit: float) -> list[int] | None:
+        """Where each rank ends if it takes all units it can within ``limit`` seconds; None if units remain."""
+        problem, begin, ends = self.problem, 0, []
+        for rank in range(problem.num_ranks):
+            last = problem.num_units - (problem.num_ranks - 1 - rank)
+            end = begin
+            while end < last and self.load(rank, self.stretch(begin, end + 1)) <= limit:
+                end += 1
+            if end == begin:
+                return None
+            ends.append(end)
+            begin = end
+        return ends if begin == problem.num_units else None
+
+    def assignment(self, ends: list[int]) -> Assignment:
+        """Every rank's stretch in its fastest choices."""
+        chunks, begin = [], 0
+        for rank, end in enumerate(ends):
+            fronts = [front for front in self.fronts(rank, self.stretch(begin, end)) if len(front.seconds)]
+            counts: dict[tuple[int, int], int] = {}
+            for _, run, choice in min(fronts, key=lambda front: float(front.seconds[0])).units():
+                counts[run, choice] = counts.get((run, choice), 0) + 1
+            chunks.append(tuple((run, choice, count) for (run, choice), count in sorted(counts.items())))
+            begin = end
+        return tuple(chunks)
+
+
+def cut_segments(problem: StageProblem, weights: DualWeights, *, load_bound: float) -> Segments:
+    """The least bottleneck of a problem with one chunk a rank, conversions left out.
+
+    Args:
+        load_bound: a proved lower bound to search from.
+
+    Returns:
+        An infinite load means that the model does not fit in memory.
+    """
+    ranks = _Ranks(problem, weights)
+    best = ranks.ends(LARGEST)
+    if best is None:
+        # loads were unlimited, and ranks that take all they can hold leave the fewest units to the others
+        return Segments(math.inf, None)
+    lower, upper = load_bound, _bottleneck(ranks, best)
+    while upper - lower > _PRECISION * upper:
+        middle = (lower + upper) / 2 if lower > 0 else upper / 2
+        ends = ranks.ends(middle)
+        if ends is None:
+            lower = middle
+        else:
+            best, upper = ends, min(middle, _bottleneck(ranks, ends))
+    return Segments(lower, ranks.assignment(best))
+
+
+def _bottleneck(ranks: _Ranks, ends: list[int]) -> float:
+    begins = [0, *ends[:-1]]
+    return max(ranks.load(rank, ranks.stretch(begin, end)) for rank, (begin, end) in enumerate(zip(begins, ends)))

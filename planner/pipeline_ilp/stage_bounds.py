@@ -1,0 +1,312 @@
+"""Lower bounds over all cuts and choices: of the step's seconds, and of the memory shortfall in bytes.
+
+The search calls both for every mesh shape that it might explore, so neither solves a program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.memory_shortfall import memory_shortfall
+from planner.pipeline_ilp.stage_problem import StageProblem, folded
+from planner.pipeline_ilp.stage_program import in_rounds
+
+__all__ = ["TimeBounds", "bottleneck", "lower_bound", "memory_shortfall", "time_bounds"]
+
+Array = NDArray[np.float64]
+
+#: Relative precision of bisections.
+_PRECISION = 1e-7
+_EXTREMES = np.maximum, np.minimum
+
+
+@dataclass(frozen=True)
+class TimeBounds:
+    """Proved lower bounds, in seconds.
+
+    Attributes:
+        load: of the largest load of a rank for one micro-batch.
+        terms: pairs (times, rest): the whole step is at least times · (any bound of the largest load) + rest.
+        whole: with rounds, a second bound from units being whole: (micro-batches, rest, pairs (load, fill)). For some
+            pair the step is at least micro-batches · max(load, any bound of the largest load) + fill + rest.
+    """
+
+    load: float
+    terms: tuple[tuple[float, float], ...]
+    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
+
+    @property
+    def step(self) -> float:
+        """Lower bound of the whole step."""
+        return self.step_with(self.load)
+
+    def step_with(self, load: float) -> float:
+        """Lower bound of the whole step, if the largest load is at least ``load``."""
+        least = max(times * load + rest for times, rest in self.terms)
+        times, rest, pairs = self.whole
+        return max(least, min((times * max(load, pair_load) + fill for pair_load, fill in pairs), default=0.0) + rest)
+
+    def load_within(self, step: float) -> float:
+        """The largest load that is possible in a step of ``step`` seconds."""
+        return min(((step - rest) / times for times, rest in self.terms if times > 0), default=math.inf)
+
+
+def lower_bound(problem: StageProblem) -> float:
+    """Seconds that no assignment beats, whatever the memory."""
+    return time_bounds(folded(problem)).step
+
+
+def time_bounds(problem: StageProblem) -> TimeBounds:
+    """Bounds from averages over ranks, and from units being whole; of a ``folded`` problem.
+
+    Let fixed weights of the figures never exceed the step; then the sum over units of the cheapest weighted choice is a
+    bound. Such weights exist since a largest value (load, tail) is at least the mean over ranks. Several weightings are
+    tried (``_weightings``).
+    """
+    counts = np.array([run.count for run in problem.runs], dtype=float)
+    starts = np.cumsum([0, *(len(run.choices) for run in problem.runs[:-1])])
+    figures = _figures(problem)
+    received = _received(problem)
+    cheapest = np.minimum.reduceat(figures[0] + figures[1], starts)
+    mean = (float(cheapest @ counts) + sum(received)) / problem.num_ranks
+    load = max(mean, bottleneck(problem, cheapest.tolist()))
+    whole: tuple[float, float, tuple[tuple[float, float], ...]] = (0.0, 0.0, ())
+    if in_rounds(problem):
+        crossing = (
+            min(run.receive_forward for run in problem.runs),
+            min(run.receive_backward for run in problem.runs),
+        )
+        load = max(load, fewest_rounds(problem, cheapest.tolist(), crossing)[0].load)
+        rest = float(np.minimum.reduceat(figures[4], starts) @ counts) / problem.num_ranks
+        whole = float(problem.num_microbatches), rest, tuple(_filled_rounds(problem, cheapest.tolist(), crossing))
+    terms = []
+    for base, weights, first in _weightings(problem):
+        total = float(np.minimum.reduceat(weights @ figures, starts) @ counts)
+        total += weights[0] * received[0] + weights[1] * received[1]
+        reduction = min(choice.costs.reduce_step for choice in problem.runs[0].choices) if first else 0.0
+        terms.append((base, total + reduction))
+    return TimeBounds(load, tuple(terms), whole)
+
+
+def _filled_rounds(
+    problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float]
+) -> Iterator[tuple[float, float]]:
+    """Yield (seconds of ℓ, least fill) for every sum ℓ of the rounds' longest chunks, in units of the longest run.
+
+    Round j whose longest chunk holds ρ(j) units has D(j) others, at most (p − 1)·ρ(j). With Σ ρ = ℓ there are N − ℓ
+    others in all; the largest D is least where the ρ are as even as they can be, s = ℓ mod v of them one more than
+    q = ⌊ℓ/v⌋: the mean, or, where rounds of q do not hold so many, what they leave to the s others. All chunks receive
+    both ways but the model's first and last, once each.
+    """
+    p, v = problem.num_ranks, problem.num_chunks // problem.num_ranks
+    count, cost = max(((run.count, unit) for run, unit in zip(problem.runs, seconds)), key=math.prod)
+    for units in range(-(-count // p), count + 1):
+        others, (units_per_round, more) = count - units, divmod(units, v)
+        most = others / v
+        if more:
+            most = max(most, (others - (v - more) * (p - 1) * units_per_round) / more)
+        received = (p - 1) * sum(crossing) - max(crossing)
+        yield units * cost + (v - 1) * sum(crossing), most * cost + received
+
+
+def _figures(problem: StageProblem) -> Array:
+    """One column for each choice of each run: forward, backward, W, reduce_step, update and gather."""
+    return np.array(
+        [
+            (
+                costs.forward,
+                costs.backward,
+                costs.backward_weight,
+                costs.reduce_step,
+                costs.update_step + costs.gather_step,
+            )
+            for run in problem.runs
+            for costs in (choice.costs for choice in run.choices)
+        ]
+    ).T
+
+
+def _received(problem: StageProblem) -> tuple[float, float]:
+    """Lower bounds of the seconds (forward, backward) to receive one micro-batch between ranks, over all chunks."""
+    crossings = sum(before != after for before, after in itertools.pairwise(problem.ranks))
+    return (
+        crossings * min(run.receive_forward for run in problem.runs),
+        crossings * min(run.receive_backward for run in problem.runs),
+    )
+
+
+def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
+    """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
+
+    The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
+    for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
+    is not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
+    """
+    p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
+    schedule = SCHEDULES[problem.schedule]
+    fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+    times = float(m)
+    if schedule.splits_backward:
+        forward, backward, weight = ((p - 1) / p * value for value in schedule.fill)
+        fills.append((forward, backward, weight - backward))
+    else:
+        divisor = v if schedule.divided else 1
+        times = m - 1 / divisor
+        fills = [(1 / divisor, 1 / divisor, 0.0)]
+    hides = 1 / p + (p - 1) / (p * v)
+    reduces = any(choice.costs.reduce_step > choice.costs.backward for run in problem.runs for choice in run.choices)
+    weightings = []
+    for (forward, backward, weight), mean, hidden in itertools.product(fills, (True, False), (False, True)):
+        if hidden and not reduces:
+            continue
+        share = times / p if mean else 0.0
+        forward, backward = forward + share, backward + share - (hides if hidden else 0.0)
+        if forward >= 0 and backward >= 0:
+            weights = np.array([forward, backward, weight, 1 / p if hidden else 0.0, 1 / p])
+            weightings.append((0.0 if mean else times, weights, not hidden))
+    return weightings
+
+
+def bottleneck(problem: StageProblem, seconds: Sequence[float]) -> float:
+    """Lower bound of the largest load of a rank, if a unit of each run takes at least ``seconds`` of its rank.
+
+    With one chunk a rank: the best contiguous partition. With more: the run with the longest total time, spread over
+    all ranks, with the model's first and last unit on their fixed ranks.
+    """
+    runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
+    lower = sum(count * cost for count, cost in runs) / problem.num_ranks
+    if problem.num_chunks > problem.num_ranks:
+        return max(lower, _spread(problem, runs))
+    upper = lower + max(cost for _, cost in runs)
+    if _stages(runs, lower, problem.num_ranks):
+        return lower
+    while upper - lower > _PRECISION * upper:
+        middle = (lower + upper) / 2
+        if _stages(runs, middle, problem.num_ranks):
+            upper = middle
+        else:
+            lower = middle
+    return lower
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How many units of the longest run the chunks of an interleaved schedule hold, round by round.
+
+    ``first`` and ``last`` are (units of the chunk that holds the model's end, of each other chunk of that round);
+    ``middle`` is the number of units of each rank in the rounds between, whose chunks are all full. ``load`` is the sum
+    of the rounds' longest chunks.
+    """
+
+    load: float
+    first: tuple[int, int]
+    last: tuple[int, int]
+    middle: int
+
+
+def fewest_rounds(
+    problem: StageProblem, seconds: Sequence[float], crossing: tuple[float, float], *, hold: int = 0, most: int = 1
+) -> list[Rounds]:
+    """The ``most`` shortest divisions of the longest run over rounds, if a unit of each run takes ``seconds``.
+
+    A round waits for its longest chunk, which holds whole units, so p equal units in a round take as long as one. For
+    ``hold`` = 0 the first load is a lower bound for any assignment.
+
+    Args:
+        crossing: seconds, forward and backward, to receive a boundary from another rank.
+        hold: minimum number of units in every chunk that holds no end of the model; if positive, ties are broken in
+            favour of the most equal rounds.
+    """
+    ranks, inner = problem.num_ranks, problem.num_chunks // problem.num_ranks - 2
+    runs = [(run.count, cost) for run, cost in zip(problem.runs, seconds)]
+    longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
+    count, cost = runs[longest]
+    everywhere = (inner + 2) * sum(crossing)
+    if cost <= 0:
+        return [Rounds(everywhere, (0, 0), (0, 0), count)]
+    ends = []
+    for other, received in ((0, crossing[0]), (len(runs) - 1, crossing[1])):
+        bare = other == longest  # the model's ends receive nothing from outside
+        end_rounds = _end_rounds(ranks, count, cost, (0.0 if bare else runs[other][1]) - received)
+        ends.append([row for row in end_rounds if row[2] >= hold and row[1] >= (hold if bare else 0)])
+    first, last = (np.array(rows, dtype=float).reshape(-1, 3) for rows in ends)
+    room = [end[:, 1] + (ranks - 1) * end[:, 2] for end in (first, last)]
+    rest = np.ceil(np.maximum(0.0, count - room[0][:, None] - room[1]) / ranks)
+    middle = np.maximum(rest, inner * hold)
+    loads = first[:, 0][:, None] + last[:, 0] + middle * cost + everywhere
+    if not inner:
+        loads = np.where(rest > 0, np.inf, loads)
+    shortest = np.argsort(loads, axis=None)[:most]
+    if hold and inner:
+        tallest, lowest = (pick(pick.outer(first[:, 0], last[:, 0]), middle / inner * cost) for pick in _EXTREMES)
+        shortest = np.lexsort(((tallest - lowest).ravel(), np.round(loads / cost, 6).ravel()))[:most]
+    return [
+        Rounds(float(loads[i, j]), ends[0][i][1:], ends[1][j][1:], int(middle[i, j]))
+        for i, j in zip(*np.unravel_index(shortest, loads.shape))
+        if math.isfinite(loads[i, j])
+    ]
+
+
+def _end_rounds(ranks: int, count: int, cost: float, end: float) -> list[tuple[float, int, int]]:
+    """Possible (seconds of the longest chunk, units beside the model's end, units of each other chunk) of a round."""
+    rounds = set()
+    for units in range(-(-count // (ranks - 1)) + 1 + max(0, math.ceil(end / cost))):
+        if units * cost >= end:
+            rounds.add((units * cost, math.floor((units * cost - end) / cost + 1e-9), units))
+        if end + units * cost >= 0:
+            rounds.add((end + units * cost, units, math.floor((end + units * cost) / cost + 1e-9)))
+    return sorted(rounds)
+
+
+def _stages(runs: Sequence[tuple[int, float]], limit: float, num_stages: int) -> bool:
+    """Whether ``num_stages`` stages of at most ``limit`` seconds suffice, filled one after another."""
+    limit *= 1 + 1e-12
+    used, room = 1, limit
+    for count, cost in runs:
+        if cost <= 0:
+            continue
+        num_fitting = min(count, int(room / cost))
+        room -= num_fitting * cost
+        rest = count - num_fitting
+        if rest:
+            whole = int(limit / cost)
+            if not whole:
+                return False
+            stages = -(-rest // whole)
+            used += stages
+            room = limit - (rest - (stages - 1) * whole) * cost
+    return used <= num_stages
+
+
+def _spread(problem: StageProblem, runs: Sequence[tuple[int, float]]) -> float:
+    """The least load at which the ranks, filled with whole units, hold all of the run with the longest total time."""
+    longest = max(range(len(runs)), key=lambda run: runs[run][0] * runs[run][1])
+    count, cost = runs[longest]
+    if cost <= 0:
+        return 0.0
+    ends = [0.0] * problem.num_ranks
+    if longest > 0:
+        ends[0] += runs[0][1]
+    if longest < len(runs) - 1:
+        ends[problem.ranks[-1]] += runs[-1][1]
+    # the load is some rank's ends plus whole units: for each rank, increase the units until all fit
+    least = sum(ends) + count * cost
+    best = math.inf
+    for end in sorted(set(ends)):
+        units = max(0, math.floor((least / problem.num_ranks - end) / cost) - 1)
+        while _room(ends, cost, end + units * cost) < count:
+            units += 1
+        best = min(best, end + units * cost)
+    return best
+
+
+def _room(ends: Sequence[float], cost: float, load: float) -> int:
+    """How many units fit on all ranks within a load of ``load`` each; a rank whose ends exceed it holds none."""
+    return sum(max(0, math.floor((load - end) / cost + 1e-9)) for end in ends)

@@ -1,0 +1,280 @@
+"""What the user demands of a plan, as filters on the options of elements.
+
+``{pattern: {axis: demand}}``. A pattern is a glob (``*`` matches dots too). The first of these that it matches
+anything of is meant:
+
+* paths of parameters and buffers: the placement they are stored in;
+* ``output``, ``output:<path>`` or an output path; ``input:<path>`` or an input path: its placement;
+* node keys: these operators; module paths: what these modules give to others (types) or do (cuts).
+
+A demand is a type (``"S(0)"``; ``"S"`` is any dim; ``"R"`` and ``"I"`` both mean whole for what is stored or
+returned), the label of a choice (``"cut n"``, or just ``"n"``), or a list of alternatives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from passes.ir.graph import Graph
+from passes.ir.types import I, MeshShape, Placement, R, parse_type, shard_dim
+from passes.plan import Plan
+from passes.repeats.repeated_blocks import BlockRun, grouped
+from planner.sharding_ilp.options import Option
+from planner.sharding_ilp.sharding_problem import Element, Problem
+
+#: Says whether an option of an element is allowed.
+Filter = Callable[[Option], bool]
+Demands = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass
+class Constraint:
+    """One demand that can be kept or dropped as a whole: its text, and filters by element name."""
+
+    text: str
+    filters: dict[str, list[Filter]] = field(default_factory=dict)
+
+    def add(self, element: str, allowed: Filter) -> None:
+        self.filters.setdefault(element, []).append(allowed)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What a pattern stands for, by name in the graph (unfolded)."""
+
+    states: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    by_module: bool = False
+
+
+def match(graph: Graph, pattern: str) -> Matched:
+    """What ``pattern`` stands for.
+
+    Raises:
+        ValueError: if it matches nothing; the message names what comes close.
+    """
+    states = {name: state.value.name for state in graph.states for name in (state.path, *state.aliases)}
+    inputs = {".".join(map(str, path)): value.name for path, value in zip(graph.input_paths, graph.inputs)}
+    inputs.update({f"input:{path}": name for path, name in inputs.items()})
+    outputs = {f"output:{path}": path for path in graph.outputs}
+    outputs.update({path: path for path in graph.outputs if path and path not in inputs})
+    nodes = [node for node in graph.nodes if not node.constant]
+    if found := _select(states, pattern):
+        return Matched(states=found)
+    if pattern in ("output", "outputs") and pattern not in outputs:
+        return Matched(outputs=tuple(graph.outputs))
+    if found := _select(outputs, pattern):
+        return Matched(outputs=found)
+    if found := _select(inputs, pattern):
+        return Matched(inputs=found)
+    if keyed := tuple(node.name for node in nodes if fnmatch.fnmatchcase(node.key, pattern) and ":" in pattern):
+        return Matched(nodes=keyed)
+    if inside := tuple(node.name for node in nodes if node.module_path and _in_module(node.module_path, pattern)):
+        return Matched(nodes=inside, by_module=True)
+    names = [*states, *inputs, *outputs, *{node.module_path for node in nodes}, *(node.key for node in nodes)]
+    near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
+    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+    raise ValueError(f"constraint {pattern!r} matches no parameter, input, output, module or operator{hint}")
+
+
+def _select(names: Mapping[str, str], pattern: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(target for name, target in names.items() if fnmatch.fnmatchcase(name, pattern)))
+
+
+def _in_module(path: str, pattern: str) -> bool:
+    """Whether a module or one that it is part of matches."""
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+
+
+def foldable_runs(graph: Graph, runs: Sequence[BlockRun], patterns: Collection[str]) -> tuple[BlockRun, ...]:
+    """The runs whose copies all stand under the same constraints; the others have to be planned one by one."""
+    matched = [match(graph, pattern) for pattern in patterns]
+    kept = []
+    for run in runs:
+        signatures = set()
+        for copy in range(run.num_copies):
+            names = [*run.copies[copy], *(names[copy] for names in run.states)]
+            signatures.add(tuple(tuple(n in (*m.nodes, *m.states) for n in names) for m in matched))
+        if len(signatures) == 1:
+            kept.append(run)
+    return tuple(kept)
+
+
+def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[BlockRun, ...]:
+    """``runs`` with so many copies as one that the others are placed as those are in ``plan``; dropped if none are."""
+    keys = {node.name: node.key for node in graph.nodes}
+    paths = {state.value.name: state.path for state in graph.states}
+    strategies = _pinned_nodes(plan)
+
+    def placed(run: BlockRun, copy: int) -> tuple[object, ...]:
+        states = (plan.states.get(paths[names[copy]]) for names in run.states)
+        return (*(s and s.placement for s in states), *(strategies.get(keys[name]) for name in run.copies[copy]))
+
+    found = []
+    for run in runs:
+        copies = [placed(run, copy) for copy in range(run.num_copies)]
+        periods = range(1, run.num_copies // 2 + 1)
+        alike = (k for k in periods if all(copies[i] == copies[i % k] for i in range(run.num_copies // k * k)))
+        period = next(alike, None)
+        group = grouped(run, period) if period is not None else None
+        if group is not None:
+            found.append(group)
+    return tuple(found)
+
+
+def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> list[Constraint]:
+    """One constraint for each pattern and axis.
+
+    Raises:
+        ValueError: if a pattern matches nothing, an axis is unknown, or a demand cannot be read.
+    """
+    found = []
+    for pattern, by_axis in demands.items():
+        matched = match(problem.graph, pattern)
+        if not isinstance(by_axis, Mapping):
+            raise ValueError(f"constraint {pattern!r}: expected {{axis: demand}}, got {by_axis!r}")
+        for axis, demand in by_axis.items():
+            _check_words(pattern, demand)
+            if axis not in mesh.names:
+                raise ValueError(f"constraint {pattern!r}: no axis {axis!r} in mesh {mesh}")
+            if mesh.size(axis) > 1:
+                found.append(_constraint(problem, pattern, matched, axis, mesh.names.index(axis), demand))
+    return found
+
+
+def _check_words(pattern: str, demand: Any) -> None:
+    """Refuse what can be neither a type nor the label of a choice; labels are in small letters."""
+    words = [demand] if isinstance(demand, str) else demand
+    for word in words if isinstance(words, Iterable) else [words]:
+        if word == "S" or (isinstance(word, str) and any(letter.islower() for letter in word)):
+            continue
+        try:
+            parse_type(word if isinstance(word, str) else repr(word))
+        except ValueError as error:
+            raise ValueError(f"constraint {pattern!r}: {error}, or the label of a choice such as 'cut n'") from None
+
+
+def _constraint(problem: Problem, pattern: str, matched: Matched, name: str, axis: int, demand: Any) -> Constraint:
+    wanted = [demand] if isinstance(demand, str) else list(demand)
+    constraint = Constraint(f"{{{pattern!r}: {{{name!r}: {demand!r}}}}}")
+    for source in (*matched.states, *matched.inputs):
+        if source in problem.elements:
+            constraint.add(source, lambda option: _fits_type(option.outputs[0], axis, wanted))
+    for path in matched.outputs:
+        constraint.add(f"output:{path}", lambda option: _fits_type(option.inputs[0], axis, wanted))
+    labels = {f"cut {item}" for item in wanted} | set(wanted)
+    nodes = [problem.elements[node] for node in matched.nodes if node in problem.elements]
+    names = [node for node in matched.nodes if node in problem.elements]
+    labelled = {n for n, e in zip(names, nodes) if any(option.labels[axis] in labels for option in e.options)}
+    if labelled:
+        for node in labelled:
+            constraint.add(node, lambda option: option.labels[axis] in labels)
+    else:
+        for node in _givers(problem, names) if matched.by_module else names:
+            constraint.add(node, lambda option: any(_is_type(where[axis], wanted) for where in option.outputs))
+    _check_known(constraint, problem, pattern, name)
+    return constraint
+
+
+def _check_known(constraint: Constraint, problem: Problem, pattern: str, axis: str) -> None:
+    """A demand that no option of an element can ever meet is an error of the demand, not a conflict."""
+    for name, filters in constraint.filters.items():
+        options = problem.elements[name].options
+        if options and not any(all(allowed(option) for allowed in filters) for option in options):
+            key, can_be = problem.elements[name].key, axis_types(problem, name, axis)
+            raise ValueError(
+                f"constraint {constraint.text} cannot be met by {key!r}: on axis {axis!r} it can be {can_be}"
+            )
+
+
+def axis_types(problem: Problem, name: str, axis: str) -> str:
+    """The labels and types that an element can have on an axis, for messages."""
+    element = problem.elements[name]
+    position = problem.mesh.names.index(axis)
+    places = {where[position] for option in element.options for where in (option.outputs or option.inputs)}
+    labels = {option.labels[position] for option in element.options} if element.kind == "op" else set()
+    return ", ".join([*sorted(labels), *sorted(places)])
+
+
+def _givers(problem: Problem, names: Sequence[str]) -> list[str]:
+    """Of the operators ``names``, those whose values others use."""
+    inside = set(names)
+    found = []
+    for name in names:
+        streams = [stream for stream in problem.streams.values() if stream.source == name]
+        if any(use.element not in inside for stream in streams for use in stream.uses):
+            found.append(name)
+    return found or list(names)
+
+
+def _is_type(spmd_type: str, wanted: Iterable[str]) -> bool:
+    sharded = shard_dim(spmd_type) is not None
+    return any(spmd_type == item.replace(" ", "") or (item == "S" and sharded) for item in wanted)
+
+
+def _fits_type(where: Placement, axis: int, wanted: Sequence[str]) -> bool:
+    whole = where[axis] in (R, I) and any(item in (R, I) for item in wanted)
+    return whole or _is_type(where[axis], wanted)
+
+
+def cut_every_matmul(problem: Problem, mesh: MeshShape) -> Constraint:
+    """No matmul is computed twice: each is cut by every axis."""
+    constraint = Constraint("forbid_replicated_matmul")
+    for name, element in problem.elements.items():
+        if element.kind == "op" and element.matmul:
+            constraint.add(name, lambda option: all(option.cut_axes))
+    return constraint
+
+
+def keep_plan(problem: Problem, plan: Plan) -> Constraint:
+    """Parameters where ``plan`` has them, and its strategies where an operator (still) has them to choose."""
+    constraint = Constraint("pinned plan")
+    nodes = _pinned_nodes(plan)
+    for name, element in problem.elements.items():
+        wanted = _wanted(element, plan, nodes)
+        if wanted is None:
+            continue
+        if any(_same(option, element, wanted) for option in element.options):
+            constraint.add(name, lambda option, e=element, w=wanted: _same(option, e, w))  # type: ignore[misc]
+        elif element.kind == "parameter":
+            raise ValueError(f"pinned plan: parameter {element.key.removeprefix('state:')!r} cannot be {wanted}")
+    return constraint
+
+
+def _pinned_nodes(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Strategies by node key, for every copy of the blocks (a later graph may fold others)."""
+    found = {key: node.strategy for key, node in plan.nodes.items()}
+    for block in plan.blocks:
+        for roots in block.roots[1:]:
+            for first, other in zip(block.roots[0], roots):
+                inside = {key: s for key, s in found.items() if key.startswith((f"{first}.", f"{first}:"))}
+                found.update((other + key[len(first) :], strategy) for key, strategy in inside.items())
+    return found
+
+
+def _wanted(element: Element, plan: Plan, nodes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] | None:
+    path = element.key.partition(":")[2]
+    if element.kind == "op":
+        return nodes.get(element.key)
+    known = {"parameter": plan.states, "input": plan.inputs}.get(element.kind, {})
+    return known[path].placement if path in known else None
+
+
+def _same(option: Option, element: Element, wanted: tuple[str, ...]) -> bool:
+    return (option.labels if element.kind == "op" else option.outputs[0]) == wanted
+
+
+def apply_constraints(problem: Problem, constraints: Iterable[Constraint]) -> dict[str, list[Option]]:
+    """The options left of every element under ``constraints``; the problem's own are not touched."""
+    left = {name: list(element.options) for name, element in problem.elements.items()}
+    for constraint in constraints:
+        for name, filters in constraint.filters.items():
+            left[name] = [option for option in left[name] if all(allowed(option) for allowed in filters)]
+    return left

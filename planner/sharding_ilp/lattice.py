@@ -1,0 +1,241 @@
+"""The placements that a value may have, and the priced steps between them, of one axis or of several at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from passes.ir.conversions import Step, joint_steps_from, steps_from
+from passes.ir.graph import Value
+from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, shard
+from planner.sharding_ilp.options import placements_of
+from planner.sharding_ilp.sharding_prices import Pricing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Values with more placements than this have none looked for between those of their ends.
+MAX_PLACEMENTS = 256
+#: A way must be cheaper by this share to count as cheaper.
+CHEAPER = 1e-9
+
+
+@dataclass(frozen=True)
+class Arc:
+    """A conversion step between two placements of a lattice (indices), in seconds and bytes of one copy."""
+
+    source: int
+    target: int
+    step: Step
+    forward: float
+    backward: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Nodes are placements, arcs are steps."""
+
+    placements: tuple[Placement, ...]
+    index: dict[Placement, int]
+    arcs: tuple[Arc, ...]
+
+
+def types_used(
+    value: Value, placements: Iterable[Placement], *, settled: Collection[int] = ()
+) -> tuple[tuple[SpmdType, ...], ...]:
+    """Types on each axis that ends of a stream use, and those that cost nothing to pass: R, I if there is a gradient.
+
+    On one axis no other is on a cheapest way: every step to it and away from it costs at least the step past it. On
+    several axes others may be, see ``Lattices``. On a ``settled`` axis a value that has one type at all its
+    ends keeps it.
+    """
+    always = [R, I] if value.requires_grad else [R]
+    used = [set(types) for types in zip(*placements)]
+    for axis, types in enumerate(used):
+        if axis not in settled or len(types) != 1:
+            types.update(always)
+    return tuple(tuple(sorted(types)) for types in used)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Seconds of the cheapest way between each two placements, and the placement before its end, by index."""
+
+    placements: tuple[Placement, ...]
+    index: dict[Placement, int]
+    seconds: np.ndarray
+    before: np.ndarray
+
+
+#: Indices of two placements → the step between them.
+_Arcs = dict[tuple[int, int], Arc]
+
+
+class Lattices:
+    """Makes lattices, one for all values of the same shape, dtype and types.
+
+    A lattice has all placements of the types of its ends, and on several axes those that a cheapest way between two of
+    them passes (a tree to three or more might pass others).
+    """
+
+    def __init__(self, pricing: Pricing, forbidden: frozenset[str] = frozenset()) -> None:
+        self.pricing = pricing
+        self.forbidden = forbidden
+        self._known: dict[tuple[object, ...], Lattice] = {}
+        self._ways: dict[tuple[object, ...], _Ways] = {}
+
+    def of(
+        self,
+        value: Value,
+        types: tuple[tuple[SpmdType, ...], ...],
+        *,
+        settled: Collection[int] = (),
+        live: bool = True,
+        saved: bool = False,
+        detours: bool = False,
+    ) -> Lattice:
+        """The lattice of ``value``; ``live``: a gradient comes back, ``saved``: copies are kept for it.
+
+        On a ``settled`` axis no types but these are used.
+
+        ``detours`` keeps also the arcs that others replace at no more cost.
+        """
+        open_axes = tuple(axis for axis, size in enumerate(self.pricing.mesh.sizes) if size > 1 and axis not in settled)
+        kind = (value.shape, value.dtype, value.requires_grad, live, self.pricing.family(value))
+        key = (kind, types, open_axes, saved)
+        if (*key, detours) not in self._known:
+            ends = tuple(placements_of(value, types, self.pricing.mesh))
+            arcs = self._arcs(value, ends, live=live, saved=saved)
+            between = self._between(value, kind, ends, arcs, open_axes, live=live) if len(open_axes) > 1 else ()
+            if between:
+                arcs = self._arcs(value, (*ends, *between), live=live, saved=saved)
+            placements = (*ends, *between)
+            index = {placement: position for position, placement in enumerate(placements)}
+            self._known[*key, True] = Lattice(placements, index, tuple(arcs.values()))
+            self._known[*key, False] = Lattice(placements, index, _without_detours(arcs))
+        return self._known[*key, detours]
+
+    def _between(
+        self,
+        value: Value,
+        kind: tuple[object, ...],
+        ends: tuple[Placement, ...],
+        arcs: _Arcs,
+        open_axes: tuple[int, ...],
+        *,
+        live: bool,
+    ) -> tuple[Placement, ...]:
+        """Placements that the cheapest ways between ``ends`` pass though no end has such types (``arcs``: the others).
+
+        There are some where axes meet: two that shard one dim can only be moved away one after the other, perhaps to a
+        third dim in the meantime, and a slice by one axis makes what another reduces or gathers smaller.
+        """
+        closed = tuple(
+            () if axis in open_axes else tuple(sorted(set(on_axis))) for axis, on_axis in enumerate(zip(*ends))
+        )
+        ways = self._ways.get((kind, closed))
+        if ways is None:
+            ways = self._ways[kind, closed] = self._all_ways(value, closed, live=live)
+        if not ways.placements:
+            return ()
+        direct, _ = distances(len(ends), arcs)
+        places = [ways.index[end] for end in ends]
+        cheaper = ways.seconds[places][:, places] < direct * (1 - CHEAPER)
+        passed: set[int] = set()
+        for source, target in zip(*cheaper.nonzero()):
+            first, node = places[source], int(ways.before[places[source], places[target]])
+            while node != first:
+                passed.add(node)
+                node = int(ways.before[first, node])
+        return tuple(ways.placements[node] for node in sorted(passed - set(places)))
+
+    def _all_ways(self, value: Value, closed: tuple[tuple[SpmdType, ...], ...], *, live: bool) -> _Ways:
+        """The cheapest ways between all placements with the types of ``closed``, any type where it has none."""
+        gradient = [I] if value.requires_grad else []
+        every = [R, P, *gradient, *(shard(dim) for dim in range(len(value.shape)))]
+        placements = tuple(placements_of(value, [on_axis or every for on_axis in closed], self.pricing.mesh))
+        if len(placements) > MAX_PLACEMENTS:
+            placements = ()
+        seconds, before = distances(len(placements), self._arcs(value, placements, live=live, saved=False))
+        return _Ways(placements, {where: place for place, where in enumerate(placements)}, seconds, before)
+
+    def _arcs(self, value: Value, placements: tuple[Placement, ...], *, live: bool, saved: bool) -> _Arcs:
+        mesh = self.pricing.mesh
+        divided = MeshShape(mesh.names, tuple(min(size, 2) for size in mesh.sizes))
+        arcs: _Arcs = {}
+        for source, target, step in _steps_between(placements, divided):
+            if step.is_joint and not self._is_priced(step):
+                continue
+            if self.forbidden and self._is_forbidden(step, value, live):
+                continue
+            forward, backward = self.pricing.step(step, value)
+            memory = self.pricing.step_memory(step, value, saved=saved) if saved else 0
+            arcs[source, target] = Arc(source, target, step, forward, backward if live else 0.0, memory)
+        return arcs
+
+    def _is_priced(self, step: Step) -> bool:
+        """Whether the cost model has prices of groups over several axes, which are not called as some axis is."""
+        mesh, prices = self.pricing.mesh, self.pricing.cost_model
+        return getattr(prices, "prices_joint_axes", False) and step.axis_name(mesh) not in mesh.names
+
+    def _is_forbidden(self, step: Step, value: Value, live: bool) -> bool:
+        forward, backward = step.collectives
+        return forward in self.forbidden or (live and value.requires_grad and backward in self.forbidden)
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps_between(placements: tuple[Placement, ...], mesh: MeshShape) -> tuple[tuple[int, int, Step], ...]:
+    """Every step from one of ``placements`` to another: their indices and the step (the same for all sizes above 1)."""
+    index = {placement: position for position, placement in enumerate(placements)}
+    types = [sorted(set(on_axis)) for on_axis in zip(*placements)]
+    return tuple(
+        (position, index[step.target], step)
+        for position, placement in enumerate(placements)
+        for step in (*steps_from(placement, mesh, types), *joint_steps_from(placement, mesh, types))
+        if step.target in index
+    )
+
+
+def distances(count: int, arcs: _Arcs) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of the cheapest way between each two of ``count`` placements, and the placement before its end.
+
+    Floyd and Warshall's algorithm.
+    """
+    import numpy as np
+
+    seconds = np.full((count, count), np.inf)
+    before = np.tile(np.arange(count)[:, None], (1, count))
+    np.fill_diagonal(seconds, 0.0)
+    for (source, target), arc in arcs.items():
+        seconds[source, target] = arc.forward + arc.backward
+    for middle in range(count):
+        through = seconds[:, middle, None] + seconds[None, middle, :]
+        shorter = through < seconds * (1 - CHEAPER)
+        seconds = np.where(shorter, through, seconds)
+        before = np.where(shorter, before[middle][None, :], before)
+    return seconds, before
+
+
+def _without_detours(arcs: _Arcs) -> tuple[Arc, ...]:
+    """Drop every arc that two others (still there) replace at no more cost: all distances stay the same."""
+    out: dict[int, dict[int, Arc]] = {}
+    for arc in arcs.values():
+        out.setdefault(arc.source, {})[arc.target] = arc
+    for arc in arcs.values():
+        forward, backward, memory = arc.forward, arc.backward, arc.memory
+        for middle, first in out[arc.source].items():
+            if first.forward > forward or first.backward > backward:
+                continue
+            second = out.get(middle, {}).get(arc.target)
+            if (
+                second is not None
+                and first.forward + second.forward <= forward
+                and first.backward + second.backward <= backward
+                and first.memory + second.memory <= memory
+            ):
+                del out[arc.source][arc.target]
+                break
+    return tuple(arc for arc in arcs.values() if arc.target in out[arc.source])

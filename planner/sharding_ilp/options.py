@@ -1,0 +1,200 @@
+"""What each operator may choose from: every combination of one choice per mesh axis that divides, priced."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.ir.conversions import divides
+from passes.ir.graph import Node, Value
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType, shard_dim
+from passes.rules.rule import (
+    INVARIANT,
+    REPLICATE,
+    AxisChoice,
+    ShardingRule,
+    axis_choices,
+    cuts_in_order,
+    pieces_of_work,
+)
+from planner.sharding_ilp.sharding_prices import Collective, Pricing
+
+RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
+FlopsOf = Callable[[Node, Mapping[str, Value]], float]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to do one element of the problem (an operator, or the placement of an input or parameter).
+
+    ``compute`` and ``communication`` are seconds of one copy, forward and backward; ``memory`` bytes of one copy.
+    """
+
+    labels: tuple[str, ...]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    compute: tuple[float, float] = (0.0, 0.0)
+    collectives: tuple[Collective, ...] = ()
+    memory: int = 0
+    cut_axes: tuple[bool, ...] = ()
+
+    @property
+    def communication(self) -> tuple[float, float]:
+        forward = sum(item.seconds for item in self.collectives if item.phase == "forward")
+        return forward, sum(item.seconds for item in self.collectives if item.phase != "forward")
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.compute) + sum(self.communication)
+
+
+def offered(
+    node: Node, values: Mapping[str, Value], rule: ShardingRule | None, mesh: MeshShape
+) -> tuple[tuple[AxisChoice, ...], ...]:
+    """The choices that each axis offers ``node``, before asking whether they divide together.
+
+    An axis of size 1 has nothing to choose: invariant where there is a gradient, else replicate.
+    """
+    input_grads = [values[name].requires_grad for name in node.inputs]
+    output_grads = [value.requires_grad for value in node.outputs]
+    known = rule or ShardingRule(((),) * len(input_grads), ((),) * len(output_grads), {})
+    choices = axis_choices(known, input_grads=input_grads, output_grads=output_grads)
+    if rule is None:
+        choices = tuple(choice for choice in choices if choice.label in (REPLICATE, INVARIANT))
+    alone = next((choice for choice in choices if choice.label == INVARIANT), choices[0])
+    return tuple((alone,) if size == 1 else choices for size in mesh.sizes)
+
+
+@dataclass(frozen=True)
+class JointChoice:
+    """One combination of choices over the axes, before asking whether it divides.
+
+    ``divided`` are extents (of factors and of tensor dims) with the axes (by index) that must divide each together;
+    ``cut_axes`` as in ``Option``.
+    """
+
+    joint: tuple[AxisChoice, ...]
+    labels: tuple[str, ...]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    divided: tuple[tuple[int, tuple[int, ...]], ...]
+    cut_axes: tuple[bool, ...]
+
+
+class OperatorChoices:
+    """What every operator of one graph may choose from, remembered: it is the same for all sizes of axes above 1."""
+
+    def __init__(self, values: Mapping[str, Value], *, rule_for: RuleFor, flops_of: FlopsOf) -> None:
+        self.values, self.rule_for, self.flops_of = values, rule_for, flops_of
+        self._facts: dict[str, tuple[ShardingRule | None, float]] = {}
+        self._ways: dict[tuple[object, ...], tuple[JointChoice, ...]] = {}
+
+    def facts(self, node: Node) -> tuple[ShardingRule | None, float]:
+        """The sharding rule and the forward flops of ``node``."""
+        if node.name not in self._facts:
+            self._facts[node.name] = (self.rule_for(node, self.values), self.flops_of(node, self.values))
+        return self._facts[node.name]
+
+    def ways(self, node: Node, mesh: MeshShape, *, fixed: Mapping[str, str] | None = None) -> tuple[JointChoice, ...]:
+        """Every combination of choices over axes of more than one device (those of one have nothing to choose).
+
+        ``fixed`` names the one choice (by label) that such an axis is left with.
+        """
+        left = fixed or {}
+        several = tuple(size > 1 for size in mesh.sizes)
+        key = (node.name, mesh.names, several, tuple(left.get(name) for name in mesh.names))
+        if key not in self._ways:
+            choices = offered(node, self.values, self.facts(node)[0], mesh)
+            per_axis = [
+                [choice for choice in each if not many or choice.label == left.get(name, choice.label)]
+                for each, name, many in zip(choices, mesh.names, several)
+            ]
+            rule = self.facts(node)[0]
+            joints = (joint for joint in itertools.product(*per_axis) if rule is None or cuts_in_order(rule, joint))
+            self._ways[key] = tuple(self._way(node, joint, several) for joint in joints)
+        return self._ways[key]
+
+    def _way(self, node: Node, joint: tuple[AxisChoice, ...], several: Sequence[bool]) -> JointChoice:
+        placements = list(zip(*((*choice.inputs, *choice.outputs) for choice in joint)))
+        tensors = [*(self.values[name] for name in node.inputs), *node.outputs]
+        rule = self.facts(node)[0]
+        by_factor: dict[str, tuple[int, ...]] = {}
+        for axis, choice in enumerate(joint):
+            if choice.factor is not None and rule is not None and choice.factor not in rule.inner:
+                by_factor[choice.factor] = (*by_factor.get(choice.factor, ()), axis)
+        divided = {(rule.sizes[factor], axes) for factor, axes in by_factor.items()} if rule is not None else set()
+        for where, tensor in zip(placements, tensors):
+            divided.update(_divided_dims(where, tensor.shape))
+        return JointChoice(
+            joint=joint,
+            labels=tuple(choice.label for choice in joint),
+            inputs=tuple(placements[: len(node.inputs)]),
+            outputs=tuple(placements[len(node.inputs) :]),
+            divided=tuple(sorted(divided)),
+            cut_axes=tuple(choice.factor is not None or not many for choice, many in zip(joint, several)),
+        )
+
+
+def _divided_dims(where: Placement, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The extent of every dim that a placement shards (one that is not there is divided by nothing), and its axes."""
+    by_dim: dict[int, tuple[int, ...]] = {}
+    for axis, spmd_type in enumerate(where):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            by_dim[dim] = (*by_dim.get(dim, ()), axis)
+    for dim, axes in by_dim.items():
+        yield (shape[dim] if dim < len(shape) else 1, axes)
+
+
+def operator_options(
+    node: Node,
+    offers: OperatorChoices,
+    pricing: Pricing,
+    *,
+    live: bool,
+    kept: Sequence[bool],
+    fixed: Mapping[str, str] | None = None,
+) -> list[Option]:
+    """All options of an operator in which factors and tensors divide evenly; of several that give the same placements
+    only the cheapest.
+
+    ``kept`` says which outputs are kept in memory for the backward pass; ``fixed`` is as in ``Offers.ways``.
+    """
+    sizes, values = pricing.mesh.sizes, offers.values
+    rule, flops = offers.facts(node)
+    best: dict[tuple[object, ...], Option] = {}
+    for way in offers.ways(node, pricing.mesh, fixed=fixed):
+        if any(extent % math.prod([sizes[axis] for axis in axes]) for extent, axes in way.divided):
+            continue
+        inputs, outputs = way.inputs, way.outputs
+        cut = pieces_of_work(rule, way.joint, sizes)
+        option = Option(
+            labels=way.labels,
+            inputs=inputs,
+            outputs=outputs,
+            compute=pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live),
+            collectives=pricing.reductions(rule, way.joint, live=live),
+            memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, kept) if keep),
+            cut_axes=way.cut_axes,
+        )
+        known = best.get((inputs, outputs))
+        if known is None or option.seconds < known.seconds:
+            best[inputs, outputs] = option
+    return list(best.values())
+
+
+def placements_of(value: Value, types: Sequence[Sequence[SpmdType]], mesh: MeshShape) -> list[Placement]:
+    """Every placement with one of ``types`` per axis that divides the value."""
+    return [where for where in itertools.product(*types) if divides(where, value.shape, mesh)]
+
+
+def whole_type(value: Value) -> SpmdType:
+    """The type of a value that is the same on all ranks and stays so: I with a gradient, else R."""
+    return I if value.requires_grad else R
+
+
+def placement_option(where: Placement, memory: int = 0) -> Option:
+    """An option of a source: it only has an output."""
+    return Option(labels=where, inputs=(), outputs=(where,), memory=memory)

@@ -1,0 +1,175 @@
+"""Unit prices of the search: what one operator, one conversion step and one stored tensor cost on one device.
+
+Both the ILP and the independent re-pricing of a plan ask here, so that they may differ only in what they count.
+Seconds are of one copy of a block; bytes are of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cost_models.memory import StateBytes, state_bytes
+from passes.autograd.operator_tables import base_name, is_view, saves_inputs
+from passes.ir.conversions import Step
+from passes.ir.graph import ITEM_SIZE, Node, Value
+from passes.ir.types import I, MeshShape, Placement, R, shard_dim
+from passes.rules.rule import AxisChoice, ShardingRule
+
+__all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
+
+#: Operators that read as many bytes of a table as they write, however large that is: its place among their inputs.
+READS_ROWS = {
+    "aten.embedding": 0, "meshwright.embedding": 1, "aten.index_select": 0, "aten.gather": 0, "aten.index": 0,
+}  # fmt: skip
+
+
+def table_read_by_rows(node: Node) -> str | None:
+    """The input of which only the rows that are asked for are read, if there is one."""
+    place = READS_ROWS.get(base_name(node.op))
+    return None if place is None or place >= len(node.inputs) else node.inputs[place]
+
+
+class Prices(Protocol):
+    """What the search needs of a cost model."""
+
+    def compute_seconds(self, *, flops: float, num_bytes: float, dtype: str) -> float: ...
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that an operator issues itself."""
+
+    collective: str
+    axis: str
+    phase: str
+    num_bytes: int
+    seconds: float
+
+
+class Pricing:
+    """Prices under one cost model and mesh, remembered.
+
+    Args:
+        bundles: of parameters whose gradients are reduced together, the bytes of all: each is priced as its share of
+            one collective over them.
+    """
+
+    def __init__(self, cost_model: Prices, mesh: MeshShape, bundles: Mapping[str, int] | None = None) -> None:
+        self.cost_model = cost_model
+        self.mesh = mesh
+        self.bundles = bundles or {}
+        self._collectives: dict[tuple[str, int, str], float] = {}
+        self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
+
+    def collective(self, collective: str, num_bytes: int, axis: str) -> float:
+        key = (collective, num_bytes, axis)
+        if key not in self._collectives:
+            self._collectives[key] = self.cost_model.collective_seconds(collective, num_bytes=num_bytes, axis=axis)
+        return self._collectives[key]
+
+    def family(self, value: Value) -> str:
+        """Tells values apart whose conversions are priced differently though their shapes are the same."""
+        return str(self.bundles.get(value.name, ""))
+
+    def step_bytes(self, step: Step, value: Value) -> int:
+        """Bytes that a step's collectives move, see ``Step.num_bytes``."""
+        return self.local_bytes(value, step.whole)
+
+    def step(self, step: Step, value: Value) -> tuple[float, float]:
+        """Seconds of one conversion step, forward and backward (backward as if a gradient came)."""
+        forward, backward = step.collectives
+        if forward is None and (backward is None or not value.requires_grad):
+            return 0.0, 0.0
+        axis, num_bytes = step.axis_name(self.mesh), self.step_bytes(step, value)
+        return (
+            self.collective(forward, num_bytes, axis) if forward else 0.0,
+            self._backward(backward, step, value, num_bytes) if backward and value.requires_grad else 0.0,
+        )
+
+    def _backward(self, collective: str, step: Step, value: Value, num_bytes: int) -> float:
+        axis = step.axis_name(self.mesh)
+        together = max(self.bundles.get(value.name, 0), num_bytes)
+        if not num_bytes or (step.source_type, step.target_type) != (I, R):
+            together = num_bytes
+        share = num_bytes / together if together else 1.0
+        return share * self.collective(collective, together, axis)
+
+    def step_memory(self, step: Step, value: Value, *, saved: bool) -> int:
+        """Bytes of the copy that a step leaves behind for the backward pass."""
+        return self.local_bytes(value, step.target) if saved and step.collectives[0] else 0
+
+    def local_elements(self, value: Value, placement: Placement) -> int:
+        key = (value.shape, placement)
+        found = self._elements.get(key)
+        if found is None:
+            pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
+            found = self._elements[key] = value.num_elements // pieces
+        return found
+
+    def local_bytes(self, value: Value, placement: Placement) -> int:
+        return self.local_elements(value, placement) * ITEM_SIZE[value.dtype]
+
+    def state_bytes(self, value: Value, placement: Placement) -> StateBytes:
+        """Parameter, gradient and AdamW state of one stored parameter or buffer."""
+        return state_bytes(self.local_elements(value, placement), value.dtype, trainable=value.requires_grad)
+
+    def compute(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: float,
+        live: bool,
+    ) -> tuple[float, float]:
+        """Seconds of one operator, forward and backward.
+
+        ``flops`` are the whole operator's, ``cut`` is the number of pieces its work is divided into, ``live`` says
+        whether a gradient comes back. A matmul's backward is one matmul per input that needs a gradient; any other
+        operator's is one pass over its inputs, outputs and their gradients.
+        """
+        if is_view(node):
+            return 0.0, 0.0
+        arguments = dict(zip(node.inputs, inputs))
+        written = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+        read = {name: self.local_bytes(values[name], where) for name, where in arguments.items()}
+        table = table_read_by_rows(node)
+        if table is not None:
+            read[table] = min(read[table], written)
+        local_flops, num_bytes, dtype = flops / cut, written + sum(read.values()), node.output.dtype
+        price = self.cost_model.compute_seconds
+        forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
+        grads = [name for name in arguments if values[name].requires_grad]
+        if not live or not grads:
+            return forward, 0.0
+        if flops:
+            return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
+        back = num_bytes + sum(self.local_bytes(values[name], arguments[name]) for name in grads)
+        return forward, price(flops=0.0, num_bytes=back, dtype=dtype)
+
+    def reductions(
+        self, rule: ShardingRule | None, choices: Sequence[AxisChoice], *, live: bool
+    ) -> tuple[Collective, ...]:
+        """The collectives that an operator issues itself; backward ones only if a gradient comes back."""
+        if rule is None or not any(choice.reductions for choice in choices):
+            return ()
+        local = dict(rule.sizes)
+        for size, choice in zip(self.mesh.sizes, choices):
+            if choice.factor is not None:
+                local[choice.factor] //= size
+        found = []
+        for axis, choice in zip(self.mesh.names, choices):
+            for item in choice.reductions:
+                if item.phase == "backward" and not live:
+                    continue
+                num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+                seconds = self.collective(item.collective, num_bytes, axis)
+                found.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
+        return tuple(found)

@@ -1,0 +1,247 @@
+r"""The sharding ILP.
+
+Sets. Elements o (operators, parameters, inputs, block carries, outputs) with options S(o); an option fixes the
+placement (one type per mesh axis) of each input and output of o. Streams v (a value and all its uses U(v)), each with
+a lattice: nodes N(v) are placements, arcs A(v) the legal single-axis conversion steps. c(o,s) are seconds of option s,
+forward and backward; c(v,a,f) seconds of arc a in phase f ∈ {forward, backward}; n(·) copies of a block.
+
+Variables::
+
+    x[o,s] ∈ {0,1}       element o uses option s
+    y[u,a] ≥ 0           use u sends its unit of flow along arc a
+    w[v,g,a] ∈ {0,1}     the uses in group g of v do arc a; if g is one use, y is w and no variable is made
+
+    g runs over the groups of uses that make a step count together (``Problem.parts``): all uses for the forward
+    collective, the ones that a gradient comes back from for the backward one, each split by whether the first n - 1
+    copies or the last copy of a block does the step.
+
+Program::
+
+    minimise    Σ_o n(o) Σ_s c(o,s) x[o,s]  +  Σ_v Σ_g n(g) Σ_a c(v,a,phase(g)) w[v,g,a]            (objective)
+
+    Σ_s x[o,s] = 1                                                        every o                     (choose)
+    Σ_{s: source of v gives p} x[source(v),s] + Σ_{a into p} y[u,a]
+        = Σ_{s: u needs p} x[element(u),s] + Σ_{a out of p} y[u,a]        every v, u ∈ U(v), p ∈ N(v) (conserve)
+    w[v,g,a] ≥ y[u,a]                                                     every v, g, u ∈ g, a        (share)
+    Σ_o n(o) Σ_s bytes(o,s) x[o,s] + Σ_v Σ_g n(g) Σ_a bytes(v,a) w[v,g,a] ≤ limit                      (remember)
+    with g over the forward groups
+
+Bytes: parameters, gradients and AdamW state where they are stored, values that the backward pass needs, and the
+copies of such values that conversions make. With x fixed, a stream with one use is a shortest path and its flow is
+integral by itself; w is integer because trees with three or more ends are not always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from passes.ir.types import Placement, R
+from planner.sharding_ilp.lattice import Lattice, Lattices, types_used
+from planner.sharding_ilp.sharding_problem import Problem, Use, ValueStream
+from planner.solvers.linear import LinearProgram
+
+
+@dataclass
+class ShardingIlp:
+    """The program and where to find its variables.
+
+    ``x[element]`` are the columns of its options; ``arcs[stream]`` the columns that say whether an arc of the
+    stream's lattice is used.
+    """
+
+    problem: Problem
+    program: LinearProgram = field(default_factory=LinearProgram)
+    x: dict[str, list[int]] = field(default_factory=dict)
+    lattices: dict[str, Lattice] = field(default_factory=dict)
+    arcs: dict[str, list[list[int]]] = field(default_factory=dict)
+    memory_terms: list[tuple[int, float]] = field(default_factory=list)
+
+
+def build_ilp(
+    problem: Problem, lattices: Lattices, *, memory_limit: float | None, minimise_memory: bool = False
+) -> ShardingIlp:
+    """The program of ``problem``; with ``minimise_memory`` bytes are the objective and seconds do not matter."""
+    ilp = ShardingIlp(problem)
+    for name in problem.elements:
+        add_choice(ilp, name)
+    for name, stream in problem.streams.items():
+        if stream.uses and not is_free(problem, stream):
+            add_stream(ilp, name, stream, lattices)
+    if minimise_memory:
+        ilp.program.costs = [0.0] * ilp.program.num_variables
+        for column, num_bytes in ilp.memory_terms:
+            ilp.program.costs[column] += num_bytes
+    elif memory_limit is not None:
+        add_memory_limit(ilp, memory_limit)
+    return ilp
+
+
+def add_choice(ilp: ShardingIlp, name: str) -> None:
+    """(choose): Σ_s x[o,s] = 1."""
+    element = ilp.problem.elements[name]
+    single = len(element.options) == 1
+    columns = [
+        ilp.program.variable(element.copies * option.seconds, upper=1.0, integer=not single)
+        for option in element.options
+    ]
+    ilp.program.row(((column, 1.0) for column in columns), lower=1.0, upper=1.0)
+    ilp.x[name] = columns
+    ilp.memory_terms.extend(
+        (column, float(element.copies * option.memory))
+        for column, option in zip(columns, element.options)
+        if option.memory
+    )
+
+
+def is_free(problem: Problem, stream: ValueStream) -> bool:
+    """Whether every conversion of the stream is free: it has no gradient and is (or may be) whole on every rank."""
+    if stream.value.requires_grad:
+        return False
+    whole = [set(placement) == {R} for placement in problem.given(stream)]
+    return all(whole) or (any(whole) and problem.elements[stream.source].follows)
+
+
+def stream_lattice(problem: Problem, stream: ValueStream, lattices: Lattices, *, detours: bool = False) -> Lattice:
+    """The lattice of a stream, over the types that its source gives and its uses need."""
+    return _lattice(problem, stream, problem.given(stream), _needs(problem, stream), lattices, detours=detours)
+
+
+def _needs(problem: Problem, stream: ValueStream) -> list[list[Placement]]:
+    """What each use of a stream needs under each option of its element."""
+    return [problem.needed(use) for use in stream.uses]
+
+
+def _lattice(
+    problem: Problem,
+    stream: ValueStream,
+    given: Sequence[Placement],
+    needs: Sequence[Sequence[Placement]],
+    lattices: Lattices,
+    *,
+    detours: bool = False,
+) -> Lattice:
+    ends = set(given).union(*needs)
+    types = types_used(stream.value, ends, settled=problem.settled)
+    live = any(use.live for use in stream.uses)
+    return lattices.of(stream.value, types, settled=problem.settled, live=live, saved=stream.saved, detours=detours)
+
+
+@dataclass(frozen=True)
+class StreamParts:
+    """What the flows of a stream are made of.
+
+    ``representatives`` are one use for each set of uses that always go together, with what it needs under each option
+    of its element; ``groups`` are those that make a step count together: (uses, forward copies, backward copies).
+    """
+
+    lattice: Lattice
+    representatives: list[tuple[Use, list[Placement]]]
+    groups: list[tuple[tuple[int, ...], int, int]]
+
+
+def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
+    """Gather them."""
+    given, needs = problem.given(stream), _needs(problem, stream)
+    groups = _groups(problem, stream, needs)
+    representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
+    return StreamParts(_lattice(problem, stream, given, needs, lattices), representatives, groups.parts)
+
+
+def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Lattices) -> None:
+    """Flows of all uses of a stream, shared by group."""
+    parts = stream_parts(ilp.problem, stream, lattices)
+    lattice = ilp.lattices[name] = parts.lattice
+    given = ilp.problem.given(stream)
+    source = [(lattice.index[where], column) for where, column in zip(given, ilp.x[stream.source])]
+    flows = []
+    for use, needs in parts.representatives:
+        target = [(lattice.index[where], column) for where, column in zip(needs, ilp.x[use.element])]
+        flows.append(add_flow(ilp.program, lattice, source, target))
+    used: list[list[int]] = [[] for _ in lattice.arcs]
+    for members, forward, backward in parts.groups:
+        add_sharing(ilp, lattice, [flows[member] for member in members], forward, backward, used)
+    ilp.arcs[name] = used
+
+
+@dataclass
+class _VariableGroups:
+    """One use for each set of uses that always go together, and the parts over them, phases merged."""
+
+    representatives: list[int]
+    parts: list[tuple[tuple[int, ...], int, int]]
+
+
+def _groups(problem: Problem, stream: ValueStream, needs: Sequence[Sequence[Placement]]) -> _VariableGroups:
+    """Uses that need the same under every option of the same element, and count alike, are one."""
+    alike: dict[tuple[object, ...], int] = {}
+    position: list[int] = []
+    representatives: list[int] = []
+    for index, use in enumerate(stream.uses):
+        key = (use.element, tuple(needs[index]), use.scope, use.live)
+        if key not in alike:
+            alike[key] = len(representatives)
+            representatives.append(index)
+        position.append(alike[key])
+    merged: dict[tuple[int, ...], list[int]] = {}
+    for phase, copies, uses in problem.parts(stream):
+        members = tuple(sorted({position[use] for use in uses}))
+        merged.setdefault(members, [0, 0])[phase == "backward"] += copies
+    return _VariableGroups(representatives, [(members, f, b) for members, (f, b) in merged.items()])
+
+
+def add_flow(
+    program: LinearProgram,
+    lattice: Lattice,
+    source: Iterable[tuple[int, int]],
+    target: Iterable[tuple[int, int]],
+) -> range:
+    """(conserve): one unit from the placement given to the placement needed; returns the column of each arc.
+
+    ``source`` and ``target`` are (node of the lattice, column of the option that gives or needs it).
+    """
+    columns = program.variables(len(lattice.arcs))
+    terms: list[list[tuple[int, float]]] = [[] for _ in lattice.placements]
+    for node, column in source:
+        terms[node].append((column, 1.0))
+    for node, column in target:
+        terms[node].append((column, -1.0))
+    for column, arc in zip(columns, lattice.arcs):
+        terms[arc.target].append((column, 1.0))
+        terms[arc.source].append((column, -1.0))
+    for row in terms:
+        if row:
+            program.row(row, lower=0.0, upper=0.0)
+    return columns
+
+
+def add_sharing(
+    ilp: ShardingIlp,
+    lattice: Lattice,
+    flows: Sequence[Sequence[int]],
+    forward: int,
+    backward: int,
+    used: list[list[int]],
+) -> None:
+    """(share): w[v,g,a] ≥ y[u,a] for the uses of one group; w takes the cost, and is y itself if g is one use."""
+    program = ilp.program
+    for position, arc in enumerate(lattice.arcs):
+        cost = forward * arc.forward + backward * arc.backward
+        if len(flows) == 1:
+            column = flows[0][position]
+            program.costs[column] += cost
+        elif cost == 0.0 and not arc.memory:
+            continue
+        else:
+            column = program.variable(cost, upper=1.0, integer=True)
+            for flow in flows:
+                program.row(((column, 1.0), (flow[position], -1.0)), lower=0.0)
+        used[position].append(column)
+        if arc.memory and forward:
+            ilp.memory_terms.append((column, float(forward * arc.memory)))
+
+
+def add_memory_limit(ilp: ShardingIlp, limit: float) -> None:
+    """(remember): bytes on each device ≤ limit; counted in MiB to keep coefficients near one."""
+    unit = float(2**20)
+    ilp.program.row(((column, num_bytes / unit) for column, num_bytes in ilp.memory_terms), upper=limit / unit)

@@ -1,0 +1,173 @@
+"""Fill a problem's elements with their options."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from passes.ir.graph import Value
+from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
+from planner.sharding_ilp.options import (
+    OperatorChoices,
+    Option,
+    operator_options,
+    placement_option,
+    placements_of,
+    whole_type,
+)
+from planner.sharding_ilp.sharding_prices import Pricing, is_view
+from planner.sharding_ilp.sharding_problem import Element, Problem
+
+#: Label of the one option of a source that is whole on every rank.
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What axes are for, where that is settled before the search.
+
+    Attributes:
+        fixed: by node name, the label of the one choice that an axis is left with.
+        whole_states: axes on which parameters are stored whole (who divides them over such an axis decides elsewhere).
+    """
+
+    fixed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    whole_states: Collection[str] = ()
+
+
+def fill_options(
+    problem: Problem,
+    pricing: Pricing,
+    *,
+    offers: OperatorChoices,
+    bound_frozen: bool,
+    roles: Roles | None = None,
+) -> None:
+    """Give every element its options, out of what ``offers`` says of operators.
+
+    ``bound_frozen``: where parameters without gradient are stored matters (to a memory limit or a constraint).
+
+    Operators first, then what hands values on, then where values come from: those follow what is asked of them.
+    """
+    filler = _Filler(problem, pricing, offers, bound_frozen, roles or Roles())
+    for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
+        for name, element in problem.elements.items():
+            if element.kind == kind:
+                element.options = filler.options(name, element)
+
+
+class _Filler:
+    def __init__(
+        self,
+        problem: Problem,
+        pricing: Pricing,
+        offers: OperatorChoices,
+        bound_frozen: bool,
+        roles: Roles,
+    ) -> None:
+        self.problem = problem
+        self.pricing = pricing
+        self.mesh: MeshShape = pricing.mesh
+        self.offers = offers
+        self.bound_frozen = bound_frozen
+        self.roles = roles
+        self.live = {use.element for stream in problem.streams.values() for use in stream.uses if use.live}
+        self.outputs = self._outputs_by_source()
+
+    def _outputs_by_source(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, stream in self.problem.streams.items():
+            found.setdefault(stream.source, []).append(name)
+        return found
+
+    def options(self, name: str, element: Element) -> list[Option]:
+        makers = {
+            "op": self._operator,
+            "output": self._output,
+            "carry": self._carry,
+            "input": self._input,
+            "parameter": self._parameter,
+            "buffer": self._whole,
+            "constant": self._whole,
+        }
+        return makers[element.kind](name, element)
+
+    def _operator(self, name: str, element: Element) -> list[Option]:
+        node = element.node
+        assert node is not None
+        rule, flops = self.offers.facts(node)
+        element.has_rule, element.matmul = rule is not None, flops > 0
+        kept = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
+        return operator_options(
+            node,
+            self.offers,
+            self.pricing,
+            live=name in self.live,
+            kept=kept,
+            fixed=self.roles.fixed.get(name),
+        )
+
+    def _output(self, name: str, element: Element) -> list[Option]:
+        stream = self.problem.streams[element.streams[0]]
+        path = element.key.removeprefix("output:")
+        whole = (whole_type(stream.value),) * len(self.mesh.names)
+        if path not in self.problem.pinned_outputs:
+            return [Option(whole, (whole,), ())]
+        makers = self.problem.elements[stream.source].options or [Option((), (), (whole,) * (stream.output + 1))]
+        types = [{whole[0], *(option.outputs[stream.output][axis] for option in makers)} for axis in range(len(whole))]
+        places = placements_of(stream.value, [sorted(axis) for axis in types], self.mesh)
+        free = self.problem.pinned_outputs[path]
+        kept = [p for p in places if all(t == w for t, w, is_free in zip(p, whole, free) if not is_free)]
+        return [Option(where, (where,), ()) for where in kept]
+
+    def _carry(self, name: str, element: Element) -> list[Option]:
+        """Any type that the block's users ask for or its makers give."""
+        value = self.problem.streams[name].value
+        makers = [stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)]
+        given = [where for stream in makers for where in self.problem.given(stream)]
+        asked = [*self._asked(name), *given]
+        types = [
+            sorted({whole_type(value), R, *(where[axis] for where in asked)}) if size > 1 else [whole_type(value)]
+            for axis, size in enumerate(self.mesh.sizes)
+        ]
+        return [Option(where, (where,), (where,)) for where in placements_of(value, types, self.mesh)]
+
+    def _asked(self, stream: str) -> list[Placement]:
+        """Placements that the uses of a stream need, under any option."""
+        return [where for use in self.problem.streams[stream].uses for where in self.problem.needed(use)]
+
+    def _input(self, name: str, element: Element) -> list[Option]:
+        value = self.problem.streams[name].value
+        if value.requires_grad:
+            return self._whole(name, element)
+        element.follows = True
+        return [placement_option(where) for where in self._stored(name, value, R, ())]
+
+    def _parameter(self, name: str, element: Element) -> list[Option]:
+        value = self.problem.streams[name].value
+        element.follows = not value.requires_grad and not self.bound_frozen
+        whole = whole_type(value)
+        places = self._stored(name, value, whole, range(len(value.shape)))
+        return [placement_option(where, self.pricing.state_bytes(value, where).total) for where in places]
+
+    def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
+        """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""
+        asked = self._asked(name)
+        types: list[tuple[SpmdType, ...]] = []
+        for axis, size in enumerate(self.mesh.sizes):
+            if value.kind == "parameter" and self.mesh.names[axis] in self.roles.whole_states:
+                types.append((whole,))
+                continue
+            shards = {where[axis] for where in asked if shard_dim(where[axis]) is not None}
+            shards.update(shard(dim) for dim in dims if value.shape[dim] % size == 0)
+            types.append((whole, *sorted(shards)) if size > 1 else (whole,))
+        return placements_of(value, types, self.mesh)
+
+    def _whole(self, name: str, element: Element) -> list[Option]:
+        streams = [self.problem.streams[stream] for stream in self.outputs[name]]
+        axes = len(self.mesh.names)
+        memory = 0
+        if element.kind in ("parameter", "buffer"):
+            memory = self.pricing.state_bytes(streams[0].value, (R,) * axes).total
+        types = [whole_type(stream.value) if element.kind == "input" else R for stream in streams]
+        return [Option((WHOLE,) * axes, (), tuple((spmd_type,) * axes for spmd_type in types), memory=memory)]

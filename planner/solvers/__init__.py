@@ -1,0 +1,1 @@
+"""Linear programs as arrays, and the solvers that solve them."""

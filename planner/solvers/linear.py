@@ -1,0 +1,94 @@
+"""A mixed-integer linear program as arrays, and its solution; which solver runs it is ``solver``'s business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+#: ``Solution.status`` of a solution that is proved to be the best; of one that a limit stopped.
+OPTIMAL, EFFORT_LIMIT, TIME_LIMIT = "optimal", "stopped by effort limit", "stopped by time limit"
+STOPPED = (EFFORT_LIMIT, TIME_LIMIT)
+#: ``Solution.status`` where the solver ended by itself, but not at the bound.
+UNPROVED = "not proved to be the best"
+#: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About so much takes a second.
+SECOND = 1.6e8
+
+
+@dataclass
+class LinearProgram:
+    """Minimise cost·v subject to row bounds, 0 ≤ v ≤ upper, some v integer.
+
+    Rows are held as flat lists (start of each row, columns, coefficients), ready to pass to a solver.
+    """
+
+    costs: list[float] = field(default_factory=list)
+    uppers: list[float] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    row_lowers: list[float] = field(default_factory=list)
+    row_uppers: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+
+    @property
+    def num_variables(self) -> int:
+        return len(self.costs)
+
+    @property
+    def num_constraints(self) -> int:
+        return len(self.row_lowers)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.columns)
+
+    def cost_of(self, values: Sequence[float]) -> float:
+        """The objective of a solution."""
+        return sum(cost * value for cost, value in zip(self.costs, values))
+
+    def relaxed(self) -> LinearProgram:
+        """The program with no variable integer."""
+        return replace(self, integers=[False] * self.num_variables)
+
+    def variable(self, cost: float = 0.0, *, upper: float = math.inf, integer: bool = False) -> int:
+        """Add a variable ≥ 0 and return its column."""
+        self.costs.append(cost)
+        self.uppers.append(upper)
+        self.integers.append(integer)
+        return len(self.costs) - 1
+
+    def variables(self, count: int) -> range:
+        """Add so many unbounded variables ≥ 0 without cost and return their columns."""
+        first = len(self.costs)
+        self.costs.extend([0.0] * count)
+        self.uppers.extend([math.inf] * count)
+        self.integers.extend([False] * count)
+        return range(first, first + count)
+
+    def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> int:
+        """Add lower ≤ Σ coefficient·variable ≤ upper and return its row."""
+        columns, coefficients = self.columns, self.coefficients
+        for column, coefficient in terms:
+            columns.append(column)
+            coefficients.append(coefficient)
+        self.starts.append(len(self.columns))
+        self.row_lowers.append(lower)
+        self.row_uppers.append(upper)
+        return len(self.row_lowers) - 1
+
+
+@dataclass(frozen=True)
+class LinearSolution:
+    """What a solver found.
+
+    ``values`` is None without a feasible point; ``bound`` is a proved lower bound of the objective (of the program
+    as given); ``infeasible`` says that there is no feasible point at all; ``effort`` is what it took (HiGHS only).
+    """
+
+    values: list[float] | None
+    bound: float
+    status: str
+    solver: str
+    infeasible: bool = False
+    effort: float = 0.0

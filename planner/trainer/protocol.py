@@ -1,0 +1,42 @@
+"""The interface of a trainer that evaluation and saving use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from runtime.module.parallel_module import ParallelModule
+
+
+class Training(Protocol):
+    """A model in training: a ``Trainer``, to what it is made of.
+
+    Attributes:
+        step: updates that were made.
+        global_batch: samples of one.
+        count_fn: valid labels of a batch.
+        predict_fn: ``predict_fn(parallel, batch)``; None for the model's main output.
+        loader_options: of ``DataLoader``.
+    """
+
+    step: int
+    global_batch: int
+    metrics: dict[str, Callable[[Any, Any], Any]]
+    loader_options: dict[str, Any]
+    count_fn: Callable[[Any], float]
+    collate_fn: Callable[..., Any] | None
+    predict_fn: Callable[..., Any] | None
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The sharded model."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's parameters."""
+
+    @property
+    def schedule(self) -> Any:
+        """The learning-rate schedule, or None."""

@@ -1,0 +1,1 @@
+"""planner.verify: every rank of a plan in one process, held against the model on one device."""

@@ -1,0 +1,281 @@
+"""``planner.verify``: every rank of a plan in one process, against the model on one device."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cost_models import Cluster
+from passes.capture import keep_float64
+from passes.ir.graph import Graph
+from passes.ir.types import I, MeshShape
+from passes.plan import Plan
+from planner.checked_numbers import check_whole_number
+from planner.compilation import parallelise
+from planner.planning import as_cluster, as_mesh_shape, plan_graph
+from planner.planning import plan as make_plan
+from planner.verification.comparison import Comparison
+from planner.verification.rounding import judged_by_rounding
+from planner.verification.training_run import Results, TrainingCase, compare, run_alone, run_sharded
+from planner.verification.verify_report import VerifyReport
+from planner.whole_step.candidates.demands import asks_for_step, fixed_axes
+from runtime.execution.rank_mapping import VirtualPlaces
+from runtime.mesh.communication_counter import CommunicationCounter
+from runtime.mesh.layout import VirtualLayout, virtual_ranks
+
+#: Largest relative error that passes, by dtype of the parameters.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+MAX_RANKS = 64
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def verify(
+    model: Any,
+    mesh: MeshShape | Mapping[str, int] | str | Plan | Path,
+    *,
+    batch: Mapping[str, torch.Tensor] | tuple[Any, ...] | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    steps: int = 3,
+    dtype: str | torch.dtype | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    cluster: Cluster | str | None = None,
+    seed: int = 0,
+    learning_rate: float = 1e-3,
+    fuse: bool = True,
+    **options: Any,
+) -> VerifyReport:
+    """Train ``model`` for some steps on one device and, sharded, on every rank of ``mesh``, all in this process.
+
+    Args:
+        model: an ``nn.Module`` with real weights, a Hugging Face config, or a name from the config library.
+        mesh: the mesh to plan for, or a plan (or the path of one). At most 64 ranks. With a pipeline axis, or
+            ``fix`` or ``forbid`` among the options, a whole step is planned.
+        batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
+            (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
+        steps: AdamW steps after which the weights are compared, at least one.
+        dtype: of the parameters in this run. Default: float64, or float32 if the model cannot compute in float64 (the
+            report says so).
+        cluster: the hardware to plan for (default: slow devices on fast links, so that a tiny model is split too).
+        fuse: plan and run fused operators; a plan that is given says so itself.
+        options: constraints, memory_limit and the like, for the search.
+
+    Returns:
+        a report; ``.ok`` says whether losses, norms, all gradients and all weights agree, ``.table()`` shows it. An
+        error above the tolerance is let pass only if the model alone shows as much when the last bits of its weights
+        are changed (``planner.verification.rounding``).
+
+    Raises:
+        ValueError: for more than 64 ranks, less than one step, a model that draws random numbers other than by modules
+            of dropout (which are switched off), and whatever planning refuses.
+    """
+    for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
+        if value is not None:
+            check_whole_number(name, value, at_least=1)
+    user_plan = _given_plan(mesh)
+    if user_plan is None:
+        shape = as_mesh_shape(mesh)  # type: ignore[arg-type]
+        _check_size(shape.num_devices, shape)
+
+    def subject_in(dtype: torch.dtype) -> _Subject:
+        single = real_module(model, dtype=dtype, seed=seed)
+        own_batch = batch
+        if own_batch is None:
+            own_batch = _random_batch(single, batch_size=batch_size or 8, seq_len=seq_len or 16, seed=seed)
+        return _Subject.trained(single, TrainingCase(_cast(own_batch, dtype), loss_fn, steps, learning_rate), dtype)
+
+    subject = _in_widest_dtype(subject_in, dtype)
+    single, training = subject.model, subject.training
+    if user_plan is None:
+        hardware = slow_devices(shape.num_devices)
+        if cluster is not None:
+            hardware = as_cluster(cluster, num_devices=shape.num_devices)
+        if asks_for_step(shape.names, options):
+            fix = fixed_axes(shape.as_dict(), options.pop("fix", None))
+            with keep_float64():
+                user_plan = make_plan(
+                    single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
+                )
+    if user_plan is not None:
+        _check_size(user_plan.step.num_devices, user_plan.mesh)
+
+    def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
+
+    with keep_float64(), virtual_ranks(shape if user_plan is None else user_plan.mesh) as layout:
+        num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
+        places = VirtualPlaces(layout, num_stages=num_stages)
+        parallel = parallelise(
+            copy.deepcopy(single),
+            places,
+            plan=user_plan,
+            planner=find_plan if user_plan is None else None,
+            loss_fn=loss_fn,
+            example_inputs=training.batch,
+        )
+        counter = CommunicationCounter(layout.device_mesh)
+        results = run_sharded(
+            parallel,
+            training,
+            subject.alone,
+            like=single,
+            whole=lambda value: _whole(value, layout),
+            first_step=counter,
+        )
+        disagreement = parallel._state.disagreement()
+    return VerifyReport(
+        type(single).__name__,
+        parallel.plan,
+        subject.tolerance,
+        tuple(subject.judged(results)),
+        disagreement,
+        counter.collectives,
+        parallel.source,
+        subject.note,
+    )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The subject of a verification: a model with its weights before training, and results of unsharded training."""
+
+    model: nn.Module
+    training: TrainingCase
+    dtype: torch.dtype
+    alone: Results
+    note: str = ""
+
+    @classmethod
+    def trained(cls, model: nn.Module, training: TrainingCase, dtype: torch.dtype) -> _Subject:
+        before = torch.get_rng_state()
+        with keep_float64():
+            subject = cls(model, training, dtype, run_alone(copy.deepcopy(model), training))
+        if not torch.equal(torch.get_rng_state(), before):
+            raise ValueError(
+                f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
+                "does, so verify cannot compare them. Pass the numbers as inputs, or compare with planner.compile on "
+                'the mesh "dp=1", which draws what every plan draws'
+            )
+        return subject
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES.get(self.dtype, 1e-4)
+
+    def judged(self, results: Results) -> list[Comparison]:
+        """Compare a sharded run with the unsharded one."""
+        exact = self.dtype == torch.float64
+        with keep_float64():
+            return judged_by_rounding(
+                compare(results, self.alone, self.training, exact=exact),
+                self.model,
+                self.training,
+                self.alone,
+                tolerance=self.tolerance,
+                exact=exact,
+            )
+
+
+def _in_widest_dtype(subject_in: Callable[[torch.dtype], _Subject], dtype: str | torch.dtype | None) -> _Subject:
+    """The subject in ``dtype``; without one in float64, or in float32 if the model runs in that alone.
+
+    Raises:
+        ValueError: if the model does not run in the dtype that was asked for.
+    """
+    if dtype is not None:
+        return subject_in(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    try:
+        return subject_in(torch.float64)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        try:
+            subject = subject_in(torch.float32)
+        except (RuntimeError, NotImplementedError):
+            raise error from None
+    note = f"compared in float32, as the model does not run in float64 on one device either: {reason}"
+    return dataclasses.replace(subject, note=note)
+
+
+def _check_size(num_ranks: int, mesh: MeshShape) -> None:
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {mesh} has {num_ranks}")
+
+
+def slow_devices(num_devices: int) -> Cluster:
+    """A cluster on which splitting always pays: without latency or launches, computing slower than communicating."""
+    return Cluster.uniform(num_devices, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e10)
+
+
+def _whole(loss: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:
+    """The value of a loss, on virtual ranks or as a plain tensor."""
+    return loss if type(loss) is torch.Tensor else layout.join(loss, _invariant(layout))
+
+
+def _invariant(layout: VirtualLayout) -> tuple[str, ...]:
+    return (I,) * len(layout.mesh.names)
+
+
+def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The model with real weights, without dropout, on the CPU, in ``dtype``."""
+    if isinstance(model, nn.Module):
+        module = copy.deepcopy(model)
+    else:
+        from planner.library import build_model, load_config
+
+        config = load_config(str(model)) if isinstance(model, (str, Path)) else model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = build_model(config, dtype=str(dtype).removeprefix("torch."), device="cpu")
+    if any(tensor.is_meta for tensor in module.parameters()):
+        raise ValueError("verify compares numbers: the model has parameters on the meta device, give it real weights")
+    module = module.to("cpu", dtype=dtype)
+    for part in module.modules():
+        # On one device torch would draw other masks.
+        if isinstance(part, _DROPOUTS):
+            part.p = 0.0
+    _without_dropout(module)
+    return module.train()
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Set dropout probabilities to 0, also those in plain attributes or in the config."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+    config = getattr(module, "config", None)
+    for name, value in list(vars(config).items()) if config is not None else []:
+        if isinstance(value, float) and ("drop" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+
+
+def _random_batch(module: nn.Module, *, batch_size: int, seq_len: int, seed: int) -> dict[str, torch.Tensor]:
+    if not hasattr(module, "config"):
+        raise ValueError(
+            f"batch is missing: {type(module).__name__} is not a Hugging Face model, so none can be made up"
+        )
+    from planner.library import random_batch
+
+    return random_batch(module, batch_size=batch_size, seq_len=seq_len, seed=seed)
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return (
+        {name: cast(value) for name, value in batch.items()} if isinstance(batch, Mapping) else tuple(map(cast, batch))
+    )
+
+
+def _given_plan(mesh: Any) -> Plan | None:
+    if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".json")):
+        return Plan.load(mesh)
+    return mesh if isinstance(mesh, Plan) else None

@@ -1,0 +1,420 @@
+"""Level 2: best-first search over all candidates for a training step, with a certificate.
+
+Candidates (layout × micro-batch × schedule) wait in a heap, ordered by a lower bound of their step's seconds. The
+candidate at the top gets a tighter bound, in several stages, and returns to the heap; once its shardings, cuts,
+recompute and ZeRO are solved (``planner.pipeline_ilp.stage_ilp``) it is an incumbent. The search stops when the bound
+at the top is within the gap of the incumbent: everything below is pruned by its bound, which is the certificate.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.stage_bounds import memory_shortfall
+from planner.pipeline_ilp.stage_ilp import CUTOFF, Proofs, bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
+from planner.solvers.linear import OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
+from planner.whole_step.candidates.candidates import Candidate, candidates
+from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
+from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
+from planner.whole_step.costs.candidate_bounds import Bounds
+from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.costs.unit_choices import StageSetting, unit_runs
+from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.search_progress import INTERVAL, SEARCHING, Progress, Report
+
+#: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
+BYTE_WEIGHTS = (0.0, 0.25)
+#: The largest context axis of candidates that are solved before the search begins.
+MOST_CONTEXT = 2
+#: If the best of these exceeds the least bound by more than this factor, others are solved too.
+FAR = 2.0
+#: How much slower than the best these may be, so that the simulator can choose among several.
+TIES = 0.02
+#: Every so many candidates, the one at the top of the heap is solved at once, for a better incumbent.
+DIVE_EVERY = 128
+#: Schedules of the candidates that are solved before the search begins.
+PLAIN = ("1f1b", "interleaved_1f1b")
+#: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
+#: returns to the heap under its proved bound, and then gets twice the effort.
+DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
+
+
+@dataclass(order=True)
+class _Entry:
+    bound: float
+    order: int
+    candidate: Candidate = field(compare=False)
+    stage: int = field(compare=False, default=0)
+    problem: StageProblem | None = field(compare=False, default=None)
+    sharded: Sharded | None = field(compare=False, default=None)
+    weight: float = field(compare=False, default=0.0)
+    recompute: float = field(compare=False, default=0.0)
+    effort: float = field(compare=False, default=0.0)
+    proofs: Proofs = field(compare=False, default_factory=dict)
+
+
+class Search:
+    """Best-first search over all candidates of one model on one cluster."""
+
+    def __init__(
+        self, level_one: LevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
+    ) -> None:
+        self.level_one, self.cluster, self.demands, self.progress = level_one, cluster, demands, progress
+        self.counts: Counter[str] = Counter()
+        self.shortfalls: dict[Candidate, float] = {}
+        self.solutions: list[StepSolution] = []
+        self.links: dict[MeshLayout, Links] = {}
+        self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
+        self.order = itertools.count()
+        self.told = (0.0, float("inf"))
+        self.least = float("inf")
+        self.finished: set[Candidate] = set()
+        self.diving = False
+        self.deadline, self.late = float("inf"), False
+        self.memory = self._memory()
+        self.bounds = Bounds(level_one, demands.training)
+
+    def run(self) -> Outcome:
+        """Search until the gap is closed, the heap is empty, or time is up."""
+        self.deadline = time.monotonic() + self.demands.time_limit
+        heap = list(self._first_entries())
+        heapq.heapify(heap)
+        self._dive(heap)
+        pops = itertools.count(1)
+        while heap and heap[0].bound < self._cutoff():
+            if self._is_late():
+                break
+            entry = heapq.heappop(heap)
+            if entry.stage == 0 and entry.candidate in self.finished:
+                continue
+            if next(pops) % DIVE_EVERY:
+                self._push(heap, self._advance(entry))
+            else:
+                self._finish(heap, entry)
+            self._tell(heap)
+        self.counts["pruned by bound"] += len(heap)
+        best = self.solutions[0].seconds if self.solutions else float("inf")
+        least_open_bound = heap[0].bound if heap else float("inf")
+        bound = min(least_open_bound, self.least, best)
+        return Outcome(self.solutions, bound, TIME_LIMIT if self.late else OPTIMAL, self.counts, self.shortfalls)
+
+    def _is_late(self) -> bool:
+        """Whether time is up. The clock decides nothing else, and the plan reports it."""
+        self.late = self.late or time.monotonic() > self.deadline
+        return self.late
+
+    def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.bound < self._cutoff():
+                heapq.heappush(heap, entry)
+            else:
+                self.counts["pruned by bound"] += 1
+                self._leave(entry.bound)
+
+    def _leave(self, bound: float) -> None:
+        """Record the bound of a pruned candidate; the certificate takes the minimum over all pruned."""
+        self.least = min(self.least, bound)
+
+    def _dive(self, heap: list[_Entry]) -> None:
+        """Solve a few promising candidates first, to have an incumbent to prune with; only one if time is up.
+
+        For every combination of pipeline, context and tensor size (tensor within a node), under the plainest schedules:
+        the smallest micro-batch, which fills the pipeline best and needs least memory; and without a pipeline the
+        largest that may fit, which gathers parameters least often. If the best is far from the bound, also the
+        micro-batch of least bound, whose operators are largest.
+        """
+        far = FAR * min((entry.bound for entry in heap), default=0.0)
+        alone = [entry for entry in heap if entry.candidate.layout.pipeline == 1]
+        self.diving = True
+        firsts = self._firsts(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
+        self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)))
+        if not self.solutions or self.solutions[0].seconds > far:
+            firsts = self._firsts(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
+            self._solve_best(heap, firsts)
+        self.diving = False
+
+    def _solve_best(self, heap: list[_Entry], ready: list[_Entry]) -> None:
+        """Take ``ready`` through all stages, best first, and drop those that the cutoff prunes."""
+        self.finished.update(entry.candidate for entry in ready)
+        heapq.heapify(ready)
+        while ready:
+            entry = heapq.heappop(ready)
+            if entry.bound >= self._cutoff() or (self.solutions and self._is_late()):
+                self._leave(entry.bound)
+                continue
+            for follower in self._advance(entry):
+                heapq.heappush(heap if follower.weight or follower.effort else ready, follower)
+            self._tell(heap)
+
+    def _firsts(self, entries: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
+        """The first of ``entries`` in ``order`` for every combination of axis sizes, among plain ones if any."""
+        best: dict[tuple[int, ...], _Entry] = {}
+        for entry in [entry for entry in entries if self._is_plain(entry.candidate)] or entries:
+            layout = entry.candidate.layout
+            key = (layout.pipeline, layout.context, layout.tensor)
+            incumbent = best.setdefault(key, entry)
+            if order(entry) < order(incumbent):
+                best[key] = entry
+        return [entry for entry in best.values() if entry.candidate not in self.finished]
+
+    def _is_plain(self, candidate: Candidate) -> bool:
+        """Whether a candidate is preferred for solving before the search begins."""
+        layout = candidate.layout
+        near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
+        return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
+
+    def _finish(self, heap: list[_Entry], first: _Entry) -> None:
+        """Take one candidate through all stages at once."""
+        self.finished.add(first.candidate)
+        stack = [first]
+        while stack:
+            entry = stack.pop()
+            if entry.bound >= self._cutoff():
+                self._leave(entry.bound)
+                continue
+            for follower in self._advance(entry):
+                if follower.weight or follower.effort:
+                    heapq.heappush(heap, follower)  # a sharding of fewer bytes, or more solver effort: later
+                else:
+                    stack.append(follower)
+
+    def _tell(self, heap: list[_Entry]) -> None:
+        """Report progress, now and then and at every better plan."""
+        now, best = time.monotonic(), self.solutions[0].seconds if self.solutions else float("inf")
+        if self.progress is None or (best == self.told[1] and now - self.told[0] < INTERVAL):
+            return
+        self.told = (now, best)
+        self.progress(
+            Report(
+                SEARCHING,
+                candidate=str(self.solutions[0].candidate) if self.solutions else "",
+                seconds=best,
+                bound=min(heap[0].bound, best) if heap else best,
+                solved=self.counts["solved"],
+                left=sum(entry.bound < best for entry in heap),
+                num_devices=self.cluster.num_devices,
+            )
+        )
+
+    def _memory(self) -> float:
+        device = self.cluster.device.usable_bytes
+        limit = device if self.demands.memory_limit is None else min(device, self.demands.memory_limit)
+        return limit * (1.0 - self.demands.headroom)
+
+    def _cutoff(self) -> float:
+        """The seconds that a candidate must beat."""
+        num_plans = self.demands.num_alternatives
+        if len(self.solutions) < num_plans:
+            return float("inf")
+        return self.solutions[num_plans - 1].seconds * (1.0 + TIES if self.diving else 1.0 - self.demands.gap)
+
+    def _first_entries(self) -> Iterator[_Entry]:
+        enumerated = candidates(
+            self.cluster,
+            global_batch=self.level_one.global_batch,
+            num_units=sum(unit.count for unit in self.level_one.kept.units),
+            demands=self.demands,
+            micro_batches=self.level_one.micro_batches,
+        )
+        for candidate in enumerated:
+            self.counts["enumerated"] += 1
+            least = self.bounds.whole(candidate.cut)
+            if least == float("inf"):
+                self.counts["cannot be divided"] += 1
+                continue
+            missing = self.bounds.memory(candidate) - self.memory
+            if missing > 0:
+                self._lacks(candidate, missing)
+                continue
+            recompute = self.bounds.recompute(candidate, self.memory)
+            if recompute == float("inf"):
+                self._lacks(candidate, self.bounds.missing)
+                continue
+            yield _Entry(candidate.bound(least + recompute), next(self.order), candidate, recompute=recompute)
+
+    def _lacks(self, candidate: Candidate, missing: float) -> None:
+        """Record a lower bound of the memory shortfall of ``candidate``, in bytes."""
+        self.counts["out of memory"] += 1
+        self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
+
+    def _advance(self, entry: _Entry) -> Iterable[_Entry]:
+        """The entries that replace ``entry``, one stage further; none if it is solved or impossible."""
+        stages = (
+            self._scale,
+            self._gather,
+            self._bound_by_axis,
+            self._shard,
+            self._bound_stages,
+            self._bound_within_memory,
+            self._solve,
+        )
+        return stages[entry.stage](entry)
+
+    def _next(self, entry: _Entry, bound: float, **changes: Any) -> _Entry:
+        """``entry`` one stage further."""
+        return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
+
+    def _bound(self, entry: _Entry, seconds: float) -> float:
+        """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""
+        return entry.candidate.bound(seconds + entry.recompute)
+
+    def _scale(self, entry: _Entry) -> Iterator[_Entry]:
+        yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
+
+    def _gather(self, entry: _Entry) -> Iterator[_Entry]:
+        """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
+        candidate = entry.candidate
+        seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
+        if seconds == float("inf"):
+            self._lacks(candidate, self.bounds.missing)
+            return
+        yield self._next(entry, seconds * candidate.num_microbatches / candidate.layout.pipeline)
+
+    def _bound_by_axis(self, entry: _Entry) -> Iterator[_Entry]:
+        again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))
+        if again > entry.bound:
+            yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
+            return
+        least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0) - entry.recompute)
+        if least == float("inf"):
+            self.counts["cannot be divided"] += 1
+            return
+        yield self._next(entry, self._bound(entry, least))
+
+    def _shard(self, entry: _Entry) -> Iterator[_Entry]:
+        candidate = entry.candidate
+        again = self._bound(entry, self.bounds.scaled(candidate.cut))
+        if again > entry.bound:
+            yield replace(entry, bound=again)
+            return
+        sharded = self.sharded(candidate, entry.weight)
+        if sharded is None:
+            self.counts["cannot be divided"] += 1
+            return
+        elsewhere = self.level_one.may_be_better_elsewhere(candidate.cut)
+        if candidate.layout.order == ORDERS[0] and not entry.weight and not elsewhere:
+            self.bounds.learn(candidate.cut, sharded.without_samples)
+        bound = self._bound(entry, sharded.least_seconds)
+        if not self._is_known(entry, sharded):
+            yield self._next(entry, bound, sharded=sharded)
+        yield from self._with_fewer_bytes(entry, bound)
+
+    def _is_known(self, entry: _Entry, sharded: Sharded) -> bool:
+        """Whether a lower price of bytes gave the same sharding."""
+        lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
+        before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
+        return before is not None and before.seconds == sharded.seconds and before.figures == sharded.figures
+
+    def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
+        assert entry.sharded is not None
+        problem = self.problem(entry.candidate, entry.sharded)
+        bound = quick_bound(problem, cutoff=self._cutoff())
+        missing = memory_shortfall(problem) if bound < self._cutoff() else 0.0
+        if missing > 0:
+            self._lacks(entry.candidate, missing)
+            return
+        yield self._next(entry, bound, problem=problem, proofs={})
+
+    def _bound_within_memory(self, entry: _Entry) -> Iterator[_Entry]:
+        assert entry.problem is not None
+        bound = bound_within_memory(entry.problem, cutoff=self._cutoff(), proofs=entry.proofs)
+        if bound == float("inf"):
+            self.counts["out of memory"] += 1
+            return
+        yield self._next(entry, bound)
+
+    def _solve(self, entry: _Entry) -> Iterable[_Entry]:
+        assert entry.sharded is not None and entry.problem is not None
+        if not entry.effort:
+            self.counts["solved"] += 1
+        gap = self.demands.gap / 2
+        cutoff = self._cutoff() / (1.0 - gap)  # what is given up within the gap of this is proved down to the search's
+        effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
+        solved = solve_stages(
+            entry.problem,
+            effort=effort,
+            deadline=self.deadline,
+            cutoff=cutoff if cutoff < float("inf") else None,
+            gap=gap,
+            proofs=entry.proofs,
+            solver=self.demands.solver,
+        )
+        if solved is None:
+            self.counts["out of memory"] += 1
+            return
+        if solved.assignment is not None:
+            self._add(StepSolution(entry.candidate, entry.sharded, entry.problem, solved))
+        bound = max(entry.bound, solved.bound)
+        if solved.status in (CUTOFF, OPTIMAL, UNPROVED) or bound >= self._cutoff():
+            self._leave(bound)
+            self.counts["pruned by bound"] += solved.assignment is None
+        else:
+            yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
+
+    def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
+        """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or
+        reduce less. ``bound`` is of the operators alone, since bounds of the stages hold for one sharding only."""
+        heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
+        if heavier is not None and entry.candidate.cut.context * entry.candidate.cut.tensor > 1:
+            yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
+
+    def _add(self, solution: StepSolution) -> None:
+        previous = next((other for other in self.solutions if other.candidate == solution.candidate), None)
+        if previous is not None and previous.seconds <= solution.seconds:
+            return  # solved before, or under a sharding that is slower
+        if previous is not None:
+            self.solutions.remove(previous)
+        self.solutions.append(solution)
+        self.solutions.sort(key=lambda entry: entry.seconds)
+        del self.solutions[max(8, self.demands.num_alternatives) :]
+
+    def _links(self, layout: MeshLayout) -> Links:
+        if layout not in self.links:
+            self.links[layout] = Links.of(self.cluster, layout)
+        return self.links[layout]
+
+    def setting(self, candidate: Candidate) -> StageSetting:
+        """Where the units of ``candidate`` run."""
+        layout, demands = candidate.layout, self.demands
+        return StageSetting(
+            layout=layout,
+            links=self._links(layout),
+            num_microbatches=candidate.num_microbatches,
+            tied_apart=layout.pipeline > 1 and SCHEDULES[candidate.schedule].placement != "vee",
+            training=demands.training,
+            recompute=demands.among("recompute", POLICIES),
+            zero=demands.among("zero", ZERO_STAGES),
+        )
+
+    def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
+        """The sharding of one candidate, see ``LevelOne.sharded``."""
+        return self.level_one.sharded(candidate.cut, candidate.layout, self._links(candidate.layout), weight=weight)
+
+    def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
+        """The stage problem of one candidate under one sharding."""
+        return StageProblem(
+            runs=self._runs(candidate, sharded),
+            schedule=candidate.schedule,
+            num_ranks=candidate.layout.pipeline,
+            num_chunks=candidate.num_chunks,
+            num_microbatches=candidate.num_microbatches,
+            memory=(self.memory,) * candidate.layout.pipeline,
+        )
+
+    def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
+        """The chain of units with all choices, cached for all schedules with the same setting."""
+        setting = self.setting(candidate)
+        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.tied_apart)
+        if key not in self.runs:
+            self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
+        return self.runs[key][1]

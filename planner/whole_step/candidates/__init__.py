@@ -1,0 +1,1 @@
+"""What is searched: meshes, micro-batches and schedules, what the user demands of them, and what experts would take."""

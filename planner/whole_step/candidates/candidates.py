@@ -1,0 +1,130 @@
+"""The candidates of the search: layout × micro-batch × schedule, each with a bound that is cheap to compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES, reason_not
+from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
+from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts
+from planner.whole_step.costs.sharding import Cut
+from planner.whole_step.costs.step_prices import PIPELINE
+
+#: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
+#: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
+#: (``cost_models.step_time``) promises too much.
+STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
+
+#: Times the mean of all chunks that the longest must be at most if units are dealt out as evenly as can be. Chunks of
+#: one and of two layers on the way down and up wait for each other, which the closed form does not see.
+EVEN: Mapping[str, float] = {"zbv": 1.25, "dualpipev": 1.25}
+
+#: Names of choices that are not those of a candidate's fields.
+_FIELDS = {"micro_batch": "local_batch"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout, micro-batch and schedule of a step; shardings, cuts, recompute and ZeRO are searched for each.
+
+    ``local_batch``: samples of one micro-batch on one device; ``chunks_per_rank``: chunks of the model a device holds.
+    """
+
+    layout: MeshLayout
+    local_batch: int
+    num_microbatches: int
+    schedule: str
+    chunks_per_rank: int
+
+    @property
+    def cut(self) -> Cut:
+        pieces = self.layout.data * self.num_microbatches
+        return Cut(pieces, self.layout.context, self.layout.tensor)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.layout.pipeline * self.chunks_per_rank
+
+    def value_of(self, name: str) -> Any:
+        """The candidate's value of one of the choices in ``demands.CHOICES`` (those that it decides)."""
+        sizes = self.layout.sizes
+        return sizes[name] if name in sizes else getattr(self, _FIELDS.get(name, name))
+
+    def bound(self, seconds: float) -> float:
+        """Lower bound of the step if one micro-batch takes ``seconds``, summed over the ranks of one pipeline.
+
+        The busiest rank has at least its share, and where fill and drain are those of one-forward-one-backward the
+        first micro-batch passes all ranks (see ``cost_models.step_time``).
+        """
+        ranks, m = self.layout.pipeline, self.num_microbatches
+        row = SCHEDULES[self.schedule]
+        if row.fill != (1, 1, 1):
+            return seconds * m / ranks
+        divisor = self.chunks_per_rank if row.divided else 1
+        return seconds * ((m - 1 / divisor) / ranks + 1 / divisor)
+
+    def __str__(self) -> str:
+        pipeline = f", {self.schedule}" if self.layout.pipeline > 1 else ""
+        if self.chunks_per_rank > 1:
+            pipeline += f" with {self.chunks_per_rank} chunks a rank"
+        return f"{self.layout}, {self.num_microbatches} micro-batches of {self.local_batch}{pipeline}"
+
+
+def candidates(
+    cluster: Cluster, *, global_batch: int, num_units: int, demands: Demands, micro_batches: bool = True
+) -> Iterator[Candidate]:
+    """All candidates that the demands allow; ``micro_batches`` False: only whole batches (samples are mixed)."""
+    sizes = {axis: _allowed(axis, cluster.num_devices, demands) for axis in AXES}
+    for layout in layouts(cluster, sizes):
+        if global_batch % layout.data or layout.pipeline > num_units or not demands.allows("order", layout.order):
+            continue
+        for local_batch in divisors(global_batch // layout.data):
+            m = global_batch // layout.data // local_batch
+            if (m > 1 and not micro_batches) or not demands.allows("micro_batch", local_batch):
+                continue
+            if demands.allows("num_microbatches", m):
+                yield from _schedules(layout, local_batch, m, num_units, demands)
+
+
+def _allowed(axis: str, num_devices: int, demands: Demands) -> frozenset[int] | None:
+    if axis not in demands.fixed and axis not in demands.forbidden:
+        return None
+    return frozenset(size for size in divisors(num_devices) if demands.allows(axis, size))
+
+
+def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, demands: Demands) -> Iterator[Candidate]:
+    if layout.pipeline == 1:
+        if _wants_pipeline(demands):
+            return
+        yield Candidate(layout, local_batch, m, "1f1b", 1)
+        return
+    for name in demands.among("schedule", SCHEDULES):
+        row = SCHEDULES[name]
+        counts = CHUNKS_PER_RANK if row.chunks_per_rank is None else (row.chunks_per_rank,)
+        if "chunks_per_rank" in demands.fixed:
+            counts = tuple(sorted(demands.fixed["chunks_per_rank"]))
+        for chunks in demands.among("chunks_per_rank", counts):
+            total = layout.pipeline * chunks
+            if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
+                continue
+            if "schedule" not in demands.fixed and not is_even(name, num_units=num_units, num_chunks=total):
+                continue
+            if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
+                yield Candidate(layout, local_batch, m, name, chunks)
+
+
+def is_even(schedule: str, *, num_units: int, num_chunks: int) -> bool:
+    """Whether the units divide evenly enough over the chunks for ``schedule``."""
+    return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
+
+
+def _wants_pipeline(demands: Demands) -> bool:
+    """Whether the user fixes pp=1 together with what only a pipeline has."""
+    fixed = demands.fixed
+    if fixed.get(PIPELINE) != {1}:
+        return False  # a schedule is meant for the plans that have a pipeline
+    return "1f1b" not in fixed.get("schedule", ("1f1b",)) or 1 not in fixed.get("chunks_per_rank", (1,))

@@ -1,0 +1,204 @@
+"""What the user fixes or forbids in a plan of a training step, and the other options of the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_models.fields import suggest
+from cost_models.schedules import SCHEDULES
+from planner.solvers.pulp_solver import HIGHS
+from planner.whole_step.candidates.mesh_layout import AXES
+from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
+from planner.whole_step.costs.step_prices import PIPELINE
+
+#: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
+CHOICES: Mapping[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys(AXES),
+    "micro_batch": None,
+    "num_microbatches": None,
+    "chunks_per_rank": None,
+    "schedule": tuple(SCHEDULES),
+    "recompute": POLICIES,
+    "zero": ZERO_STAGES,
+}
+#: Chunks on each rank that interleaved schedules are tried with, unless the user says.
+CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Requirements on a plan, and options of the search.
+
+    Attributes:
+        fixed: name → values allowed. The names: mesh axes (sizes), ``micro_batch`` (samples on one device at a time),
+            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``; and, not for users,
+            ``order`` (of the axes on the links, see ``layout.ORDERS``).
+        forbidden: name → values not allowed.
+        headroom: share of each device's memory to leave free.
+        memory_limit: bytes that a device may hold; None for its own memory.
+        training: optimizer and gradient dtype.
+        compiled: whether elementwise chains run as fused kernels, as ``torch.compile`` makes them.
+        num_alternatives: how many plans to return, the best first.
+        gap: the search stops when no plan can be better by more than this share.
+        time_limit: seconds.
+        solver: PuLP's name of the solver of integer programs.
+    """
+
+    fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    forbidden: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    headroom: float = 0.0
+    memory_limit: float | None = None
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    compiled: bool = False
+    num_alternatives: int = 1
+    gap: float = 9.5e-3
+    time_limit: float = 90.0
+    solver: str = HIGHS
+
+    def allows(self, name: str, value: Any) -> bool:
+        return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())
+
+    def among(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(value for value in values if self.allows(name, value))
+
+
+#: Options of ``planner.plan`` that only a search of whole steps takes, with their defaults.
+STEP_OPTIONS: Mapping[str, Any] = {
+    "fix": None,
+    "forbid": None,
+    "headroom": None,
+    "num_devices": None,
+    "objective": "time",
+    "target_seconds": None,
+    "num_alternatives": 1,
+    "optimizer": "adamw",
+    "gradient_dtype": None,
+    "compiled": False,
+}
+
+
+def said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of whole steps that differ from their defaults."""
+    return {name: options[name] for name, default in STEP_OPTIONS.items() if options.get(name, default) != default}
+
+
+def asks_for_step(axes: Iterable[str], options: Mapping[str, Any]) -> bool:
+    """Whether to search a whole step on a fixed mesh: it has a pipeline axis, or some option is about steps."""
+    return PIPELINE in axes or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
+
+
+def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``fix`` with the axis sizes of a mesh; an axis that it does not have has size 1.
+
+    Raises:
+        ValueError: for an axis that steps do not have, or whose size in ``fix`` differs.
+    """
+    unknown = [name for name in sizes if name not in AXES]
+    if unknown:
+        raise ValueError(f"a step has no mesh axis {unknown[0]!r}: its axes are {', '.join(AXES)}")
+    fixed = {axis: sizes.get(axis, 1) for axis in AXES}
+    for axis, size in fixed.items():
+        if (fix or {}).get(axis, size) != size:
+            raise ValueError(f"fix says {axis}={(fix or {})[axis]}, but the mesh has {axis}={size}: drop one of them")
+    return {**(fix or {}), **fixed}
+
+
+def recorded(demands: Demands) -> dict[str, Any]:
+    """What a certificate says of ``demands``, for ``read_demands``: all that a plan does not say elsewhere, but time.
+
+    Nothing if there are demands that are not for users.
+    """
+    if not demands.fixed.keys() | demands.forbidden.keys() <= CHOICES.keys():
+        return {}
+    return {
+        "fix": {name: sorted(values) for name, values in sorted(demands.fixed.items())},
+        "forbid": {name: sorted(values) for name, values in sorted(demands.forbidden.items())},
+        "memory_limit": demands.memory_limit,
+        "num_alternatives": demands.num_alternatives,
+        "gap": demands.gap,
+    }
+
+
+def read_demands(
+    fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None, **options: Any
+) -> Demands:
+    """Demands from ``{"tp": 8, "schedule": ["1f1b", "gpipe"], …}``; a value or a collection of them.
+
+    Raises:
+        ValueError: for an unknown name, or a value that it cannot have.
+    """
+    check_share("headroom", options.get("headroom", 0.0))
+    check_count("num_alternatives", options.get("num_alternatives", 1))
+    check_memory_limit(options.get("memory_limit"))
+    check_time_limit(options.get("time_limit", 0.0))
+    demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
+    for name in demands.forbidden:
+        values = demands.fixed.get(name, CHOICES.get(name))
+        if values is not None and not demands.among(name, values):
+            listed = ", ".join(map(str, values))
+            raise ValueError(f"fix and forbid leave no value of {name!r}: of {listed} all are forbidden")
+    return demands
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a share of memory that leaves some."""
+    if not is_number(value) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a share of memory from 0 to below 1, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
+
+
+def check_memory_limit(value: Any) -> None:
+    """Raise ValueError unless ``value`` is bytes, or None for no limit."""
+    if value is not None and (not is_number(value) or not 0 < value < math.inf):
+        raise ValueError(f"memory_limit must be a positive number of bytes (None: all there is), got {value!r}")
+
+
+def check_time_limit(value: Any) -> None:
+    """Raise ValueError unless ``value`` is seconds."""
+    if not is_number(value) or not value >= 0:
+        raise ValueError(f"time_limit must be at least 0 seconds, got {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is an int or a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read(demands_by_name: Mapping[str, Any], where: str) -> dict[str, frozenset[Any]]:
+    if not isinstance(demands_by_name, Mapping):
+        raise ValueError(f'{where} must be {{name: value or values}}, such as {{"tp": 8}}, got {demands_by_name!r}')
+    values_by_name = {}
+    for name, value in demands_by_name.items():
+        if name not in CHOICES:
+            hint = suggest(name, CHOICES) or f": expected one of {', '.join(CHOICES)}"
+            raise ValueError(f"{where}: unknown name {name!r}{hint}")
+        values = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+        if not values:
+            raise ValueError(f"{where}: {name!r} has no values")
+        values_by_name[name] = frozenset(_checker(name)(name, where, item) for item in values)
+    return values_by_name
+
+
+def _checker(name: str) -> Callable[[str, str, Any], Any]:
+    return _positive if CHOICES[name] is None else _listed
+
+
+def _positive(name: str, where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {name!r} must be an integer of at least 1, got {value!r}")
+    return value
+
+
+def _listed(name: str, where: str, value: Any) -> Any:
+    choices = CHOICES[name] or ()
+    if value not in choices or isinstance(value, bool):
+        raise ValueError(f"{where}: {name!r} must be one of {', '.join(map(str, choices))}, got {value!r}")
+    return value

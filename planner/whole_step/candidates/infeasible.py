@@ -1,0 +1,67 @@
+"""What to say when no plan is found: demands that contradict each other, or missing memory and what helps."""
+
+from __future__ import annotations
+
+from passes.plan.step_plan import RankMemory
+from planner.pipeline_ilp.stage_problem import as_step
+from planner.solvers.linear import TIME_LIMIT
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.conflicts import conflict
+from planner.whole_step.candidates.nearest_feasible import Closest, Looks, closest, size_text
+from planner.whole_step.candidates.relaxations import relaxations
+from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.plan_of_solution import memory_by_rank
+
+#: Candidates that are looked at, in all, for what is missing and what would help.
+LOOKS = 60
+_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "saved activations",
+    "transient": "temporaries while one layer runs",
+}
+
+
+def infeasible(search: Search, outcome: Outcome) -> ValueError:
+    """The error for a search that found nothing."""
+    contradiction = conflict(search)
+    if contradiction is not None:
+        return ValueError(contradiction)
+    if outcome.status == TIME_LIMIT:
+        return ValueError(
+            f"no plan was found within time_limit = {search.demands.time_limit:g} s, {outcome.counts['solved']} of "
+            f"{outcome.counts['enumerated']} candidates solved: give more time"
+        )
+    looks = Looks(LOOKS)
+    nearest = closest(search, looks=looks)
+    if nearest is None:
+        return ValueError(
+            f"no way to divide batch, sequence and tensors over {search.cluster.num_devices} devices meets the "
+            "demands: loosen fix, forbid or constraints, or take another number of devices"
+        )
+    helpful = "; or ".join(relaxations(search, nearest, looks=looks))
+    return ValueError(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
+
+
+def _what_is_missing(search: Search, nearest: Closest) -> str:
+    fullest = _fullest(search, nearest)
+    message = (
+        f"no plan fits in memory: {nearest.candidate} comes closest, and lacks {size_text(nearest.missing)} on its "
+        f"fullest device, of which {size_text(search.memory)} can be used"
+    )
+    if fullest is None:
+        return message
+    parts = {name: getattr(fullest, field) for field, name in _PARTS.items()}
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    return f"{message}; most of what it holds is {max(parts, key=lambda name: parts[name])} ({sizes})"
+
+
+def _fullest(search: Search, nearest: Closest) -> RankMemory | None:
+    """What the fullest device would hold if it could."""
+    stages = nearest.stages()
+    if stages is None or stages.assignment is None:
+        return None
+    solution = StepSolution(nearest.candidate, nearest.sharded, nearest.problem, stages)
+    ranks = memory_by_rank(search, solution, as_step(nearest.problem, stages.assignment))
+    return max(ranks, key=lambda rank: rank.total)

@@ -1,0 +1,128 @@
+"""Mesh shapes: how many ways of pipeline, data, context and tensor parallelism, and in which order they lie on ranks.
+
+The order says which link level an axis runs on: ranks are numbered node after node, and the last axis joins
+neighbours. Two orders in which every axis crosses the same links are one layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from cost_models import Cluster, CostModel
+from cost_models.hardware import placement
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, PIPELINE, TENSOR
+
+AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
+#: Orders that are tried, outermost axis first. The tensor axis, which talks most and must be waited for, is innermost;
+#: data and context stay together, since gradients are reduced over both; a context axis is tried in the first only.
+ORDERS = (
+    (PIPELINE, DATA, CONTEXT, TENSOR),
+    (DATA, CONTEXT, PIPELINE, TENSOR),
+)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Sizes of the axes and their order, outermost first."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+    order: tuple[str, ...] = field(default=ORDERS[0])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis → size, in mesh order."""
+        by_name = {PIPELINE: self.pipeline, DATA: self.data, CONTEXT: self.context, TENSOR: self.tensor}
+        return {axis: by_name[axis] for axis in self.order}
+
+    @property
+    def num_devices(self) -> int:
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @property
+    def group(self) -> int:
+        """Devices that hold the same parameters: data and context together."""
+        return self.data * self.context
+
+    def stride(self, axis: str) -> int:
+        names = list(self.order)
+        return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Prices of one layout.
+
+    Attributes:
+        axes: of every axis by itself.
+        group: of data and context as one axis (``dp``).
+        samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links,
+            wherever the data axis lies, so that shardings found for one layout serve others; free where nothing is
+            divided.
+    """
+
+    axes: CostModel
+    group: CostModel
+    samples: tuple[float, float]
+
+    @staticmethod
+    def of(cluster: Cluster, layout: MeshLayout) -> Links:
+        merged: dict[str, int] = {}
+        for axis, size in layout.sizes.items():
+            if axis in (DATA, CONTEXT):
+                merged[DATA] = merged.get(DATA, 1) * size
+            else:
+                merged[axis] = size
+        slowest = cluster.levels[-1].slowest_link(cluster.num_devices)
+        samples = slowest if layout.group > 1 else (0.0, math.inf)
+        return Links(CostModel(cluster, layout.sizes), CostModel(cluster, merged), samples)
+
+
+def layouts(cluster: Cluster, allowed: Mapping[str, frozenset[int] | None]) -> Iterator[MeshLayout]:
+    """Every layout over all devices of ``cluster`` whose axis sizes are allowed (None: any), one per set of links."""
+    total = cluster.num_devices
+    seen: set[tuple[object, ...]] = set()
+    for pipeline, data, context, tensor in _factorings(total, [allowed.get(axis) for axis in AXES]):
+        for order in ORDERS[:1] if context > 1 else ORDERS:
+            layout = MeshLayout(pipeline, data, context, tensor, order)
+            key = (pipeline, data, context, tensor, *_crossings(cluster, layout))
+            if key not in seen:
+                seen.add(key)
+                yield layout
+
+
+def _factorings(total: int, allowed: list[frozenset[int] | None]) -> Iterator[tuple[int, ...]]:
+    """Ways to write ``total`` as a product of allowed sizes, one per axis."""
+    if len(allowed) == 1:
+        if allowed[0] is None or total in allowed[0]:
+            yield (total,)
+        return
+    for size in divisors(total):
+        if allowed[0] is None or size in allowed[0]:
+            for rest in _factorings(total // size, allowed[1:]):
+                yield (size, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _crossings(cluster: Cluster, layout: MeshLayout) -> Iterator[tuple[object, ...]]:
+    """For every axis, the levels it crosses and how it lies on them: what its prices depend on."""
+    sizes = layout.sizes
+    for axis in (PIPELINE, TENSOR, DATA, CONTEXT):
+        if sizes[axis] == 1:
+            yield (axis,)
+            continue
+        stride = layout.stride(axis)
+        places = placement(cluster.levels, stride=stride, size=sizes[axis])
+        yield (axis, *((name, min(sizes[axis], max(1, count)), step) for name, count, step in places))

@@ -1,0 +1,1 @@
+"""What one candidate costs: shardings, units and bounds."""

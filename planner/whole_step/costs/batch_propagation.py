@@ -1,0 +1,143 @@
+"""Propagate the batch dimension through a graph: the choice of every operator on an axis that divides only the batch.
+
+Data parallelism and micro-batches divide the batch and nothing else, so their axis needs no search: each operator takes
+the choice that accepts its inputs without conversion. An operator that mixes samples (statistics of batch norm) needs
+the whole batch; the conversion of its input shows this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import I, P, R, SpmdType, shard, shard_dim
+from passes.rules.rule import AxisChoice, axis_choices
+from planner.sharding_ilp.model_figures import batch_size_of
+from planner.sharding_ilp.options import RuleFor
+
+#: Cost of each conversion between types, used to rank choices. Only the order matters. A number that is no sum over
+#: samples (a penalty on weights) is preferably counted once in a partial sum, before the sum is reduced.
+FREE, SLICE, COUNT_ONCE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 1.0, 1e3, 1e6
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The choices on an axis that divides samples.
+
+    Attributes:
+        labels: the choice of each operator, by node name.
+        types: type of each value where its operator makes it.
+        mixing: names of the values that must be whole over all samples, and of nodes that write a buffer (once a step).
+            Scalars that depend on inputs alone are not among them: they are computed before the first sample is run
+            (how many labels are valid).
+    """
+
+    labels: Mapping[str, str]
+    types: Mapping[str, SpmdType]
+    mixing: tuple[str, ...]
+
+
+def follow_batch(
+    graph: Graph, *, rules: RuleFor, skip: Collection[str] = (), alias: Mapping[str, str] | None = None
+) -> Followed:
+    """The choice of every operator of ``graph`` on an axis that divides the inputs' first dim.
+
+    ``skip``: nodes of later copies of a block; ``alias``: values of the last copy used after the block → the first's.
+    Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too.
+    """
+    size = batch_size_of(graph)
+    values = graph.values
+    types: dict[str, SpmdType] = {}
+    for value in graph.inputs:
+        cut = bool(value.shape) and value.shape[0] == size and size > 1
+        types[value.name] = shard(0) if cut else _whole(value)
+    types.update((state.value.name, _whole(state.value)) for state in graph.states)
+    labels: dict[str, str] = {}
+    mixing: list[str] = []
+    last = alias or {}
+    learnt, behind_loss = _learnt(graph), _behind_loss(graph)
+    for node in graph.nodes:
+        if node.name in skip:
+            continue
+        types.update((name, types[last[name]]) for name in node.inputs if name in last)
+        if node.constant:
+            types.update((value.name, R) for value in node.outputs)
+            continue
+        if node.writes_buffer:
+            mixing.append(node.name)
+        choice = _best(node, values, types, rules)
+        labels[node.name] = choice.label
+        types.update(zip((value.name for value in node.outputs), choice.outputs))
+        for name, needed in zip(node.inputs, choice.inputs):
+            is_known_ahead = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
+            if _effort(types[name], needed, values[name]) >= REDUCE and not is_known_ahead:
+                mixing.append(name)
+    return Followed(labels, types, tuple(dict.fromkeys(mixing)))
+
+
+def _learnt(graph: Graph) -> frozenset[str]:
+    """Values that depend on a parameter."""
+    dependent = {state.value.name for state in graph.states if state.value.kind == "parameter"}
+    for node in graph.nodes:
+        if not dependent.isdisjoint(node.inputs):
+            dependent.update(value.name for value in node.outputs)
+    return frozenset(dependent)
+
+
+def _behind_loss(graph: Graph) -> frozenset[str]:
+    """Nodes that the loss depends on (without a loss: any output)."""
+    needed_values = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
+    needed_nodes = set()
+    for node in reversed(graph.nodes):
+        if any(value.name in needed_values for value in node.outputs):
+            needed_nodes.add(node.name)
+            needed_values.update(node.inputs)
+    return frozenset(needed_nodes)
+
+
+def _whole(value: Value) -> SpmdType:
+    return I if value.requires_grad else R
+
+
+def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
+    """The choice with the least cost of input conversions; of equal ones the one that divides the work."""
+    rule = rules(node, values)
+    if rule is None:
+        return _replicated(node, values)
+    input_grads = [values[name].requires_grad for name in node.inputs]
+    choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])
+
+    def effort(choice: AxisChoice) -> tuple[float, bool, bool]:
+        conversion_effort = sum(
+            _effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs)
+        )
+        reduction_effort = REDUCE * len(choice.reductions)
+        return conversion_effort + reduction_effort, choice.factor is None, R in choice.outputs
+
+    return min(choices, key=effort)
+
+
+def _replicated(node: Node, values: Mapping[str, Value]) -> AxisChoice:
+    grads = [values[name].requires_grad for name in node.inputs]
+    inputs = tuple(I if grad else R for grad in grads)
+    return AxisChoice(
+        "invariant" if any(grads) else "replicate", inputs, tuple(I if v.requires_grad else R for v in node.outputs)
+    )
+
+
+def _effort(have: SpmdType, need: SpmdType, value: Value) -> float:
+    if have == need or {have, need} <= {R, I}:
+        return FREE
+    if have in (R, I) and need == P and value.num_elements == 1:
+        return COUNT_ONCE
+    if have in (R, I):
+        return SLICE if shard_dim(need) is not None and value.kind != "parameter" else SCATTER * _weight(value)
+    if have == P:
+        return REDUCE * _weight(value)
+    return GATHER
+
+
+def _weight(value: Value) -> float:
+    return 1.0 + math.log2(max(1, value.num_elements))

@@ -1,0 +1,308 @@
+"""Lower bounds of a candidate before its sharding is searched, from shardings with fewer axes.
+
+They rest on two properties of the cost models (``cost_models.efficiency``, ``cost_models.collectives``): one of n
+equal parts of an operator or a message never takes less than 1/n of its time, and never holds less than 1/n of its
+bytes. So an axis of n devices saves at most a factor of n, and a micro-batch of fewer samples takes at least its share
+of a larger one's time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cost_models.dtypes import item_size
+from cost_models.memory import zero_state_bytes
+from cost_models.schedules import in_flight
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout, divisors
+from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.costs.sharding import Cut
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
+
+#: Relative slack for sums of bytes.
+ROUNDING = 1e-9
+
+
+#: Devices from which on so many tensor sizes stand beside a context axis that its conversions are worth pricing apart.
+SHARED_FROM = 256
+
+
+class Known:
+    """Seconds of one micro-batch for some cuts, and the lower bounds that follow for cuts into more parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Cut, float] = {}
+        self._totals: list[tuple[Cut, float]] = []
+        self._most: dict[Cut, tuple[int, float]] = {}
+
+    def add(self, cut: Cut, seconds: float) -> None:
+        """Record the seconds of ``cut``, unless it has some already."""
+        if cut not in self.seconds:
+            self.seconds[cut] = seconds
+            self._totals.append((cut, seconds * cut.parts))
+
+    def most(self, cut: Cut) -> float:
+        """Lower bound of ``cut`` from the recorded cuts into fewer parts; checks only those new since the last call."""
+        looked_at, most = self._most.get(cut, (0, 0.0))
+        if looked_at < len(self._totals):
+            for recorded, total in itertools.islice(self._totals, looked_at, None):
+                if not (cut.context % recorded.context or cut.tensor % recorded.tensor or cut.pieces % recorded.pieces):
+                    most = max(most, total)
+            self._most[cut] = (len(self._totals), most)
+        return most / cut.parts
+
+
+@dataclass(frozen=True)
+class _Least:
+    """Least bytes of the undivided model with one micro-batch: state; saved under the leanest policies; peak."""
+
+    state: float
+    kept: float
+    peak: float
+
+
+class Bounds:
+    """Lower bounds of the candidates of one search, cached by cut."""
+
+    def __init__(self, level_one: LevelOne, training: TrainingOptions) -> None:
+        self.level_one, self.training = level_one, training
+        self.known = Known()
+        #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
+        self.conversions: defaultdict[int, Known] = defaultdict(Known)
+        self.impossible: set[Cut] = set()
+        self._zero: dict[MeshLayout, tuple[tuple[float, float], ...]] = {}
+        self._leasts: dict[int, _Least | None] = {}
+        #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
+        self.missing = 0.0
+        self._missing: dict[tuple[object, ...], float] = {}
+        self._recompute: dict[tuple[object, ...], float] = {}
+
+    def whole(self, cut: Cut) -> float:
+        """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
+        return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
+
+    def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
+        """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
+
+        State must fit beside the least activations. A relaxation: fractions of layers take each stage, those that free
+        most bytes a second first (as in ``recompute``). Infinite if no stage fits.
+        """
+        least = self._least(candidate.cut.pieces)
+        assert least is not None  # the candidate has been bounded by it
+        layout = candidate.layout
+        ways = layout.context * layout.tensor
+        activations = max(least.kept, least.peak) / ways
+        if layout not in self._zero:
+            self._zero[layout] = tuple(self._zero_costs(candidate, links, stages))
+        hull = _hull([(held, seconds) for held, seconds in self._zero[layout]])
+        room = memory * layout.pipeline - activations
+        if room >= hull[0][0]:
+            return hull[0][1]
+        for (most, less), (fewer, more) in pairwise(hull):
+            if room >= fewer:
+                return less + (more - less) * (most - room) / (most - fewer)
+        if room < hull[-1][0] * (1 - ROUNDING):
+            self.missing = (hull[-1][0] - room) / layout.pipeline
+            return math.inf
+        return hull[-1][1]
+
+    def _zero_costs(self, candidate: Candidate, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
+        """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
+        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
+        assert sharded is not None  # the candidate has been bounded by it
+        for stage in stages if layout.group > 1 else (0,):
+            held = seconds = 0.0
+            for figures in sharded.figures:
+                gathered = reduced = 0.0
+                for weight in figures.weights:
+                    if not weight.trainable:
+                        continue
+                    elements = weight.elements // layout.tensor
+                    dtype = self.training.gradients(weight.dtype)
+                    parts = zero_state_bytes(
+                        elements, weight.dtype, stage=stage, group_size=layout.group, gradient_dtype=dtype,
+                        optimizer=self.training.optimizer,
+                    )  # fmt: skip
+                    held += (1 if weight.shared else figures.unit.count) * parts.total
+                    gathered += 0.0 if weight.shared else elements * item_size(weight.dtype)
+                    reduced += 0.0 if weight.shared else elements * item_size(dtype)
+                price = links.group.collective_seconds
+                if stage == 3:
+                    seconds += figures.unit.count * 2 * price("all_gather", num_bytes=gathered, axis=DATA)
+                if stage >= 2:
+                    seconds += figures.unit.count * price("reduce_scatter", num_bytes=reduced, axis=DATA)
+            yield held, seconds
+
+    def recompute(self, candidate: Candidate, memory: float) -> float:
+        """Lower bound of the seconds that one micro-batch recomputes to fit in ``memory`` bytes on each device.
+
+        It adds to every bound of the rest: recomputed operators run again, divided over no more devices.
+
+        A relaxation: undivided operators over the number of devices, the least state, the fewest micro-batches in
+        flight anywhere, the memory of all ranks pooled, and fractions of layers under each policy (a linear knapsack,
+        solved by taking first what saves most bytes a second). Infinite if even the leanest policies do not fit.
+        """
+        layout = candidate.layout
+        held = in_flight(
+            candidate.schedule,
+            num_ranks=layout.pipeline,
+            num_microbatches=candidate.num_microbatches,
+            num_chunks=candidate.num_chunks,
+        )
+        key = (candidate.cut, layout.pipeline, layout.num_devices, min(held))
+        if key not in self._recompute:
+            self._recompute[key] = self._knapsack(candidate, min(held), memory)
+            self._missing[key] = self.missing
+        self.missing = self._missing[key]
+        return self._recompute[key]
+
+    def _knapsack(self, candidate: Candidate, held: float, memory: float) -> float:
+        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
+        if sharded is None:
+            return math.inf
+        ways = layout.context * layout.tensor
+        least = self._least(candidate.cut.pieces)
+        assert least is not None  # there is a sharding
+        room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
+        room -= max(min(policy.peak_bytes for policy in figures.policies) for figures in sharded.figures) / ways
+        seconds, steps = 0.0, []
+        for figures in sharded.figures:
+            hull = _hull([(policy.saved_bytes, policy.compute + policy.communication) for policy in figures.policies])
+            room -= figures.unit.count * held * hull[0][0] / ways
+            steps += [
+                (
+                    (cost - less) / max(1.0, saved_bytes - fewer),
+                    figures.unit.count * (saved_bytes - fewer),
+                    figures.unit.count * (cost - less),
+                )
+                for (saved_bytes, less), (fewer, cost) in pairwise(hull)
+            ]
+        for _, freed, cost in sorted(steps):
+            if room >= 0:
+                break
+            share = min(1.0, -room * ways / (held * freed)) if freed else 0.0
+            room += share * held * freed / ways
+            seconds += share * cost
+        if room < -ROUNDING * memory:
+            self.missing = -room / layout.pipeline
+            return math.inf
+        return seconds / ways
+
+    def scaled(self, cut: Cut) -> float:
+        """Lower bound of one micro-batch in seconds, from the recorded cuts into fewer parts on the same axes.
+
+        If d divides n, an axis of d devices takes at most n/d times as long as one of n. With both axes the context
+        axis does at every operator what it does alone (``planner.whole_step.costs.sharding``), so its conversions add
+        to the whole cost of the tensor axis, each with at least 1/n of the bytes.
+        """
+        least = self.known.most(cut)
+        if cut.context == 1 or cut.tensor == 1:
+            return least
+        tensor = self.known.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
+        along = Cut(cut.pieces, cut.context)
+        between = max(self.conversions[beside].most(along) for beside in (1, cut.tensor))
+        return max(least, tensor + between / cut.tensor)
+
+    def by_axis(self, cut: Cut, enough: float) -> float:
+        """The bound of ``scaled`` after also solving each axis by itself, on its best links; stops at ``enough``."""
+        least = self.scaled(cut)
+        for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
+            for part in divisors(size)[1:]:
+                if least >= enough:
+                    return least
+                along = Cut(cut.pieces, 1, part) if axis == TENSOR else Cut(cut.pieces, part)
+                if self._alone(along) == math.inf and part == size:
+                    return math.inf
+                least = max(least, self.scaled(cut))
+        if cut.context == 1 or cut.tensor == 1 or least >= enough or self.level_one.cluster.num_devices < SHARED_FROM:
+            return least
+        along = Cut(cut.pieces, cut.context)
+        self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))
+        return max(least, self.scaled(cut))
+
+    def learn(self, cut: Cut, seconds: float) -> None:
+        """Record the seconds of a cut on the best links, to bound cuts into more parts."""
+        self.known.add(cut, seconds)
+
+    def memory(self, candidate: Candidate) -> float:
+        """Lower bound of the fullest device's bytes: state divided over all devices, one micro-batch in flight."""
+        least = self._least(candidate.cut.pieces)
+        if least is None:
+            return math.inf
+        layout = candidate.layout
+        activations = max(least.kept / layout.pipeline, least.peak) / (layout.context * layout.tensor)
+        return least.state / layout.num_devices + activations
+
+    def _least(self, pieces: int) -> _Least | None:
+        if pieces not in self._leasts:
+            sharded = self.level_one.alone(Cut(pieces))
+            self._leasts[pieces] = None if sharded is None else self._least_of(sharded)
+        return self._leasts[pieces]
+
+    def _least_of(self, sharded: Sharded) -> _Least:
+        figures = sharded.figures
+        return _Least(
+            state=self._state(sharded),
+            kept=sum(
+                unit_figures.unit.count * min(policy.saved_bytes for policy in unit_figures.policies)
+                for unit_figures in figures
+            ),
+            peak=max(
+                min(policy.saved_bytes + policy.peak_bytes for policy in unit_figures.policies)
+                for unit_figures in figures
+            ),
+        )
+
+    def _state(self, sharded: Sharded) -> float:
+        """Bytes of all parameters, gradients and optimizer state of the model."""
+        total = 0.0
+        for figures in sharded.figures:
+            for weight in figures.weights:
+                if weight.trainable:
+                    dtype = self.training.gradients(weight.dtype)
+                    parts = zero_state_bytes(
+                        weight.elements, weight.dtype, stage=3, group_size=1, gradient_dtype=dtype,
+                        optimizer=self.training.optimizer,
+                    )  # fmt: skip
+                    total += (1 if weight.shared else figures.unit.count) * parts.total
+        return total
+
+    def _alone(self, cut: Cut) -> float:
+        if cut in self.impossible:
+            return math.inf
+        if cut not in self.known.seconds:
+            sharded = self.level_one.alone(cut)
+            if sharded is None:
+                self.impossible.add(cut)
+                return math.inf
+            self.known.add(cut, sharded.without_samples)
+            if cut.context > 1:
+                self.conversions[1].add(cut, sharded.between)
+        return self.known.seconds[cut]
+
+
+def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The lower convex hull of points (bytes, seconds), from most bytes to fewest."""
+    best: dict[float, float] = {}
+    for num_bytes, cost in points:
+        best[num_bytes] = min(cost, best.get(num_bytes, math.inf))
+    hull: list[tuple[float, float]] = []
+    for num_bytes, cost in sorted(best.items(), reverse=True):
+        if hull and cost <= hull[-1][1]:
+            hull.pop()
+        while len(hull) > 1 and _steeper(hull[-2], hull[-1], (num_bytes, cost)):
+            hull.pop()
+        hull.append((num_bytes, cost))
+    return hull
+
+
+def _steeper(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether ``middle`` is no better than a convex combination of its neighbours."""
+    freed, cost = first[0] - last[0], last[1] - first[1]
+    return (middle[1] - first[1]) * freed >= cost * (first[0] - middle[0])

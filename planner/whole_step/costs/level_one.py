@@ -1,0 +1,171 @@
+"""Shardings and their figures for any cut, computed on demand and cached."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+from cost_models import Cluster
+from cost_models.cost_model import BestPlacedCostModel
+from cost_models.hardware import placement
+from planner.sharding_ilp.model_figures import batch_size_of
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR, BatchPrices
+from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures, unit_figures
+
+_REST = "rest"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One variant with what every unit costs under it."""
+
+    space: ShardingSpace
+    kept: KeptSpace
+    variant: Variant
+
+    @property
+    def seconds(self) -> float:
+        """Of one micro-batch, forward and backward, all units."""
+        return self.variant.assignment.seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """Of one micro-batch under any sharding of the same cut."""
+        return self.seconds - self.variant.slack
+
+    @functools.cached_property
+    def without_samples(self) -> float:
+        """``least_seconds`` without sums over all samples, which layouts without data parallelism do not have."""
+        trees, problem = self.variant.assignment.trees, self.variant.problem
+        axis = problem.mesh.names.index(DATA)
+        return self.least_seconds - sum(
+            item.copies * item.arc.forward + item.backward_copies * item.arc.backward
+            for tree in trees.values()
+            for item in tree
+            if item.arc.step.axis == axis
+        )
+
+    @functools.cached_property
+    def communication(self) -> float:
+        """The part of ``seconds`` that is spent on collectives."""
+        return self.seconds - sum(
+            element.copies * sum(self.variant.assignment.options[name].compute)
+            for name, element in self.variant.problem.elements.items()
+        )
+
+    @property
+    def between(self) -> float:
+        """Seconds of collectives without sums over all samples."""
+        return self.communication - (self.seconds - self.without_samples)
+
+    @functools.cached_property
+    def figures(self) -> tuple[UnitFigures, ...]:
+        """Of every unit, in model order."""
+        return unit_figures(self.space, self.kept, self.variant)
+
+
+def batch_prices(links: Links, *, mixes: bool) -> BatchPrices:
+    """Prices of one micro-batch on these links; ``mixes``: the whole batch is there at once."""
+    latency, bandwidth = links.samples
+    return BatchPrices(links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=mixes)
+
+
+@dataclass
+class LevelOne:
+    """Level 1 of one model on one cluster. ``solved`` counts the sharding ILPs."""
+
+    cluster: Cluster
+    space: ShardingSpace
+    kept: KeptSpace
+    solved: int = 0
+    _shardings: dict[tuple[object, ...], Shardings | None] = field(default_factory=dict)
+    _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
+    _beside: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _links: dict[MeshLayout, Links] = field(default_factory=dict)
+    _places: dict[tuple[int, int], tuple[object, ...]] = field(default_factory=dict)
+
+    @property
+    def global_batch(self) -> int:
+        return batch_size_of(self.space.graph)
+
+    @property
+    def micro_batches(self) -> bool:
+        """Whether the model can be run in micro-batches."""
+        return not self.space.followed.mixing
+
+    def sharded(self, cut: Cut, layout: MeshLayout, links: Links, *, weight: float = 0.0) -> Sharded | None:
+        """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
+        places = tuple(self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR))
+        return self._sharded_at((cut, *places, layout.group > 1), cut, layout, links, weight=weight)
+
+    def _sharded_at(
+        self, key: tuple[object, ...], cut: Cut, layout: MeshLayout, links: Links, *, weight: float
+    ) -> Sharded | None:
+        """The same, remembered by a ``key`` that says what prices depend on."""
+        if key not in self._shardings:
+            mixes = cut.pieces == layout.data or not self.micro_batches
+            self._shardings[key] = self._programs(cut, batch_prices(links, mixes=mixes))
+        if (*key, weight) not in self._sharded:
+            self.solved += 1
+            shardings = self._shardings[key]
+            variant = None if shardings is None else shardings.variant(weight=weight)
+            self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.kept, variant)
+        return self._sharded[*key, weight]
+
+    def alone(self, cut: Cut) -> Sharded | None:
+        """The fastest sharding for a cut of the batch and at most one other axis, on the best links there are.
+
+        Those are neighbours' links; of a context axis on a torus, for each collective those that suit it best.
+        """
+        size = cut.context * cut.tensor
+        if self.cluster.num_devices % size:
+            return None
+        context, tensor = (size, 1) if cut.context > 1 else (1, size)
+        layout = MeshLayout(1, self.cluster.num_devices // size, context, tensor)
+        if layout not in self._links:
+            self._links[layout] = Links.of(self.cluster, layout)
+        if self.may_be_better_elsewhere(cut):
+            links = replace(self._links[layout], axes=BestPlacedCostModel(self.cluster, layout.sizes))
+            return self._sharded_at((cut, "best", layout.group > 1), cut, layout, links, weight=0.0)
+        return self.sharded(cut, layout, self._links[layout])
+
+    def may_be_better_elsewhere(self, cut: Cut) -> bool:
+        """Whether a context axis may be faster beside a tensor axis than among neighbours."""
+        return cut.context > 1 and self.cluster.has_direct_links
+
+    def beside(self, cut: Cut, tensor: int) -> float:
+        """Seconds of the conversions of a context axis alone, on the links that it has beside ``tensor`` devices.
+
+        ``cut`` has no tensor axis; what every operator does is what ``alone`` found. Zero if there is no sharding.
+        """
+        along = self.alone(cut)
+        if along is None or self.cluster.num_devices % (cut.context * tensor):
+            return 0.0
+        place = self._place(cut.context, tensor)
+        if place == self._place(cut.context, 1) or self.may_be_better_elsewhere(cut):
+            return along.between
+        key = (cut, place)
+        if key not in self._beside:
+            spread = MeshLayout(1, self.cluster.num_devices // cut.context // tensor, cut.context, tensor)
+            prices = batch_prices(Links.of(self.cluster, spread), mixes=True)
+            variant = Shardings(self.space, cut, prices, along=along.variant).variant()
+            self.solved += 1
+            self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.kept, variant).between
+        return self._beside[key]
+
+    def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:
+        """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
+        if cut.context == 1 or cut.tensor == 1:
+            return Shardings(self.space, cut, prices)
+        along = self.alone(Cut(cut.pieces, cut.context))
+        return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
+
+    def _place(self, size: int, stride: int) -> tuple[object, ...]:
+        """The cache key of an axis: what its prices depend on beside its size."""
+        if size == 1:
+            return ()
+        if (size, stride) not in self._places:
+            self._places[size, stride] = placement(self.cluster.levels, stride=stride, size=size)
+        return self._places[size, stride]

@@ -1,0 +1,282 @@
+"""Level 1: for one way to cut batch, sequence and tensors, how every operator is split.
+
+The batch axis is followed (``planner.whole_step.costs.batch_propagation``); the context axis is searched alone, with
+weights whole on it; the tensor axis is then searched by the sharding ILP (``planner.sharding_ilp.sharding_program``)
+given both. Weighing bytes against seconds gives several undominated *variants*: the fastest, and ones that keep less
+for the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape
+from passes.repeats.repeated_blocks import BlockRun, find_blocks
+from passes.rules import forward_flops, rule_for
+from planner.sharding_ilp.assignment import Assignment, complete, read_choices
+from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
+from planner.sharding_ilp.constraints import Demands as Pins
+from planner.sharding_ilp.lattice import Lattices
+from planner.sharding_ilp.options import OperatorChoices
+from planner.sharding_ilp.sharding_problem import Problem, build_structure
+from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
+from planner.sharding_ilp.space import Roles, fill_options
+from planner.solvers.linear import OPTIMAL, LinearProgram, LinearSolution
+from planner.solvers.pulp_solver import HIGHS, short_name
+from planner.solvers.solver import solve
+from planner.whole_step.costs.batch_propagation import Followed, follow_batch
+from planner.whole_step.costs.step_prices import (
+    CONTEXT,
+    DATA,
+    NEVER,
+    STATE_AXES,
+    TENSOR,
+    Fusion,
+    StepPrices,
+    StepPricing,
+    state_derived,
+)
+
+#: What a problem's options are narrowed to, see ``planner.sharding_ilp.role_restrictions``.
+Rules = Callable[[Problem], list[Constraint]]
+#: How far from an integer a variable may be and count as one.
+INTEGRAL = 1e-6
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a micro-batch is cut: pieces of the global batch (in space and time), and the context and tensor axes."""
+
+    pieces: int
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the whole work is cut."""
+        return self.pieces * self.context * self.tensor
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape((DATA, CONTEXT, TENSOR), (self.pieces, self.context, self.tensor))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One sharding of the whole (folded) graph: an option per element and the conversions between them.
+
+    Attributes:
+        ilp: the program whose solution it is.
+        slack: seconds by which the program's optimum may be less, where its solver proved no more.
+        along: with both axes, the sharding on the context axis alone, which it keeps.
+    """
+
+    name: str
+    cut: Cut
+    problem: Problem
+    pricing: StepPricing
+    assignment: Assignment
+    ilp: ShardingIlp
+    slack: float = 0.0
+    along: Variant | None = None
+
+
+@dataclass
+class ShardingSpace:
+    """What all cuts of one graph have in common, built once.
+
+    ``rules`` narrow the options on the tensor axis; ``unconverted`` values must not be converted; ``solver`` solves the
+    programs.
+    """
+
+    graph: Graph
+    runs: tuple[BlockRun, ...]
+    structure: Problem
+    followed: Followed
+    states: frozenset[str]
+    fusion: Fusion = field(default_factory=Fusion)
+    pins: Pins = field(default_factory=dict)
+    rules: Rules | None = None
+    unconverted: frozenset[str] = frozenset()
+    solver: str = HIGHS
+
+    @functools.cached_property
+    def offers(self) -> OperatorChoices:
+        """What the operators may choose from, whatever the cut."""
+        return OperatorChoices(self.graph.values, rule_for=rule_for, flops_of=forward_flops)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        *,
+        fusion: Fusion | None = None,
+        pins: Pins | None = None,
+        blocks: tuple[BlockRun, ...] | None = None,
+        solver: str = HIGHS,
+    ) -> ShardingSpace:
+        """The space of ``graph``; ``pins`` are constraints by pattern, see ``planner.sharding_ilp.constraints``.
+
+        ``blocks``: the repeated blocks, if not all that there are may be planned as one.
+        """
+        pinned = dict(pins or {})
+        runs = foldable_runs(graph, find_blocks(graph) if blocks is None else blocks, tuple(pinned))
+        structure = build_structure(graph, runs, Cut(1).mesh)
+        later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
+        followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first)
+        states = state_derived(graph)
+        return ShardingSpace(
+            graph, structure.runs, structure, followed, states, fusion or Fusion(), pinned, solver=solver
+        )
+
+
+class Shardings:
+    """The sharding ILP of one cut, solved for any worth of a byte.
+
+    Args:
+        prices: seconds of compute and of collectives on this cut's axes (see ``planner.whole_step.costs.step_prices``).
+        along: with both axes, what the context axis does alone: it is kept.
+    """
+
+    def __init__(self, space: ShardingSpace, cut: Cut, prices: StepPrices, *, along: Variant | None = None) -> None:
+        self.cut, self.along, self.solver = cut, along, space.solver
+        fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
+        if along is not None:
+            fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
+        self.pricing = StepPricing(
+            prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted
+        )
+        self.problem = _problem(space, cut, self.pricing, fixed)
+        self.lattices = Lattices(self.pricing)
+        self.divides = all(element.options for element in self.problem.elements.values())
+
+    def variant(self, *, weight: float = 0.0) -> Variant | None:
+        """The best sharding if a saved byte costs ``weight`` × (seconds / bytes of the fastest); None if there is
+        none."""
+        if not self.divides or self.fastest is None:
+            return None
+        best: _Solved | None = self.fastest
+        fastest = self.fastest.assignment
+        if weight and fastest.memory:
+            best = _solved(self._weighed(weight * fastest.seconds / fastest.memory), self.lattices, self.solver)
+        if best is None:
+            return None
+        name = f"bytes × {weight:g}"
+        return Variant(
+            name, self.cut, self.problem, self.pricing, best.assignment, best.ilp, self.fastest.slack, self.along
+        )
+
+    @functools.cached_property
+    def fastest(self) -> _Solved | None:
+        """The fastest sharding."""
+        return _solved(self.ilp, self.lattices, self.solver)
+
+    @functools.cached_property
+    def ilp(self) -> ShardingIlp:
+        return build_ilp(self.problem, self.lattices, memory_limit=None)
+
+    def _weighed(self, worth: float) -> ShardingIlp:
+        """The program with every byte at ``worth`` seconds."""
+        costs = list(self.ilp.program.costs)
+        for column, num_bytes in self.ilp.memory_terms:
+            costs[column] += worth * num_bytes
+        return replace(self.ilp, program=replace(self.ilp.program, costs=costs))
+
+
+def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
+    option = variant.assignment.options.get(name)
+    if option is None:
+        return {}
+    return {axis: option.labels[variant.cut.mesh.names.index(axis)]}
+
+
+def _pinned(problem: Problem, pins: Pins) -> Problem:
+    """The problem with only the options that the user's pins allow, possibly none for an element."""
+    return _narrowed(problem, user_constraints(problem, problem.mesh, pins))
+
+
+def _narrowed(problem: Problem, demanded: list[Constraint]) -> Problem:
+    remaining = apply_constraints(problem, demanded)
+    elements = {name: replace(element, options=remaining[name]) for name, element in problem.elements.items()}
+    return replace(problem, elements=elements)
+
+
+def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mapping[str, Mapping[str, str]]) -> Problem:
+    elements = {name: replace(element, options=[]) for name, element in space.structure.elements.items()}
+    searched = CONTEXT if cut.tensor == 1 else TENSOR
+    settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis != searched)
+    problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled)
+    roles = Roles(fixed=fixed, whole_states=STATE_AXES)
+    fill_options(problem, pricing, offers=space.offers, bound_frozen=False, roles=roles)
+    problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
+    if space.rules is not None and cut.tensor > 1:
+        problem = _narrowed(problem, space.rules(problem))
+    return _pinned(problem, space.pins) if space.pins else problem
+
+
+def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> Problem:
+    """The problem without options that divide samples on the searched axis: the data axis does that."""
+    if problem.mesh.sizes[axis] == 1:
+        return problem
+    elements = {
+        name: replace(
+            element,
+            options=[o for o in element.options if o.labels[axis] != labels.get(name) or not o.cut_axes[axis]],
+        )
+        if element.kind == "op"
+        else element
+        for name, element in problem.elements.items()
+    }
+    return replace(problem, elements=elements)
+
+
+def without_never(program: LinearProgram) -> LinearProgram:
+    """The program with forbidden columns fixed at 0: their huge costs would exceed the solver's relative precision."""
+    never = [cost >= NEVER for cost in program.costs]
+    costs = [0.0 if out else cost for out, cost in zip(never, program.costs)]
+    uppers = [0.0 if out else upper for out, upper in zip(never, program.uppers)]
+    return replace(program, costs=costs, uppers=uppers)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The best assignment of a program, and how much less its objective may be."""
+
+    ilp: ShardingIlp
+    assignment: Assignment
+    slack: float
+
+
+def _solved(ilp: ShardingIlp, lattices: Lattices, solver: str) -> _Solved | None:
+    """The best assignment, with forbidden columns only if there is no other."""
+    for program in (without_never(ilp.program), ilp.program):
+        solution = _solution(program, solver)
+        if solution.values is not None:
+            assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+            slack = 0.0 if solution.status == OPTIMAL else program.cost_of(solution.values) - solution.bound
+            return None if assignment is None else _Solved(replace(ilp, program=program), assignment, slack)
+    return None
+
+
+def _solution(program: LinearProgram, solver: str) -> LinearSolution:
+    """The best solution; the relaxation is nearly always integral, and HiGHS solves it in a fifth of the time.
+
+    Raises:
+        ValueError: if the solver gives up.
+    """
+    if solver == HIGHS:
+        solution = solve(program.relaxed(), presolve=False)
+        if solution.values is None or not _is_fractional(program, solution.values):
+            return solution
+    solution = solve(program, solver=solver)
+    if solution.values is None and not solution.infeasible:
+        raise ValueError(f"{short_name(solver)} found no sharding ({solution.status}): choose another solver")
+    return solution
+
+
+def _is_fractional(program: LinearProgram, values: Sequence[float]) -> bool:
+    return any(
+        is_integer and abs(value - round(value)) > INTEGRAL for is_integer, value in zip(program.integers, values)
+    )

@@ -1,0 +1,246 @@
+"""Prices of one micro-batch on one device, where the batch axis is followed and only ``cp`` and ``tp`` are searched.
+
+The mesh has the axes ``dp``, ``cp`` and ``tp``; ``dp`` stands for data parallelism and micro-batches together: its size
+is the number of pieces that the global batch is cut into, in space and in time. What divides or reduces parameters over
+``dp`` and ``cp`` (ZeRO) is decided and priced above, so conversions of parameters on these axes are free here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cost_models.dtypes import item_size
+from passes.ir.conversions import Step
+from passes.ir.graph import Graph, Node, Value
+from passes.ir.types import MeshShape, Placement, local_shape
+from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
+from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
+
+DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
+#: Axes over which parameters are reduced and divided by ZeRO.
+STATE_AXES = frozenset((DATA, CONTEXT))
+#: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
+ATTENTION_BACKWARD = 2.5
+#: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
+#: whether elementwise chains are fused. One by one: scale, mask, softmax and dropout, each twice; a byte for a mask.
+SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
+#: Seconds of a conversion that must not be chosen: one that would gather what micro-batches see one after the other.
+NEVER = 1e6
+#: Bytes up to which a sum over the batch counts as a scalar of the loss.
+SCALAR_BYTES = 64
+
+
+def state_derived(graph: Graph) -> frozenset[str]:
+    """Names of parameters, buffers, and of what is computed from them and from constants alone.
+
+    Such are casts and views of weights, and embeddings of positions that all samples have in common.
+    """
+    derived = {state.value.name for state in graph.states}
+    constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
+    for node in graph.nodes:
+        rest = [name for name in node.inputs if name not in constants]
+        if rest and all(name in derived for name in rest):
+            derived.update(value.name for value in node.outputs)
+    return frozenset(derived)
+
+
+def weight_share(node: Node, values: Mapping[str, Value], states: frozenset[str]) -> float:
+    """Share of an operator's backward that only makes gradients of parameters (a bias's takes no matrix product)."""
+    grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad]
+    if kind_of(node) == MATMUL:
+        grads = [name for name in grads if len(values[name].shape) > 1]
+    elif len(grads) > 1:
+        return 0.0
+    return sum(name in states for name in grads) / len(grads) if grads else 0.0
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What compiled code keeps in registers: (node, input) pairs that it does not read, values it does not write."""
+
+    reads: frozenset[tuple[str, str]] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+
+class StepPrices(Protocol):
+    """What a cost model must price here: compute by kind and shape, collectives by axis."""
+
+    def compute_seconds(
+        self,
+        *,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        kind: str | None = None,
+        shape: tuple[int, int, int, int] | None = None,
+    ) -> float: ...
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float: ...
+
+
+class StepPricing(Pricing):
+    """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
+
+    ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
+    ``unconverted`` are to be taken as they are made.
+    """
+
+    def __init__(
+        self,
+        cost_model: StepPrices,
+        mesh: MeshShape,
+        *,
+        states: frozenset[str],
+        fusion: Fusion,
+        unconverted: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(cost_model, mesh)
+        self.unconverted = unconverted
+        self.prices = cost_model
+        self.states = states
+        self.fusion = fusion
+
+    def step(self, step: Step, value: Value) -> tuple[float, float]:
+        if value.name in self.unconverted:
+            return NEVER, 0.0
+        if value.name in self.states and self.mesh.names[step.axis] in STATE_AXES:
+            return 0.0, 0.0
+        return super().step(step, value)
+
+    def family(self, value: Value) -> str:
+        if value.name in self.unconverted:
+            return "unconverted"
+        return "state" if value.name in self.states else ""
+
+    def compute(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement],
+        *,
+        flops: float,
+        cut: float,
+        live: bool,
+    ) -> tuple[float, float]:
+        """Seconds of one operator, forward and backward, by its kind and local shape."""
+        if is_view(node):
+            return 0.0, 0.0
+        kind = kind_of(node)
+        written = sum(
+            self.local_bytes(value, where)
+            for value, where in zip(node.outputs, outputs)
+            if value.name not in self.fusion.writes
+        )
+        read = self._read(node, values, inputs, written)
+        dtype = node.output.dtype
+        grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad] if live else []
+        price = self.prices.compute_seconds
+        num_bytes, local_flops = written + read, flops / cut
+        if kind == MATMUL:
+            shape = self._matmul(node, values, inputs, outputs)
+            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
+            matrices = [name for name in grads if len(values[name].shape) > 1]
+            backward = sum(
+                price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=turned)
+                for turned in _turned(shape)[: len(matrices)]
+            )
+            if len(grads) > len(matrices):  # a bias: the sum of the rows of the output's gradient
+                gradient_bytes = sum(self.local_bytes(value, where) for value, where in zip(node.outputs, outputs))
+                backward += price(flops=0.0, num_bytes=gradient_bytes, dtype=dtype, kind=REDUCTION)
+            return forward, backward
+        if kind == ATTENTION and forms_scores(node):
+            seconds = self._formed_attention(node, values, inputs)
+            return seconds if grads else (seconds[0], 0.0)
+        forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
+        if not grads:
+            return forward, 0.0
+        if kind == ATTENTION:
+            again = ATTENTION_BACKWARD * local_flops
+            return forward, price(flops=again, num_bytes=2 * num_bytes, dtype=dtype, kind="attention_backward")
+        if flops:
+            return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
+        gradient_bytes = sum(
+            self.local_bytes(values[name], where)
+            for name, where in zip(node.inputs, inputs)
+            if values[name].requires_grad and (node.name, name) not in self.fusion.reads
+        )
+        return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
+
+    def _formed_attention(
+        self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
+    ) -> tuple[float, float]:
+        """Attention that no fused kernel does: two products of all scores forward, four backward, and the scores."""
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        (*batch, rows, width), columns = parts[0], parts[1][-2]
+        count, dtype = math.prod(batch), node.output.dtype
+        elements = count * rows * columns
+        scores = elements * item_size(dtype)
+        product = self.prices.compute_seconds(
+            flops=2.0 * elements * width,
+            num_bytes=scores + count * (rows + columns) * width * item_size(dtype),
+            dtype=dtype,
+            kind=MATMUL,
+            shape=(count, rows, columns, width),
+        )
+        forward, backward = (
+            self.prices.compute_seconds(flops=0.0, num_bytes=passes * scores, dtype=dtype, kind=ELEMENTWISE)
+            for passes in SCORE_PASSES[self.fusion != Fusion()]
+        )
+        return 2 * product + forward, 4 * product + backward
+
+    def _read(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], written: int) -> int:
+        read = {
+            name: self.local_bytes(values[name], where)
+            for name, where in zip(node.inputs, inputs)
+            if (node.name, name) not in self.fusion.reads
+        }
+        table = table_read_by_rows(node)
+        if table in read:
+            read[table] = min(read[table], written)
+        return sum(read.values())
+
+    def _matmul(
+        self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], outputs: Sequence[Placement]
+    ) -> tuple[int, int, int, int]:
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        return matmul_shape(node, parts, local_shape(node.output.shape, outputs[0], self.mesh))
+
+
+def forms_scores(node: Node) -> bool:
+    """Whether an attention call drops probabilities, so that it forms them (see ``passes.autograd.kernels``)."""
+    dropped = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropped, (int, float)) and dropped > 0
+
+
+def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    """Shapes of the products of a matmul's backward: for the first operand's gradient, and the second's."""
+    batch, m, n, k = shape
+    return [(batch, m, k, n), (batch, k, n, m)]
+
+
+class BatchPrices:
+    """A cost model for one micro-batch: scalars on ``dp`` cost a latency, anything larger there must not happen.
+
+    ``sample_latency`` is the latency of an all-reduce over the data-parallel group (0 if there is one device in it);
+    ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
+    """
+
+    def __init__(self, cost_model: StepPrices, *, sample_latency: float, sample_bandwidth: float, mixes: bool) -> None:
+        self.inner = cost_model
+        self.compute_seconds = cost_model.compute_seconds
+        self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
+
+    def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
+        if axis != DATA:
+            return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))
+        if num_bytes <= SCALAR_BYTES:
+            return self.sample_latency
+        if not self.mixes:
+            return NEVER
+        if not self.sample_latency or math.isinf(self.sample_bandwidth):
+            return 0.0
+        return self.sample_latency + 2.0 * num_bytes / self.sample_bandwidth

@@ -1,0 +1,192 @@
+"""The choices of a unit under one sharding, as ``LayerCosts``: recompute policy × ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.dtypes import item_size
+from cost_models.memory import OPTIMIZER_MOMENTS, StateBytes, zero_state_bytes
+from cost_models.step import LayerCosts
+from planner.pipeline_ilp.stage_problem import UnitChoice, UnitRun
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.training_options import ZERO_STAGES, TrainingOptions
+from planner.whole_step.costs.step_prices import DATA, PIPELINE
+from planner.whole_step.costs.unit_costs import Policy, UnitFigures, Weight
+
+
+@dataclass(frozen=True)
+class StageSetting:
+    """What the choices depend on beside the unit: layout and links, micro-batches a step, and what the user allows."""
+
+    layout: MeshLayout
+    links: Links
+    num_microbatches: int
+    tied_apart: bool
+    training: TrainingOptions
+    recompute: Collection[str]
+    zero: Collection[int]
+
+
+@dataclass(frozen=True)
+class _Zero:
+    """Costs of one ZeRO stage for a unit, whatever is recomputed: seconds, bytes of state, bytes of temporaries."""
+
+    gather_forward: float
+    gather_backward: float
+    reduce_backward: float
+    reduce_step: float
+    update_step: float
+    gather_step: float
+    accumulate: float
+    state_bytes: float
+    transient_bytes: float
+
+
+def unit_runs(figures: Sequence[UnitFigures], setting: StageSetting) -> tuple[UnitRun, ...]:
+    """The chain of units, each with all its choices."""
+    if setting.tied_apart:
+        figures = with_tied_copies(figures)
+    return tuple(_run(unit_figures, index, setting) for index, unit_figures in enumerate(figures))
+
+
+def with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
+    """The figures with every tied parameter counted in each unit that uses it, for users on different ranks."""
+    tied = [weight for unit_figures in figures for weight in unit_figures.weights if len(weight.uses) > 1]
+    figures_with_copies = []
+    for index, unit_figures in enumerate(figures):
+        own_paths = {weight.path for weight in unit_figures.weights}
+        more = (
+            replace(weight, shared=unit_figures.unit.count > 1)
+            for weight in tied
+            if index in weight.uses and weight.path not in own_paths
+        )
+        figures_with_copies.append(replace(unit_figures, weights=(*unit_figures.weights, *more)))
+    return tuple(figures_with_copies)
+
+
+def _run(figures: UnitFigures, index: int, setting: StageSetting) -> UnitRun:
+    seconds = 0.0
+    if setting.layout.pipeline > 1 and index:
+        seconds = setting.links.axes.p2p_seconds(num_bytes=figures.entering_bytes, axis=PIPELINE)
+    return UnitRun(
+        name=figures.unit.name,
+        count=figures.unit.count,
+        choices=tuple(_choices(figures, setting)),
+        receive_forward=seconds,
+        receive_backward=seconds,
+    )
+
+
+def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice]:
+    stages = [stage for stage in ZERO_STAGES if stage in setting.zero]
+    if setting.layout.group == 1 or not any(weight.trainable for weight in figures.weights):
+        stages = stages[:1]  # nothing to divide, or nobody to divide it with: all stages are the same
+    allowed = [policy for policy in figures.policies if policy.name in setting.recompute]
+    for stage in stages:
+        zero = _zero(figures, stage, setting)
+        for policy in allowed or figures.policies[:1]:
+            yield UnitChoice(label=(policy.name, f"zero-{stage}"), costs=_costs(figures, policy, zero, setting))
+
+
+def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSetting) -> LayerCosts:
+    slowdown = setting.links.axes.device.overlap_slowdown
+    forward = figures.compute[0] + figures.communication[0]
+    backward = sum(
+        (figures.compute[1], figures.communication[1], policy.compute, policy.communication, zero.accumulate)
+    )
+    hidden = zero.gather_backward + zero.reduce_backward
+    return LayerCosts(
+        forward=forward + slowdown * min(forward, zero.gather_forward),
+        backward=backward + slowdown * min(backward, hidden),
+        backward_weight=figures.weight_backward + zero.accumulate,
+        gather_forward=zero.gather_forward,
+        gather_backward=zero.gather_backward,
+        reduce_backward=zero.reduce_backward,
+        reduce_step=zero.reduce_step,
+        update_step=zero.update_step,
+        gather_step=zero.gather_step,
+        state_bytes=zero.state_bytes,
+        saved_bytes=policy.saved_bytes,
+        peak_bytes=policy.peak_bytes + zero.transient_bytes,
+    )
+
+
+def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
+    """Costs by ZeRO stage: 0 all-reduces gradients once a step; 1 reduce-scatters them once a step and gathers
+    parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use."""
+    group, several = setting.layout.group, setting.num_microbatches > 1
+    elements, whole, gradients, tied = _traffic(figures, setting)
+    prices = setting.links.group
+
+    def over_group(collective: str, num_bytes: float) -> float:
+        return prices.collective_seconds(collective, num_bytes=num_bytes, axis=DATA) if group > 1 else 0.0
+
+    gather = over_group("all_gather", whole) if stage else 0.0
+    scatter = over_group("reduce_scatter", gradients) if stage else 0.0
+    once = {0: over_group("all_reduce", gradients), 1: scatter}.get(stage, 0.0)
+    apart = setting.links.axes.p2p_seconds(num_bytes=tied, axis=PIPELINE) if tied and setting.tied_apart else 0.0
+    transient = {2: gradients, 3: 2 * whole + gradients}.get(stage, 0.0) if group > 1 else 0.0
+    return _Zero(
+        gather_forward=gather if stage == 3 else 0.0,
+        gather_backward=gather if stage == 3 else 0.0,
+        reduce_backward=scatter if stage >= 2 else 0.0,
+        reduce_step=once + apart,
+        update_step=_update(elements / (group if stage else 1), setting),
+        gather_step=gather if stage in (1, 2) else 0.0,
+        accumulate=_memory_pass(2 * gradients + whole, setting) if several and stage < 2 else 0.0,
+        state_bytes=state_bytes(figures, stage, setting).total + figures.buffer_bytes,
+        transient_bytes=transient,
+    )
+
+
+def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> StateBytes:
+    """Parameters, gradients and optimizer state of one copy of a unit on one device (rounded to whole bytes)."""
+    training, total = setting.training, [0.0, 0.0, 0.0]
+    for weight in figures.weights:
+        share = _share(weight, figures.unit.count, setting.layout.pipeline)
+        if not weight.trainable:
+            total[0] += share * weight.elements * item_size(weight.dtype)
+            continue
+        parts = zero_state_bytes(
+            weight.elements,
+            weight.dtype,
+            stage=stage,
+            group_size=setting.layout.group,
+            gradient_dtype=training.gradients(weight.dtype),
+            optimizer=training.optimizer,
+        )
+        for index, part in enumerate((parts.parameters, parts.gradients, parts.optimizer)):
+            total[index] += share * part
+    return StateBytes(*(round(part) for part in total))
+
+
+def _traffic(figures: UnitFigures, setting: StageSetting) -> tuple[float, float, float, float]:
+    """Sizes of one copy's trainable parameters on one device before ZeRO: elements, bytes in the compute dtype, bytes
+    of gradients, and bytes of the gradients of tied parameters."""
+    elements = whole = gradients = tied = 0.0
+    for weight in figures.weights:
+        if not weight.trainable:
+            continue
+        local_elements = _share(weight, figures.unit.count, setting.layout.pipeline) * weight.elements
+        gradient = local_elements * item_size(setting.training.gradients(weight.dtype))
+        elements, gradients = elements + local_elements, gradients + gradient
+        whole += local_elements * item_size(weight.dtype)
+        tied += gradient if len(weight.uses) > 1 else 0.0
+    return elements, whole, gradients, tied
+
+
+def _share(weight: Weight, count: int, num_stages: int) -> float:
+    """The share of a parameter that counts for one copy: 1, or, if all copies share it, one parameter a stage."""
+    return min(1.0, num_stages / count) if weight.shared else 1.0
+
+
+def _update(elements: float, setting: StageSetting) -> float:
+    """Seconds of the optimizer: gradients read; parameters and moments read and written; 16-bit copies written."""
+    moments = OPTIMIZER_MOMENTS[setting.training.optimizer]
+    return _memory_pass(elements * (4 + 8 * (1 + moments) + 2), setting) if elements else 0.0
+
+
+def _memory_pass(num_bytes: float, setting: StageSetting) -> float:
+    """Seconds to move ``num_bytes`` through the device's memory; gradients summed over micro-batches, an update."""
+    return setting.links.axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")

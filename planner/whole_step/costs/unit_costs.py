@@ -1,0 +1,412 @@
+"""Costs of one unit under one sharding: seconds and bytes of one copy for one micro-batch on one device.
+
+All figures come from a ``Variant``: each operator's chosen option, each value's conversions, and what autograd saves of
+both. The n copies of a unit share the cost of its conversions evenly, so that n times its figures is the cost of the
+folded program.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from passes.autograd.peak import working_peak
+from passes.autograd.recompute_policies import Activations, Recompute, kept_under
+from passes.autograd.saved import Extra
+from passes.ir.graph import Node, Value
+from passes.ir.types import Placement
+from passes.losses import ChunkedUnits, Placed, strategies
+from passes.plan.step_plan import CHUNKED_LOSS
+from passes.repeats.model_units import ModelUnit, find_units, unit_of_nodes
+from planner.sharding_ilp.liveness import live_nodes
+from planner.sharding_ilp.sharding_problem import ValueStream
+from planner.whole_step.costs.chunked_units import chunked_units
+from planner.whole_step.costs.sharding import ShardingSpace, Variant
+from planner.whole_step.costs.step_prices import weight_share
+
+#: The policy of ``passes.autograd.recompute_policies`` on which each policy of the planner's own rests.
+_BASES = {"regather": "none", CHUNKED_LOSS: "none"}
+#: Policies that keep the results of collectives for the backward pass.
+_KEEPS_COPIES = ("none", CHUNKED_LOSS)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of one copy of a unit: elements on one device, dtype; ``uses``: units that use it (tied if several);
+    ``shared``: the copies of the unit have it in common."""
+
+    path: str
+    elements: int
+    dtype: str
+    trainable: bool
+    uses: tuple[int, ...]
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A recompute policy: seconds that it adds to backward (compute, communication), bytes kept, peak beyond them."""
+
+    name: str
+    compute: float
+    communication: float
+    saved_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class UnitFigures:
+    """One copy of a unit: seconds forward and backward by stream, the part of backward for weights, bytes sent on."""
+
+    unit: ModelUnit
+    compute: tuple[float, float]
+    communication: tuple[float, float]
+    weight_backward: float
+    policies: tuple[Policy, ...]
+    weights: tuple[Weight, ...]
+    buffer_bytes: float
+    entering_bytes: float
+
+
+@dataclass(frozen=True)
+class KeptSpace:
+    """What autograd saves of every unit under every policy, whatever the sharding: computed once per graph.
+
+    ``known`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
+    ``known_chunked`` the saved activations if it is.
+    """
+
+    units: tuple[ModelUnit, ...]
+    known: Activations
+    recompute: Mapping[tuple[int, str], Recompute]
+    compiled: bool = False
+    chunked: ChunkedUnits | None = None
+    known_chunked: Activations | None = None
+
+    @property
+    def logits(self) -> frozenset[str]:
+        """Values that a chunked loss never materialises."""
+        pairs = (
+            [pair for of_unit in self.chunked.pairs.values() for pair in of_unit] if self.chunked is not None else []
+        )
+        return frozenset(node.output.name for pair in pairs for node in (pair.linear, *pair.between))
+
+    @staticmethod
+    def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
+        graph, live = space.graph, live_nodes(space.graph)
+        units = find_units(graph, space.runs)
+        known = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
+        recompute = {
+            (index, policy): kept_under(known, unit.nodes, policy, compiled=compiled)
+            for index, unit in enumerate(units)
+            for policy in ("none", "selective", "full")
+        }
+        chunked = chunked_units(graph, space.runs, units)
+        if not chunked.pairs:
+            return KeptSpace(units, known, recompute, compiled)
+        inside = [name for nodes in chunked.nodes.values() for name in nodes]
+        known_chunked = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
+        for index, nodes in chunked.nodes.items():
+            recompute[index, CHUNKED_LOSS] = kept_under(known_chunked, nodes, "none", compiled=compiled)
+        return KeptSpace(units, known, recompute, compiled, chunked, known_chunked)
+
+
+@dataclass(frozen=True)
+class UnitVariant:
+    """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
+
+    ``placed`` are the placements of the operators' inputs and outputs, ``made`` those of values that are not in the
+    captured graph.
+    """
+
+    known: Activations
+    nodes: tuple[str, ...]
+    placed: Mapping[str, Placed]
+    made: Mapping[str, Placement] = field(default_factory=dict)
+
+
+def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:
+    """The figures of every unit under ``variant``."""
+    reader = _FigureReader(space, kept, variant)
+    return tuple(reader.figures(index) for index in range(len(kept.units)))
+
+
+class _FigureReader:
+    def __init__(self, space: ShardingSpace, kept: KeptSpace, variant: Variant) -> None:
+        self.space, self.kept, self.variant = space, kept, variant
+        self.problem, self.pricing = variant.problem, variant.pricing
+        self.options = variant.assignment.options
+        chunked = kept.chunked.graph.values if kept.chunked is not None else {}
+        self.values: Mapping[str, Value] = ChainMap(space.graph.values, chunked)  # type: ignore[arg-type]
+        self.unit_of = unit_of_nodes(kept.units)
+        self.streams_of: dict[int, list[ValueStream]] = defaultdict(list)
+        for stream in self.problem.streams.values():
+            unit = self._unit_of_stream(stream)
+            if unit is not None:
+                self.streams_of[unit].append(stream)
+        self.names = {id(stream): name for name, stream in self.problem.streams.items()}
+        self.places: dict[str, Placement] = {}
+        self.weights_of = self._weights()
+
+    def figures(self, index: int) -> UnitFigures:
+        unit = self.kept.units[index]
+        compute, communication = [0.0, 0.0], [0.0, 0.0]
+        weight_backward = 0.0
+        for name in unit.nodes:
+            option = self.options.get(name)
+            if option is None:
+                continue
+            for phase in (0, 1):
+                compute[phase] += option.compute[phase]
+                communication[phase] += option.communication[phase]
+            weight_backward += option.compute[1] * self._weight_share(self.problem.elements[name].node)
+        for stream in self.streams_of[index]:
+            for item in self.variant.assignment.trees[self.names[id(stream)]]:
+                communication[0] += item.copies * item.arc.forward / unit.count
+                communication[1] += item.backward_copies * item.arc.backward / unit.count
+        weights, buffers = self.weights_of[index]
+        return UnitFigures(
+            unit=unit,
+            compute=(compute[0], compute[1]),
+            communication=(communication[0], communication[1]),
+            weight_backward=weight_backward,
+            policies=tuple(self._policies(index)),
+            weights=tuple(weights),
+            buffer_bytes=buffers,
+            entering_bytes=sum(self._local_bytes(self.values[name]) for name in unit.entering),
+        )
+
+    def _unit_of_stream(self, stream: ValueStream) -> int | None:
+        """The unit that pays for a stream's conversions: the producer's, else (inputs, states) the first user's."""
+        element = self.problem.elements[stream.source]
+        if stream.source in self.unit_of:
+            return self.unit_of[stream.source]
+        if element.kind == "carry":
+            run = int(element.key.removeprefix("carry:").partition("#")[0])
+            return next(index for index, unit in enumerate(self.kept.units) if unit.run == run)
+        users = [self.unit_of[use.element] for use in stream.uses if use.element in self.unit_of]
+        return min(users) if users else None
+
+    def _weight_share(self, node: Node | None) -> float:
+        """Share of an operator's backward that only makes gradients of parameters."""
+        return 0.0 if node is None else weight_share(node, self.values, self.space.states)
+
+    def _weights(self) -> dict[int, tuple[list[Weight], float]]:
+        by_unit: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}
+        paths = {state.value.name: state.path for state in self.space.graph.states}
+        for name, element in self.problem.elements.items():
+            if element.kind not in ("parameter", "buffer"):
+                continue
+            stream = self.problem.streams[name]
+            users = tuple(sorted({unit for unit in self._users(stream) if unit is not None}))
+            if not users:
+                continue
+            value, where = stream.value, self.options[name].outputs[0]
+            owner = users[0]
+            weights, buffers = by_unit[owner]
+            if element.kind == "buffer":
+                by_unit[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
+                continue
+            shared = element.copies == 1 and self.kept.units[owner].count > 1
+            weights.append(
+                Weight(
+                    paths[name],
+                    self.pricing.local_elements(value, where),
+                    value.dtype,
+                    value.requires_grad,
+                    users,
+                    shared,
+                )
+            )
+        return by_unit
+
+    def _users(self, stream: ValueStream) -> set[int]:
+        """Units that use a state, directly or through views and casts."""
+        users: set[int] = set()
+        for use in stream.uses:
+            if use.element not in self.unit_of:
+                continue
+            node = self.problem.elements[use.element].node
+            outputs = [value.name for value in node.outputs] if node is not None else []
+            derived = [name for name in outputs if name in self.space.states and name in self.problem.streams]
+            if derived:
+                for name in derived:
+                    users |= self._users(self.problem.streams[name])
+            else:
+                users.add(self.unit_of[use.element])
+        return users
+
+    def _made(self, name: str) -> Placement:
+        """The placement in which a value is produced (of a value carried from copy to copy: handed on)."""
+        if name not in self.places:
+            self.places[name] = self._find_made(name)
+        return self.places[name]
+
+    def _find_made(self, name: str) -> Placement:
+        for index, run in enumerate(self.problem.runs):
+            for slot, names in enumerate(run.carried):
+                if name == names[0] or name == names[-1]:
+                    return self.options[f"carry:{index}#{slot}"].outputs[0]
+        stream = self.problem.streams.get(self.problem.first_name(name))
+        if stream is None:
+            return ("R",) * len(self.variant.cut.mesh.names)
+        return self.options[stream.source].outputs[stream.output]
+
+    def _local_bytes(self, value: Value) -> float:
+        return float(self.pricing.local_bytes(value, self._made(value.name)))
+
+    def _extra_bytes(self, extra: Extra) -> float:
+        like = self.values[extra.like]
+        whole, local = like.num_elements, self.pricing.local_elements(like, self._made(extra.like))
+        return extra.num_bytes * local / max(1, whole)
+
+    # -- policies -----------------------------------------------------------------------------------------------
+
+    def _policies(self, index: int) -> list[Policy]:
+        way = self._as_captured(index)
+        copies = self._converted_copies(index, way)
+        policies = [self._policy(index, "none", way, copies)]
+        if copies:
+            policies.append(self._policy(index, "regather", way, copies))
+        policies.append(self._policy(index, "selective", way, copies))
+        policies.append(self._policy(index, "full", way, copies))
+        chunked = self._with_chunked_loss(index)
+        if chunked is not None:
+            policies.append(self._policy(index, CHUNKED_LOSS, chunked, self._converted_copies(index, chunked)))
+        return policies
+
+    def _as_captured(self, index: int) -> UnitVariant:
+        unit = self.kept.units[index]
+        placed = {
+            name: Placed(self.options[name].inputs, self.options[name].outputs)
+            for name in unit.nodes
+            if name in self.options and self.problem.elements[name].node is not None
+        }
+        return UnitVariant(self.kept.known, unit.nodes, placed)
+
+    def _with_chunked_loss(self, index: int) -> UnitVariant | None:
+        """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
+        chunked, activations = self.kept.chunked, self.kept.known_chunked
+        if chunked is None or activations is None or index not in chunked.pairs:
+            return None
+        placed = dict(self._as_captured(index).placed)
+        placements: dict[str, Placement] = {}
+        for pair in chunked.pairs[index]:
+            chosen = strategies(pair, chunked.graph.values, placed)
+            if chosen is None:
+                return None
+            for node in pair.made:
+                placed[node.name] = chosen[node.name].placed
+            placements |= {node.output.name: placed[node.name].outputs[0] for node in pair.moved}
+        return UnitVariant(activations, chunked.nodes[index], placed, placements)
+
+    def _policy(
+        self,
+        index: int,
+        name: str,
+        way: UnitVariant,
+        copies: Mapping[tuple[str, Placement], tuple[float, float]],
+    ) -> Policy:
+        keep_copies = name in _KEEPS_COPIES
+        base = _BASES.get(name, name)
+        unit, rule = self.kept.units[index], self.kept.recompute[index, name if name == CHUNKED_LOSS else base]
+        self.places.update(way.made)
+        roots = {root for root in rule.values if self._is_held(unit, root)}
+        if keep_copies:
+            replaced = {way.known.roots.get(value, value) for value, _ in copies}
+            roots -= replaced - self._taken_as_made(way)
+        saved = sum(self._local_bytes(self.values[root]) for root in roots)
+        saved += sum(self._extra_bytes(extra) for extra in rule.extras)
+        if keep_copies:
+            saved += sum(num_bytes for num_bytes, _ in copies.values())
+        options = [self.options[node] for node in rule.recomputed if node in self.options]
+        compute = sum(option.compute[0] for option in options)
+        if name == CHUNKED_LOSS:
+            compute += self._logits_again(index)
+        again = 0.0 if keep_copies else sum(seconds for _, seconds in copies.values())
+        if base == "full":
+            again = sum(option.communication[0] for option in options) + self._forward_communication(index)
+        peak = working_peak(
+            way.known,
+            way.nodes,
+            base,
+            local_bytes=self._local_bytes,
+            extra_bytes=self._extra_bytes,
+            compiled=self.kept.compiled,
+        )
+        return Policy(name, compute, again, saved, peak)
+
+    def _logits_again(self, index: int) -> float:
+        """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted
+        for them, so that no policy takes less time than ``none``."""
+        assert self.kept.chunked is not None
+        return sum(self.options[pair.linear.name].compute[0] for pair in self.kept.chunked.pairs[index])
+
+    def _is_held(self, unit: ModelUnit, root: str) -> bool:
+        """Whether a value's memory counts for the unit: the unit produces it, or takes it from the unit before."""
+        if root in unit.carried:
+            return True
+        made_here = self.problem.streams.get(root)
+        return root in self.kept.known.made and made_here is not None and made_here.source in set(unit.nodes)
+
+    def _taken_as_made(self, way: UnitVariant) -> set[str]:
+        """Storage roots that some operator of the unit saves in the placement in which they are produced."""
+        roots = set()
+        for name in way.nodes:
+            if name not in way.placed or name not in way.known.kept:
+                continue
+            node, input_placements = way.known.nodes[name], way.placed[name].inputs
+            for value in way.known.kept[name].values:
+                if value not in node.inputs or input_placements[node.inputs.index(value)] == self._made(value):
+                    roots.add(way.known.roots.get(value, value))
+        return roots
+
+    def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], tuple[float, float]]:
+        """Converted copies that the backward pass needs: (value, placement) → bytes, seconds to convert again."""
+        unit = self.kept.units[index]
+        copies: dict[tuple[str, Placement], tuple[float, float]] = {}
+        for name in way.nodes:
+            saved = way.known.kept.get(name)
+            if name not in way.placed or saved is None:
+                continue
+            node = way.known.nodes[name]
+            for value in saved.values:
+                if value not in node.inputs or value in way.made:
+                    continue
+                placement = way.placed[name].inputs[node.inputs.index(value)]
+                seconds = self._forward_seconds(unit, value, placement)
+                if seconds is not None:
+                    copies[value, placement] = (float(self.pricing.local_bytes(self.values[value], placement)), seconds)
+        return copies
+
+    def _forward_seconds(self, unit: ModelUnit, value: str, target: Placement) -> float | None:
+        """Seconds of the collectives on the way to ``target``; None if there are none (the copy is the value)."""
+        stream = self._stream(unit, value)
+        if stream is None:
+            return None
+        steps = {item.arc.step.target: item for item in self.variant.assignment.trees[stream]}
+        seconds, moved, position = 0.0, False, target
+        while position in steps:
+            item = steps[position]
+            moved = moved or item.arc.step.collectives[0] is not None
+            seconds += item.arc.forward
+            position = item.arc.step.source
+        return seconds if moved else None
+
+    def _stream(self, unit: ModelUnit, value: str) -> str | None:
+        if unit.run is not None:
+            for slot, names in enumerate(self.problem.runs[unit.run].carried):
+                if names[0] == value:
+                    return f"carry:{unit.run}#{slot}"
+        name = self.problem.first_name(value)
+        return name if name in self.problem.streams else None
+
+    def _forward_communication(self, index: int) -> float:
+        """Seconds of all forward conversions that one copy of the unit does."""
+        unit = self.kept.units[index]
+        return sum(
+            item.copies * item.arc.forward / unit.count
+            for stream in self.streams_of[index]
+            for item in self.variant.assignment.trees[self.names[id(stream)]]
+        )

@@ -1,0 +1,273 @@
+"""From a captured graph and a cluster to the plan of a whole training step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cost_models import Cluster
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from passes.plan.step_plan import CHUNKED_LOSS
+from passes.repeats.repeated_blocks import BlockRun
+from planner.sharding_ilp.folding import BETTER
+from planner.solvers.collection import no_collection
+from planner.solvers.linear import TIME_LIMIT
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import Demands, is_number
+from planner.whole_step.candidates.expert_layouts import data_experts
+from planner.whole_step.candidates.infeasible import infeasible
+from planner.whole_step.candidates.mesh_layout import divisors
+from planner.whole_step.costs.fusion import fuse
+from planner.whole_step.costs.level_one import LevelOne
+from planner.whole_step.costs.longer_blocks import UnlikeCopies, longer_blocks
+from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.result.lighter import lightest
+from planner.whole_step.result.lp_files import write_step_programs
+from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.plan_of_solution import Judged, extract, judge
+from planner.whole_step.result.search_progress import ANALYSING, Progress, Report
+from planner.whole_step.result.uniform_plans import plainer
+
+#: Objectives of ``plan_step``.
+OBJECTIVES = ("time", "devices", "memory")
+#: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
+#: the closed form; those that are not chosen are the plan's runners-up.
+JUDGED, NEAR = 8, 0.05
+#: A solution counts as proved if the closed form puts it within this share of the bound.
+PROVED = 0.01
+#: Share of ``PROVED`` that a search for a proof aims at, to be safe from rounding.
+ROUNDED = 0.99
+#: A solution that is not proved is taken only if it is faster in the simulator by more than this share.
+CLEARLY = 0.01
+#: Relative precision of the least memory.
+MEMORY_STEP = 0.01
+
+
+def plan_step(
+    graph: Graph,
+    cluster: Cluster,
+    demands: Demands,
+    *,
+    pins: Mapping[str, Mapping[str, Any]] | None = None,
+    objective: str = "time",
+    target_seconds: float | None = None,
+    progress: Progress | None = None,
+    write_lp: str | Path | None = None,
+) -> Plan:
+    """Decide how a training step of ``graph`` (captured at the global batch) runs on ``cluster``.
+
+    Args:
+        pins: constraints on shardings by glob, see ``planner.sharding_ilp.constraints``.
+        objective: ``"time"``: the fastest step; ``"devices"``: the fewest devices whose step takes no more than
+            ``target_seconds``; ``"memory"``: the step that fits in the least memory on each device.
+        progress: told how far planning is, see ``planner.whole_step.result.search_progress``.
+        write_lp: where to write the plan's programs, see ``planner.whole_step.result.lp_files``.
+
+    Raises:
+        ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
+    """
+    check_objective(objective, target_seconds)
+    with no_collection():
+        planner = _Planner(graph, demands, pins, progress)
+        if objective == "devices":
+            assert target_seconds is not None
+            plan = planner.fewest_devices(cluster, target_seconds)
+        else:
+            plan = planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+        if write_lp is not None:
+            write_step_programs(planner.solutions[id(plan)][1], write_lp)
+        return plan
+
+
+def check_objective(objective: str, target_seconds: float | None) -> None:
+    """Raise ValueError for an objective that is not known, or that does not go with ``target_seconds``."""
+    if objective not in OBJECTIVES:
+        raise ValueError(f"unknown objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
+    if (objective == "devices") != (target_seconds is not None):
+        raise ValueError('target_seconds goes with objective="devices": give both or neither')
+    if target_seconds is not None and not (is_number(target_seconds) and 0 < target_seconds < math.inf):
+        raise ValueError(f"target_seconds must be a positive number of seconds, got {target_seconds!r}")
+
+
+class _Planner:
+    """Searches of one graph, which share what does not depend on the cluster."""
+
+    def __init__(
+        self, graph: Graph, demands: Demands, pins: Mapping[str, Mapping[str, Any]] | None, progress: Progress | None
+    ) -> None:
+        self.demands, self.pins, self.progress = demands, dict(pins or {}), progress
+        if progress is not None:
+            progress(Report(ANALYSING))
+        self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
+        #: By id, every extracted plan and its solution.
+        self.solutions: dict[int, tuple[Plan, StepSolution]] = {}
+        self.pose(None)
+
+    def pose(self, blocks: tuple[BlockRun, ...] | None) -> None:
+        """Set up what all searches share; ``blocks``: blocks whose copies are planned alike, None for all."""
+        self.space = ShardingSpace.of(
+            self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
+        )
+        self.kept = KeptSpace.of(self.space, compiled=self.demands.compiled)
+        if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
+            self.space.unconverted = self.kept.logits  # what is demanded must be possible
+
+    def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
+        level_one = level_one or LevelOne(cluster, self.space, self.kept)
+        search = Search(level_one, cluster, demands, progress=self.progress)
+        return search, search.run()
+
+    def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
+        search, outcome = self.search(cluster, demands)
+        if not outcome.solutions:
+            raise infeasible(search, outcome)
+        return self.chosen(cluster, demands, search, outcome)
+
+    def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
+        """``fastest``, or None if nothing fits, without working out what would help."""
+        search, outcome = self.search(cluster, demands)
+        return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
+
+    def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
+        """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
+        deadline = search.deadline
+        best = self.chosen_of(cluster, demands, search, outcome)
+        unlike = UnlikeCopies(search)
+        if not unlike.may_gain(outcome):
+            return best
+        for blocks in longer_blocks(self.space.runs, unlike.num_variables):
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
+                break
+            longer = self.with_blocks(blocks)
+            search, outcome = longer.search(cluster, dataclasses.replace(demands, time_limit=remaining_seconds))
+            if not outcome.solutions:
+                continue
+            plan = longer.chosen_of(cluster, demands, search, outcome)
+            if plan.step.costs.simulated < best.step.costs.simulated * (1.0 - BETTER):
+                best = plan
+            if not UnlikeCopies(search).may_gain(outcome):
+                break
+        return best
+
+    def with_blocks(self, blocks: tuple[BlockRun, ...]) -> _Planner:
+        """The same with other blocks, whose copies are planned alike."""
+        other = copy.copy(self)
+        other.pose(blocks)
+        return other
+
+    def chosen_of(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
+        """The plan of a search's best solution; if that is not proved, of a search with a smaller gap."""
+        best, others = self.judged(cluster, demands, search, outcome)
+        gap = _gap_to_prove(best, outcome)
+        if gap is not None:
+            search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
+            best, others = self.judged(cluster, demands, search, outcome)
+        best = self.lightest(cluster, demands, search, outcome, best, others)
+        plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
+        self.solutions[id(plan)] = plan, best.solution
+        return plan
+
+    def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
+        """Search with a smaller gap in the remaining time, and merge its solutions with those of ``outcome``."""
+        remaining_seconds = search.deadline - time.monotonic()
+        if remaining_seconds <= 0:
+            return search, dataclasses.replace(outcome, status=TIME_LIMIT)
+        search, again = self.search(
+            cluster, dataclasses.replace(demands, time_limit=remaining_seconds), search.level_one
+        )
+        fastest = {solution.candidate: solution for solution in outcome.solutions}
+        for solution in again.solutions:
+            if solution.candidate not in fastest or solution.seconds <= fastest[solution.candidate].seconds:
+                fastest[solution.candidate] = solution
+        solutions = sorted(fastest.values(), key=lambda solution: solution.seconds)
+        return search, dataclasses.replace(again, solutions=solutions, bound=max(outcome.bound, again.bound))
+
+    def lightest(
+        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome, best: Judged, others: list[Judged]
+    ) -> Judged:
+        """``best``, or a solution in less memory: within half the gap, still proved, no slower than an expert."""
+        experts = [expert.report.seconds for expert in data_experts(search.level_one, cluster, demands)]
+        tie = 1.0 + demands.gap / 2
+        proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
+        slowest = min(best.solution.seconds * tie, proved)
+        simulated = max(best.report.seconds, min([best.report.seconds * tie, *experts]))
+        return lightest(search, best, others, slowest=slowest, simulated=simulated)
+
+    def judged(
+        self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
+    ) -> tuple[Judged, list[Judged]]:
+        """Simulate the solutions: the fastest, or an expert's if that is faster, and the others."""
+        num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
+        near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
+        judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
+        plain = [judge(each) for solved in judged for each in plainer(solved.solution)]
+        experts = list(data_experts(search.level_one, cluster, demands))
+        best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
+        return best, [each for each in judged if each is not best]
+
+    def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
+        """The plan of the smallest part of the cluster that is fast enough."""
+        slowest = None
+        for size in _sizes(cluster):
+            last = size == cluster.num_devices
+            plan = (self.fastest if last else self.fastest_if_any)(cluster.subset(size), self.demands)
+            if plan is None:
+                continue
+            if plan.step.costs.seconds <= target:
+                return plan
+            slowest = plan.step.costs.seconds
+        raise ValueError(
+            f"no plan takes {target:g} s a step: all {cluster.num_devices} devices of {cluster.name!r} take "
+            f"{slowest:.3g} s; give more devices or a longer target_seconds"
+        )
+
+    def least_memory(self, cluster: Cluster) -> Plan:
+        """Bisect the memory limit for the least that still has a plan."""
+        best = self.fastest(cluster, self.demands)
+        low, high = 0.0, max(rank.total for rank in best.step.memory)
+        while high - low > MEMORY_STEP * high:
+            middle = (low + high) / 2
+            limit = middle / (1.0 - self.demands.headroom)
+            less = self.fastest_if_any(cluster, dataclasses.replace(self.demands, memory_limit=limit))
+            if less is None:
+                low = middle
+                continue
+            best, high = less, min(middle, max(rank.total for rank in less.step.memory))
+        return best
+
+
+def _best(judged: list[Judged], bound: float) -> Judged:
+    """The solution that is fastest in the simulator among those proved near-optimal by the closed form, unless another
+    is clearly faster."""
+    fastest = min(judged, key=lambda candidate: candidate.report.seconds)
+    near = [candidate for candidate in judged if candidate.solution.seconds * (1.0 - PROVED) <= bound]
+    best = min(near, key=lambda candidate: candidate.report.seconds, default=fastest)
+    return fastest if fastest.report.seconds < best.report.seconds * (1.0 - CLEARLY) else best
+
+
+def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:
+    """The gap at which a search would prove that ``best`` is near-optimal by the closed form; None if it is proved
+    already, time ran out, or the closed form has a clearly faster solution."""
+    fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - ROUNDED * PROVED)
+    if outcome.bound >= needed or outcome.status == TIME_LIMIT or fastest < needed:
+        return None
+    return 1.0 - needed / fastest
+
+
+def _sizes(cluster: Cluster) -> list[int]:
+    """Numbers of devices to try: divisors of a node, then whole nodes."""
+    sizes: set[int] = set()
+    inner = 1
+    for level in cluster.levels:
+        sizes.update(inner * count for count in divisors(level.group_size // inner))
+        sizes.update(inner * count for count in range(1, min(16, level.group_size // inner) + 1))
+        inner = level.group_size
+    return sorted(sizes)

@@ -1,0 +1,48 @@
+"""The result of a search of whole steps: solutions, the proved bound, and counts of candidates by fate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from planner.pipeline_ilp.stage_ilp import StageSolution
+from planner.pipeline_ilp.stage_problem import Assignment, StageProblem
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.costs.level_one import Sharded
+
+
+@dataclass(frozen=True)
+class StepSolution:
+    """One way to run the step: a candidate, its sharding, and the solution of its stage program."""
+
+    candidate: Candidate
+    sharded: Sharded
+    problem: StageProblem
+    stages: StageSolution
+
+    @property
+    def seconds(self) -> float:
+        return self.stages.objective
+
+    @property
+    def assignment(self) -> Assignment:
+        assert self.stages.assignment is not None  # nothing else becomes a solution
+        return self.stages.assignment
+
+
+@dataclass
+class Outcome:
+    """The result of a search: solutions, best first, the proved bound, and counts of candidates by fate."""
+
+    solutions: list[StepSolution]
+    bound: float
+    status: str
+    counts: Counter[str] = field(default_factory=Counter)
+    shortfalls: dict[Candidate, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        if not self.solutions:
+            return float("inf")
+        best = self.solutions[0].seconds
+        return max(0.0, (best - self.bound) / best) if best else 0.0

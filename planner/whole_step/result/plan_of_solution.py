@@ -1,0 +1,219 @@
+"""Turn a solution of the step search into a Plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.memory import StateBytes
+from cost_models.schedules import rank_of_chunk
+from cost_models.simulator import StepReport, simulate
+from cost_models.step import PipelineStep
+from cost_models.step_time import step_memory, step_seconds
+from passes.ir.types import MeshShape
+from passes.plan import Certificate, Plan
+from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
+from planner.pipeline_ilp.stage_problem import as_step
+from planner.sharding_ilp.model_figures import compute_dtype, model_flops
+from planner.sharding_ilp.plan_of_assignment import make_plan
+from planner.solvers.pulp_solver import solver_text
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import recorded
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
+from planner.whole_step.costs.unit_choices import state_bytes, with_tied_copies
+from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.step_collectives import step_collectives
+
+#: What a certificate says whose bound is of plans that split all copies of a repeated block alike.
+ALIKE = " with alike copies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A solution with its step played by the simulator."""
+
+    solution: StepSolution
+    step: PipelineStep
+    report: StepReport
+
+
+def judge(solution: StepSolution) -> Judged:
+    step = as_step(solution.problem, solution.assignment)
+    return Judged(solution, step, simulate(step))
+
+
+def extract(
+    search: Search,
+    outcome: Outcome,
+    best: Judged,
+    others: list[Judged],
+    *,
+    cluster: Cluster,
+    constraints: Mapping[str, Any],
+) -> Plan:
+    """The plan of ``best``; ``others`` are its runners-up."""
+    solution = best.solution
+    sharded, candidate = solution.sharded, solution.candidate
+    certificate = Certificate(
+        objective=solution.seconds,
+        bound=float(min(outcome.bound, solution.seconds)),
+        gap=float(max(0.0, (solution.seconds - outcome.bound) / solution.seconds)) if solution.seconds else 0.0,
+        status=outcome.status + (ALIKE if _splits_copies_alike(search) else ""),
+        solver=f"best first over candidates, {solver_text(search.demands.solver)} for shardings and stages",
+        num_variables=solution.stages.num_variables,
+        num_constraints=solution.stages.num_constraints,
+        demands=recorded(search.demands),
+    )
+    variant = sharded.variant
+    plan = make_plan(
+        variant.problem,
+        variant.assignment,
+        variant.pricing,
+        certificate=certificate,
+        cluster=cluster.to_dict(),
+        constraints=dict(constraints),
+        step=_step_plan(search, outcome, best, others),
+    )
+    layout = candidate.layout
+    mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
+    plan = dataclasses.replace(plan, mesh=mesh, notes=(*plan.notes, *_uncalibrated(cluster)))
+    return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
+
+
+def _splits_copies_alike(search: Search) -> bool:
+    """Whether the search leaves out plans that split the copies of a block in different ways."""
+    one_way = all(search.demands.fixed.get(axis) == {1} for axis in (CONTEXT, TENSOR))
+    return bool(search.level_one.space.runs) and search.cluster.num_devices > 1 and not one_way
+
+
+def _uncalibrated(cluster: Cluster) -> tuple[str, ...]:
+    """What there is to say of devices whose operators are priced at their peak."""
+    names = dict.fromkeys(group.device.name for group in cluster.groups if not group.device.efficiency)
+    return tuple(
+        f"{name} has no efficiency curves: its operators are priced at their peak, so the step is shorter and its "
+        "utilisation higher than any real one"
+        for name in names
+    )
+
+
+def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged]) -> StepPlan:
+    candidate, demands = best.solution.candidate, search.demands
+    counts = {**outcome.counts, "shardings searched": search.level_one.solved}
+    return StepPlan(
+        axes=candidate.layout.sizes,
+        global_batch=search.level_one.global_batch,
+        local_batch=candidate.local_batch,
+        num_microbatches=candidate.num_microbatches,
+        schedule=candidate.schedule if candidate.layout.pipeline > 1 else "none",
+        chunks_per_rank=candidate.chunks_per_rank,
+        chunks=_chunks(best),
+        optimizer=demands.training.optimizer,
+        gradient_dtype=demands.training.gradient_dtype or "",
+        compiled=demands.compiled,
+        costs=_costs(search, best),
+        memory=memory_by_rank(search, best.solution, best.step),
+        memory_limit=search.memory,
+        headroom=demands.headroom,
+        search={name: int(count) for name, count in sorted(counts.items())},
+        alternatives=tuple(_alternative(other) for other in others),
+    )
+
+
+def _chunks(best: Judged) -> tuple[ChunkPlan, ...]:
+    problem, assignment = best.solution.problem, best.solution.assignment
+    num_done = [0] * len(problem.runs)
+    chunk_plans = []
+    for chunk, groups in enumerate(assignment):
+        plans = []
+        for run, choice, count in groups:
+            recompute, zero = problem.runs[run].choices[choice].label
+            first = _unit_name(best, run, num_done[run])
+            plans.append(GroupPlan(first, num_done[run], count, recompute, _zero_stage((recompute, zero))))
+            num_done[run] += count
+        layers = best.step.chunks[chunk].layers
+        rank = rank_of_chunk(problem.schedule, chunk, num_ranks=problem.num_ranks, num_chunks=problem.num_chunks)
+        forward = sum(costs.forward * count for costs, count in layers)
+        backward = sum(costs.backward * count for costs, count in layers)
+        chunk_plans.append(ChunkPlan(rank, tuple(plans), forward, backward))
+    return tuple(chunk_plans)
+
+
+def _unit_name(best: Judged, run: int, copy: int) -> str:
+    """Module path of one copy of a unit."""
+    unit = best.solution.sharded.figures[run].unit
+    if unit.run is None:
+        return unit.name
+    return " ".join(best.solution.sharded.variant.problem.runs[unit.run].roots[copy])
+
+
+def _costs(search: Search, best: Judged) -> StepCosts:
+    seconds = step_seconds(best.step)
+    report = best.report
+    flops = model_flops(search.level_one.space.graph)
+    cluster = search.cluster
+    dtype = compute_dtype(search.level_one.space.graph)
+    peak = cluster.device.peak_flops(dtype) * cluster.num_devices
+    return StepCosts(
+        seconds=seconds.total,
+        pipeline=seconds.pipeline,
+        tail=seconds.tail,
+        update=seconds.update,
+        simulated=report.seconds,
+        bubble=max(rank.bubble_fraction for rank in report.ranks),
+        exposed=max(rank.exposed_seconds for rank in report.ranks) / report.seconds if report.seconds else 0.0,
+        flops=flops,
+        utilisation=flops / (report.seconds * peak) if report.seconds and peak else 0.0,
+        samples_per_second=search.level_one.global_batch / report.seconds if report.seconds else 0.0,
+    )
+
+
+def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -> tuple[RankMemory, ...]:
+    """Bytes of every rank by part: what the step's memory says, with the state told apart.
+
+    A parameter that several units use is counted on every rank that has one of them, once.
+    """
+    problem, assignment = solution.problem, solution.assignment
+    totals = step_memory(step)
+    flight = problem.in_flight
+    setting = search.setting(solution.candidate)
+    figures = with_tied_copies(solution.sharded.figures)
+    rank_memories = []
+    for rank, total in enumerate(totals):
+        states, activations, tied = [0.0, 0.0, 0.0], 0.0, set[str]()
+        for chunk, groups in enumerate(assignment):
+            if problem.ranks[chunk] != rank:
+                continue
+            for run, choice, count in groups:
+                option = problem.runs[run].choices[choice]
+                weights = tuple(weight for weight in figures[run].weights if weight.path not in tied)
+                tied.update(weight.path for weight in weights if len(weight.uses) > 1)
+                held = dataclasses.replace(figures[run], weights=weights)
+                parts = state_bytes(held, _zero_stage(option.label), setting)
+                states = [before + count * part for before, part in zip(states, _three(parts))]
+                activations += count * option.costs.saved_bytes * flight[chunk]
+        transient = max(0.0, total - sum(states) - activations)
+        rank_memories.append(RankMemory(states[0], states[1], states[2], activations, transient))
+    return tuple(rank_memories)
+
+
+def _zero_stage(label: tuple[str, ...]) -> int:
+    return int(label[1].removeprefix("zero-"))
+
+
+def _three(parts: StateBytes) -> tuple[float, float, float]:
+    return parts.parameters, parts.gradients, parts.optimizer
+
+
+def _alternative(judged: Judged) -> Alternative:
+    solution = judged.solution
+    labels = sorted(
+        {
+            " ".join(solution.problem.runs[run].choices[choice].label)
+            for groups in solution.assignment
+            for run, choice, _ in groups
+        }
+    )
+    what = f"{solution.candidate}; {', '.join(labels)}"
+    return Alternative(what, solution.seconds, judged.report.seconds, max(step_memory(judged.step)))

@@ -1,0 +1,275 @@
+"""Every collective of a training step, counted in the programs that the ranks will run.
+
+Counted is what the ranks of one pipeline issue together (one rank of every stage; without a pipeline: one rank):
+
+* in its programs, for every micro-batch: activations, recomputation included (``unit_collectives``);
+* by its units: weights gathered and gradients reduced over the data ranks, under ZeRO 0 to 3;
+* from one stage to the next (``send``), and what runs once a step: totals of the batch (in the forward phase),
+  gradients of tied weights and the loss (``after`` the backward passes).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from cost_models.dtypes import item_size
+from passes.autograd.recompute_policies import Activations
+from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from passes.ir.graph import Graph
+from passes.ir.types import P, R, local_shape, shard_dim
+from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
+from passes.pipeline_cut.step_programs import StageUnit
+from passes.plan import CollectivePlan, Plan
+from passes.shard import Compute, Repeat
+from passes.shard.operations import Operation
+from planner.sharding_ilp.liveness import live_nodes
+from planner.sharding_ilp.plan_of_assignment import Tally, add_to_tally, collectives_of
+from planner.whole_step.result.unit_collectives import (
+    AFTER,
+    BACKWARD,
+    FORWARD,
+    Axes,
+    SavedLocals,
+    Sent,
+    gathers_in_backward,
+    local_bytes,
+    sent_again,
+    sent_once,
+)
+
+PIPELINE = "pp"
+SEND, BROADCAST = "send", "broadcast"
+_GATHERED_PER_USE = 3
+
+
+def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
+    """The collectives of one step of ``plan``; ``graph`` is the one that it was made of.
+
+    Raises:
+        ValueError: as ``passes.pipeline_cut.step_programs``.
+    """
+    has_loss = graph.loss is not None
+    programs = step_programs(
+        graph,
+        plan,
+        num_microbatches=None if has_loss else 1,
+        outputs=None if has_loss else tuple(graph.outputs),
+    )
+    # On a given mesh a model without a loss may be trained by whoever calls it.
+    return _Counter(programs, plan, trains=graph.training and (has_loss or not plan.step.decides_units)).count()
+
+
+class _Counter:
+    def __init__(self, programs: StepPrograms, plan: Plan, *, trains: bool) -> None:
+        self.programs, self.plan, self.step, self.trains = programs, plan, plan.step, trains
+        self.times = programs.num_microbatches
+        self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
+        self.sizes = plan.mesh.as_dict()
+        self.deferral = deferral_of(plan)
+        self.known = _Known(programs.graph)
+        self.tally: Tally = {}
+
+    def count(self) -> tuple[CollectivePlan, ...]:
+        ranks = sorted({chunk.rank for chunk in self.step.chunks})
+        for rank in ranks:
+            stages = [stage for stage, chunk in zip(self.programs.stages, self.step.chunks) if chunk.rank == rank]
+            for stage in stages:
+                self._stage(stage)
+            self._weights(stages)
+            if self.programs.totals is not None and any(_takes_totals(stage) for stage in stages):
+                self._totals()
+        self._sends()
+        if self.trains and self.programs.graph.loss is not None:
+            self._tied_gradients()
+            self._loss(len(ranks))
+        return collectives_of(self.tally)
+
+    def _add(self, sent: Sent, count: int = 1) -> None:
+        """Count a collective, unless it is on an axis of one rank."""
+        if self.sizes.get(sent.axis, self.step.axes.get(sent.axis, 2)) > 1 and count:
+            add_to_tally(self.tally, (sent.collective, sent.axis, sent.phase), count, sent.num_bytes)
+
+    # -- programs ---------------------------------------------------------------------------------------------------
+
+    def _stage(self, stage: StageGraph) -> None:
+        self._operations(stage.sharded.main.body, self.times)
+        for operation in stage.sharded.main.body:
+            if isinstance(operation, Repeat):
+                copies = len(operation.block.roots)
+                self._operations(operation.block.section.body, copies * self.times)
+                self._operations(operation.between, (copies - 1) * self.times)
+                policy = operation.policy.recompute if operation.policy is not None else "none"
+                if self.trains and policy != "none":
+                    saved = self.known.kept(operation)
+                    for sent in sent_again(operation.block.section.body, self.axes, saved, policy):
+                        self._add(sent, copies * self.times)
+
+    def _operations(self, operations: Sequence[Operation], count: int) -> None:
+        for sent in sent_once(operations, self.axes, self.known.live):
+            if self.trains or sent.phase == FORWARD:
+                self._add(sent, count)
+
+    def _totals(self) -> None:
+        totals = self.programs.totals
+        assert totals is not None
+        self._operations(totals.main.body, self.times)
+        for local in totals.main.results:
+            self._add(Sent(ALL_REDUCE, BATCH_AXIS, FORWARD, local_bytes(local)))
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def _weights(self, stages: Sequence[StageGraph]) -> None:
+        """What the units of one rank send over the data ranks."""
+        from runtime.execution.binding import UnitTable, weight_groups
+
+        table = UnitTable()
+        table.hold_together(stages)
+        uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
+        for stage in stages:
+            for unit, block in self._units(stage):
+                for names, zero in weight_groups(unit, self._trained(unit), table.held_together):
+                    key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
+                    again = zero == _GATHERED_PER_USE and self._gathers_again(block)
+                    uses.setdefault(key, []).append(again)
+        sharded = self._sharded()
+        for (_, zero, names), again_in in uses.items():
+            zero = max(zero, int(any(name in sharded for name in names)))
+            for bundle in self._bundles(names, table.gathered_apart):
+                self._bundle(bundle, zero, again_in)
+
+    def _units(self, stage: StageGraph) -> Iterator[tuple[StageUnit, Repeat | None]]:
+        """The units of a chunk with the blocks that use them; weights used outside of blocks have None."""
+        repeats = [operation for operation in stage.sharded.main.body if isinstance(operation, Repeat)]
+        blocks = [repeat for repeat in repeats for _ in repeat.block.roots]
+        yield from itertools.zip_longest(stage.all_units, blocks)
+
+    def _gathers_again(self, block: Repeat | None) -> bool:
+        if not self.trains or block is None or block.policy is None:
+            return False
+        return gathers_in_backward(self.known.kept(block), block.policy.recompute)
+
+    def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
+        """The trained weights of a unit, with the axes over which their gradients are summed."""
+        states = self.plan.states
+        return {path: self._data_axes(path) for _, _, path in unit.states if path in states and states[path].trainable}
+
+    def _data_axes(self, path: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.deferral.get(path, ()) if self.sizes[axis] > 1)
+
+    def _num_data_ranks(self, path: str) -> int:
+        return math.prod(self.sizes[axis] for axis in self._data_axes(path))
+
+    def _bundles(self, names: Sequence[str], apart: Collection[str]) -> Iterator[tuple[str, ...]]:
+        """Group weights that are sent together: those of equal dtypes."""
+        bundles: dict[tuple[str, bool], list[str]] = {}
+        for name in names:
+            bundles.setdefault((self.plan.states[name].dtype, name in apart), []).append(name)
+        yield from map(tuple, bundles.values())
+
+    def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
+        from runtime.zero.flat import FlatLayout
+
+        group, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
+        if group == 1:
+            return
+        layout = FlatLayout([self._local_shape(name) for name in names], group if zero else 1)
+        compute, _, gradient = self._dtypes(names[0])
+        elements = layout.row * group if zero else layout.total
+        gather = Sent(ALL_GATHER, axis, FORWARD, elements * item_size(compute))
+        reduce = Sent(REDUCE_SCATTER if zero else ALL_REDUCE, axis, BACKWARD, elements * item_size(gradient))
+        uses = len(again_in) * self.times
+        if zero:
+            self._add(gather, uses if zero == _GATHERED_PER_USE else 1)
+        if not self.trains:
+            return
+        if zero == _GATHERED_PER_USE:
+            self._add(gather._replace(phase=BACKWARD), sum(again_in) * self.times)
+        self._add(reduce, uses if zero > 1 else 1)
+
+    def _dtypes(self, name: str) -> tuple[str, str, str]:
+        """Of a trained weight: of the working copy, of what the optimizer updates, of the gradient that is reduced."""
+        import torch
+
+        from runtime.execution.state_info import precision_of
+
+        precision = precision_of(self.plan)
+        dtypes = precision.of(getattr(torch, self.plan.states[name].dtype))
+        return tuple(str(dtype).removeprefix("torch.") for dtype in (dtypes.compute, dtypes.master, dtypes.gradient))  # type: ignore[return-value]
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight as programs use it: whole on the data axes."""
+        state, mesh = self.plan.states[name], self.plan.mesh
+        deferred = self.deferral.get(name, ())
+        placement = tuple(R if axis in deferred else where for axis, where in zip(mesh.names, state.placement))
+        return local_shape(state.shape, placement, mesh)
+
+    def _sharded(self) -> frozenset[str]:
+        """Weights of which a data rank owns a piece."""
+        from runtime.execution.state_info import sharded_paths
+
+        paths = sharded_paths(self.programs)
+        return frozenset(path for path in paths if path in self.plan.states and self.plan.states[path].shape)
+
+    # -- between stages ---------------------------------------------------------------------------------------------
+
+    def _sends(self) -> None:
+        chunks = self.step.chunks
+        for stage, chunk, following in zip(self.programs.stages, chunks, chunks[1:]):
+            if chunk.rank == following.rank:
+                continue
+            for local in stage.sent:
+                self._add(Sent(SEND, PIPELINE, FORWARD, local_bytes(local)), self.times)
+                if self.trains and local.value.requires_grad:
+                    self._add(Sent(SEND, PIPELINE, BACKWARD, local_bytes(local)), self.times)
+
+    def _tied_gradients(self) -> None:
+        """Gradients of weights that several stages hold copies of."""
+        from runtime.execution.state_info import stages_of
+        from runtime.zero.state_pieces import piece_shape
+
+        sharded = self._sharded()
+        for path, ranks in stages_of(self.plan, self.programs).items():
+            if len(ranks) == 1 or path not in self.plan.states or not self.plan.states[path].trainable:
+                continue
+            shape, group = self._local_shape(path), self._num_data_ranks(path)
+            num_bytes = item_size(self._dtypes(path)[1])
+            for size in piece_shape(shape, group, 0) if path in sharded and group > 1 else shape:
+                num_bytes *= size
+            self._add(Sent(ALL_REDUCE, PIPELINE, AFTER, num_bytes), len(ranks))
+
+    def _loss(self, num_ranks: int) -> None:
+        """Count the collectives that assemble the loss on the last chunk's ranks and broadcast it to the pipeline."""
+        last = self.programs.stages[-1]
+        local = last.sharded.main.results[0]
+        whole = local_bytes(local)
+        for axis, spmd_type in reversed(list(zip(self.plan.mesh.names, local.placement))):
+            if spmd_type == P:
+                self._add(Sent(ALL_REDUCE, axis, AFTER, whole))
+            elif shard_dim(spmd_type) is not None:
+                whole *= self.sizes[axis]
+                self._add(Sent(ALL_GATHER, axis, AFTER, whole))
+        if num_ranks > 1:
+            self._add(Sent(BROADCAST, PIPELINE, AFTER, whole), num_ranks)
+
+
+def _takes_totals(stage: StageGraph) -> bool:
+    return any(path[0] == "total" for path in stage.sharded.graph.input_paths)
+
+
+class _Known:
+    """What autograd saves of the operators of a step, computed on demand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.live = live_nodes(graph)
+        self._kept: dict[tuple[str, ...], SavedLocals] = {}
+
+    def kept(self, repeat: Repeat) -> SavedLocals:
+        """What autograd saves of one copy of a unit."""
+        body = repeat.block.section.body
+        names = tuple(operation.node.name for operation in body if isinstance(operation, Compute))
+        if names not in self._kept:
+            self._kept[names] = SavedLocals.of(body, Activations.of(self.graph, self.live, names))
+        return self._kept[names]

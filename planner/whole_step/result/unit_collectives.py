@@ -1,0 +1,200 @@
+"""The collectives that one unit of a step issues for one micro-batch: forward, backward, and repeated by recomputation.
+
+Repeats follow ``runtime.program_tools.recompute``: ``regather`` and ``selective`` repeat the collectives whose results
+autograd would save, with the conversions that lead to them; ``full`` repeats all up to the last tensor that autograd
+saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from passes.autograd.operator_tables import base_name
+from passes.autograd.recompute_policies import Activations
+from passes.ir.graph import ITEM_SIZE
+from passes.ir.types import MeshShape, shard_dim
+from passes.rules.rule import Reduction
+from passes.shard import Compute, Convert, Local
+from passes.shard.operations import Operation
+
+#: Phases; the last is once a step, after all backward passes.
+FORWARD, BACKWARD, AFTER = "forward", "backward", "after"
+
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+
+
+class Sent(NamedTuple):
+    """One collective; bytes as in ``Step.num_bytes``."""
+
+    collective: str
+    axis: str
+    phase: str
+    num_bytes: int
+
+
+def local_bytes(local: Local) -> int:
+    """Bytes of one rank's part."""
+    num_bytes = ITEM_SIZE[local.value.dtype]
+    for size in local.shape:
+        num_bytes *= size
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The mesh of the programs; its batch axis counts the data-parallel size times ``num_microbatches``."""
+
+    mesh: MeshShape
+    batch_axis: str
+    num_microbatches: int
+
+    def sent(self, collective: str, convert: Convert, phase: str) -> Sent:
+        """A collective of a conversion; samples gathered on the batch axis are those of one micro-batch."""
+        name = convert.step.axis_name(self.mesh)
+        shards = shard_dim(convert.step.source_type) is not None or shard_dim(convert.step.target_type) is not None
+        parts = self.num_microbatches if shards and name == self.batch_axis else 1
+        return Sent(collective, name, phase, convert.num_bytes // parts)
+
+
+def sent_once(operations: Sequence[Operation], axes: Axes, live: frozenset[str]) -> Iterator[Sent]:
+    """Yield the collectives of conversions and operators, without recomputation.
+
+    Args:
+        live: names of the nodes that receive a gradient.
+    """
+    for operation in operations:
+        yield from _forward(operation, axes)
+        if isinstance(operation, Convert) and operation.backward:
+            yield axes.sent(operation.backward, operation, BACKWARD)
+        elif isinstance(operation, Compute) and operation.node.name in live:
+            yield from _own(operation, axes.mesh, BACKWARD)
+
+
+def _forward(operation: Operation, axes: Axes) -> Iterator[Sent]:
+    if isinstance(operation, Convert) and operation.forward:
+        yield axes.sent(operation.forward, operation, FORWARD)
+    elif isinstance(operation, Compute):
+        yield from _own(operation, axes.mesh, FORWARD)
+
+
+def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
+    """The collectives that an operator issues itself."""
+    if compute.rule is None:
+        return
+    local = dict(compute.rule.sizes)
+    for size, choice in zip(mesh.sizes, compute.choices):
+        if choice.factor is not None:
+            local[choice.factor] //= size
+    for axis, choice in zip(mesh.names, compute.choices):
+        for item in choice.reductions:
+            if item.phase == phase:
+                yield Sent(item.collective, axis, phase, _reduction_bytes(item, local))
+
+
+def _reduction_bytes(item: Reduction, local: Mapping[str, int]) -> int:
+    num_bytes = item.multiple * item.item_size
+    for factor in item.factors:
+        num_bytes *= local[factor]
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class SavedLocals:
+    """What autograd saves of the operators of a unit.
+
+    Attributes:
+        brought: conversions with a collective whose results are saved, and the conversions that lead to them.
+        weights: paths of the parameters that are saved as they were gathered.
+        last: index in the unit of the last operator with a saved tensor; −1 if there is none.
+    """
+
+    brought: tuple[Convert, ...]
+    weights: frozenset[str]
+    last: int
+
+    @staticmethod
+    def of(operations: Sequence[Operation], activations: Activations) -> SavedLocals:
+        storages = _Storages()
+        saved: list[Local] = []
+        last = -1
+        for place, operation in enumerate(operations):
+            if isinstance(operation, Convert):
+                storages.converted(operation)
+            elif isinstance(operation, Compute):
+                storages.computed(operation, activations)
+                names = _kept_names(operation, activations)
+                if names is not None:
+                    last = place
+                    local = {tensor.value.name: tensor for tensor in (*operation.outputs, *operation.inputs)}
+                    saved += [local[name] for name in names if name in local]
+        convert_of = [storages.brought.get(local) for local in saved]
+        brought: dict[int, Convert] = {}
+        for convert in convert_of:
+            while convert is not None and id(convert) not in brought:
+                brought[id(convert)] = convert
+                convert = storages.brought.get(convert.source)
+        weights = frozenset(storages.weight[local] for local in saved if local in storages.weight)
+        return SavedLocals(tuple(brought.values()), weights, last)
+
+
+def _kept_names(compute: Compute, activations: Activations) -> tuple[str, ...] | None:
+    """Inputs and outputs of an operator that autograd saves; None if it saves nothing."""
+    saved = activations.kept.get(compute.node.name)
+    if saved is None or not (saved.values or saved.extras):
+        return None
+    if base_name(compute.node.op) == _ATTENTION:
+        # Fused on a processor also in float64, for which records know no fused kernel.
+        return tuple(local.value.name for local in compute.inputs)
+    return saved.values
+
+
+class _Storages:
+    """Owner of each local tensor's memory, through views: the conversion that received it, or a parameter."""
+
+    def __init__(self) -> None:
+        self.brought: dict[Local, Convert] = {}
+        self.weight: dict[Local, str] = {}
+
+    def converted(self, convert: Convert) -> None:
+        if convert.forward:
+            self.brought[convert.target] = convert
+        else:
+            self._same(convert.target, convert.source)
+
+    def computed(self, compute: Compute, activations: Activations) -> None:
+        for local in compute.inputs:
+            if local.state is not None:
+                self.weight[local] = local.state.path
+        for output in compute.outputs:
+            root = activations.roots.get(output.value.name, output.value.name)
+            if root != output.value.name:
+                source = next(
+                    (local for local in compute.inputs if activations.roots.get(local.value.name) == root), None
+                )
+                if source is not None:
+                    self._same(output, source)
+
+    def _same(self, view: Local, source: Local) -> None:
+        if source in self.brought:
+            self.brought[view] = self.brought[source]
+        if source.state is not None:
+            self.weight[view] = source.state.path
+        elif source in self.weight:
+            self.weight[view] = self.weight[source]
+
+
+def sent_again(operations: Sequence[Operation], axes: Axes, kept: SavedLocals, policy: str) -> Iterator[Sent]:
+    """Yield the forward collectives that the backward pass repeats under a recompute policy."""
+    if policy == "none":
+        return
+    again = operations[: kept.last + 1] if policy == "full" else kept.brought
+    for operation in again:
+        yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
+
+
+def gathers_in_backward(kept: SavedLocals, policy: str) -> bool:
+    """Whether the backward pass of a unit whose weights are freed after each use gathers them again."""
+    return bool(kept.weights) if policy in ("none", "regather") else kept.last >= 0

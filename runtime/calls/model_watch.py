@@ -1,0 +1,268 @@
+"""Attributes of the original model that change after it was compiled: its programs were traced with the old ones.
+
+The engine traces a copy of the model without data. A number, a string or a flag that is set on the original's modules,
+or on plain objects that they hold (a config), is set on the copy too, and the next call is traced with it; other
+changes are announced. The original is looked at as long as somebody else holds it.
+
+What trains, and which submodules are in which mode, is the parallel module's own: it is refused on the original, where
+it would change nothing. The whole original may be frozen or put into another mode (to be a teacher, or compared with).
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from passes.torch_compat.module_tables import HOOKS
+from runtime.calls.modes import other_modes
+from runtime.calls.surroundings import Surroundings, in_words
+from runtime.torch_compat.host_state import dict_version
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_COMPARED = (*_PLAIN, list, dict, set)
+#: What every module has; modes and tensors are the parallel module's own.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+#: Module path, attribute of the module, attribute of the object that stands there ("" for the attribute itself).
+Place = tuple[str, str, str]
+
+
+@dataclass
+class _Owner:
+    """Something with attributes: a module, or a plain object that a module holds."""
+
+    path: str
+    attribute: str
+    reference: weakref.ref[Any]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    num_hooks: int
+    #: Another one when an attribute was set.
+    version: Any
+    #: Whether what stands there may change without that.
+    changes_inside: bool
+
+
+class ModelWatch:
+    """Keeps ``copy`` in step with the plain attributes of ``model``.
+
+    Args:
+        loss_fn: what computes the loss, whose code is looked at, too.
+
+    Attributes:
+        changed: plain attributes that are other than when the model was compiled.
+        other_modes: paths of submodules of ``copy`` whose training mode is not its root's.
+        frozen: names of parameters that no longer train, of those that the plan trains.
+    """
+
+    def __init__(self, model: nn.Module, copy: nn.Module, *, loss_fn: Callable[..., Any] | None = None) -> None:
+        self.changed: dict[Place, Any] = {}
+        self.other_modes = other_modes(copy)
+        self.frozen: tuple[str, ...] = ()
+        self._copy = copy
+        self._root = weakref.ref(model)
+        self._first: dict[Place, Any] = {}
+        self._announced: set[Place] = set()
+        self._owners = list(_owners(model))
+        self._num_handles = RemovableHandle.next_id
+        self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+        self._trained: list[bool | None] = [parameter.requires_grad for parameter in model.parameters()]
+        self._trained_first = self._trained
+        self._modes_first = self.other_modes
+        self._original_modes: tuple[str, ...] | None = None
+        self._surroundings = Surroundings(model, loss_fn)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal as long as programs that are traced with the copy are."""
+        attributes = tuple((place, type(value), repr(value)) for place, value in self.changed.items())
+        return attributes, self.other_modes, self._surroundings.key
+
+    @property
+    def differences(self) -> list[str]:
+        """What is other than when the model was compiled, in words that are the same in every process."""
+        attributes = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in self.changed.items()]
+        around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
+        modes = [f"{path!r} in the other mode" for path in self.other_modes]
+        return [*attributes, *around, *modes, *(f"{name!r} frozen" for name in self.frozen)]
+
+    def update(self) -> None:
+        """Take up what changed since the last call."""
+        self._surroundings.update()
+        if self._root() is None or not self._owners:
+            return
+        hooks = self._num_handles != RemovableHandle.next_id
+        self._num_handles = RemovableHandle.next_id
+        for owner in self._owners:
+            thing = owner.reference()
+            if thing is None:
+                self._announce((owner.path, owner.attribute, ""), "was replaced or deleted")
+                self._owners = [other for other in self._owners if other is not owner]
+                continue
+            attributes = thing.__dict__
+            if hooks or owner.changes_inside or dict_version(attributes) != owner.version:
+                self._update_owner(owner, attributes)
+
+    def _update_owner(self, owner: _Owner, attributes: dict[str, Any]) -> None:
+        version = dict_version(attributes)
+        # Tuples compare what is not the same object by value.
+        if version != owner.version or tuple(map(attributes.get, owner.names)) != owner.values:
+            self._take(owner, attributes)
+            self._original_modes = None
+        owner.version = version
+        if not owner.attribute and _num_hooks(attributes) != owner.num_hooks:
+            owner.num_hooks = _num_hooks(attributes)
+            self._announce_hooks(owner.path)
+
+    def check(self, trains: Callable[[str], bool]) -> None:
+        """Refuse changes of the original that are the parallel module's to make.
+
+        Args:
+            trains: whether a parameter of the parallel module requires a gradient.
+
+        Raises:
+            ValueError: if a part of the original was frozen, thawed, or put into another mode than its root's, since it
+                was compiled, and not so the parallel module's part.
+        """
+        model = self._root()
+        if model is None:
+            return
+        if self._original_modes is None:
+            self._original_modes = other_modes(model)
+        if self._original_modes not in ((), self._modes_first, self.other_modes):
+            path = sorted({*self._original_modes} ^ {*self.other_modes})[0]
+            mode = "training" if model.get_submodule(path).training else "evaluation"
+            raise ValueError(
+                f"{path!r} of the model was put into {mode} mode after it was compiled, which would change nothing: "
+                f"call parallel.get_submodule({path!r}).{'train' if mode == 'training' else 'eval'}() (again after "
+                "parallel.train())"
+            )
+        now = [getattr(reference(), "requires_grad", None) for reference in self._parameters]
+        if now not in (self._trained, self._trained_first):
+            self._check_trained(model, trains)
+            self._trained = now
+
+    def _check_trained(self, model: nn.Module, trains: Callable[[str], bool]) -> None:
+        parameters = dict(model.named_parameters())
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            return
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != trains(name):
+                what = "thawed" if parameter.requires_grad else "frozen"
+                raise ValueError(
+                    f"{name!r} of the model was {what} after it was compiled, which would change nothing: set "
+                    "requires_grad of the parallel module's parameters, or before planner.compile"
+                )
+
+    def set(self, place: Place, value: Any) -> None:
+        """Set a plain attribute of the copy."""
+        path, attribute, inner = place
+        target: Any = self._copy.get_submodule(path)
+        setattr(target if not inner else getattr(target, attribute), inner or attribute, value)
+        self.changed[place] = value
+        if place in self._first and _same(value, self._first[place]):
+            del self.changed[place]
+
+    def _take(self, owner: _Owner, attributes: Mapping[str, Any]) -> None:
+        names = tuple(attributes) if owner.attribute else _watched(attributes)
+        before = dict(zip(owner.names, owner.values))
+        for name in names:
+            value = attributes[name]
+            place = (owner.path, owner.attribute, name) if owner.attribute else (owner.path, name, "")
+            if name in before and _same(value, before[name]):
+                continue
+            if isinstance(value, _PLAIN):
+                if name in before:
+                    self._first.setdefault(place, before[name])
+                self.set(place, value)
+            else:
+                self._announce(place, "was set")
+        owner.names, owner.values = names, tuple(_snapshot(attributes[name]) for name in names)
+        owner.changes_inside = _changes_inside(owner.values, owner.num_hooks)
+
+    def _announce_hooks(self, path: str) -> None:
+        warnings.warn(
+            f"hooks were registered on or removed from module {path!r} after the model was compiled: the programs "
+            "do as it did then; change hooks before planner.compile",
+            stacklevel=3,
+        )
+
+    def _announce(self, place: Place, what: str) -> None:
+        if place in self._announced:
+            return
+        self._announced.add(place)
+        name = ".".join(part for part in place if part)
+        warnings.warn(
+            f"{name!r} of the model {what} after it was compiled: the programs keep what they were traced with; if "
+            "that matters, compile again",
+            stacklevel=2,
+        )
+
+
+def _same(value: Any, before: Any) -> bool:
+    return value is before or (type(value) is type(before) and isinstance(value, _COMPARED) and value == before)
+
+
+def _watched(attributes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a module's own attributes that may be held on to."""
+    return tuple(name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and _is_light(value))
+
+
+def _is_light(value: Any, depth: int = 0) -> bool:
+    """Whether keeping ``value`` alive surely keeps no weights alive: a number, a function, a config."""
+    if isinstance(value, (*_PLAIN, type, types.BuiltinFunctionType)):
+        return True
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value) or depth > 3:
+        return False
+    if isinstance(value, Mapping):
+        return all(_is_light(entry, depth + 1) for entry in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_light(entry, depth + 1) for entry in value)
+    return hasattr(value, "__dict__") and all(_is_light(entry, depth + 1) for entry in vars(value).values())
+
+
+def _is_object(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (Mapping, list, tuple, set))
+
+
+def _snapshot(value: Any) -> Any:
+    """A list, dict or set as it is now; anything else itself."""
+    return type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def _owners(model: nn.Module) -> Iterator[_Owner]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        names = _watched(vars(module))
+        yield _owner(path, "", module, names)
+        for name in names:
+            value = vars(module)[name]
+            if id(value) not in seen and _is_object(value):
+                seen.add(id(value))
+                yield _owner(path, name, value, tuple(vars(value)))
+
+
+def _owner(path: str, attribute: str, thing: Any, names: tuple[str, ...]) -> _Owner:
+    values = tuple(_snapshot(vars(thing)[name]) for name in names)
+    num_hooks = 0 if attribute else _num_hooks(vars(thing))
+    version = dict_version(vars(thing))
+    changes_inside = _changes_inside(values, num_hooks)
+    return _Owner(path, attribute, weakref.ref(thing), names, values, num_hooks, version, changes_inside)
+
+
+def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:
+    return num_hooks > 0 or any(isinstance(value, (list, dict, set)) for value in values)
+
+
+def _num_hooks(attributes: Mapping[str, Any]) -> int:
+    return sum(len(attributes[table]) for table in HOOKS)

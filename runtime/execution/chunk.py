@@ -1,0 +1,163 @@
+"""One chunk of a step on this rank: its program, its units, and how it runs a micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import nn
+
+from passes.emit import Program
+from passes.emit.emitted_program import ENTRY_POINT, InputSpec
+from passes.pipeline_cut import BATCH_AXIS, StageGraph
+from runtime import ops
+from runtime.execution.binding import BoundUnit, ChunkUnits
+from runtime.execution.step_state import StepState
+from runtime.pipeline import TensorSpec
+from runtime.state.weight_tree import WeightTree
+from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
+from runtime.zero.unit import Unit
+
+#: Gives a program's input of this name for a micro-batch: of the model, or a total.
+InputOf = Callable[[InputSpec, int], torch.Tensor]
+
+
+class ProgramRunner:
+    """A program of a step with its buffers and constants, run for one micro-batch at a time."""
+
+    def __init__(self, program: Program, state: StepState, *, num_microbatches: int) -> None:
+        self.program = program
+        self.state = state
+        self.num_microbatches = num_microbatches
+        self.literals = {
+            spec.path: state.places.layout.split(spec.data.detach(), spec.placement)
+            for spec in program.states
+            if spec.kind == "constant"
+        }
+        self.tree = self._tree()
+        self.entry = program.load()[ENTRY_POINT](self.tree)
+        self._constants: tuple[torch.Tensor, ...] | None = None
+        #: The mesh as ``spmd_types`` keeps it; to look up its groups takes as long as several operators.
+        self._mesh: Any = None
+
+    def _tree(self) -> WeightTree:
+        """Buffers and literals; parameters are put in while a unit, or the program itself, uses them."""
+        tree = WeightTree()
+        for spec in self.program.states:
+            info = self.state.infos.get(spec.path)
+            if info is None:
+                tree.put(spec.path, self.literals[spec.path])
+            else:
+                tree.put(spec.path, None if info.trainable else self.state.find(spec.path))
+        return tree
+
+    def forget_constants(self) -> None:
+        """Compute constants again: they may depend on buffers, which may have moved."""
+        self._constants = None
+        for spec in self.program.states:
+            info = self.state.infos.get(spec.path)
+            if info is not None and not info.trainable:
+                self.tree.put(spec.path, self.state.find(spec.path))
+
+    def __call__(self, tensors: Sequence[torch.Tensor], microbatch: int) -> dict[str, torch.Tensor]:
+        """Outputs by path."""
+        with self._running(microbatch):
+            if self._constants is None:
+                with torch.no_grad():
+                    self._constants = tuple(self.entry.constants())
+            outputs: dict[str, torch.Tensor] = self.entry(*tensors, *self._constants)
+        return outputs
+
+    @contextlib.contextmanager
+    def _running(self, microbatch: int) -> Iterator[None]:
+        """The mesh that collectives mean, the micro-batch, and the device on which tensors are made."""
+        layout = self.state.places.layout
+        if self._mesh is None:
+            with spmd.set_current_mesh(layout.device_mesh):
+                self._mesh = mesh_of_thread()
+        on_device = contextlib.nullcontext() if layout.device.type == "cpu" else torch.device(layout.device)
+        this = ops.Microbatch(microbatch, self.num_microbatches, BATCH_AXIS)
+        with use_mesh(self._mesh), ops.in_microbatch(this), on_device:
+            yield
+
+
+class ChunkRunner:
+    """Runs one chunk; what a pipeline executor calls (``runtime.pipeline.StageRunner``).
+
+    Args:
+        graph: the chunk.
+        program: its program.
+        units: of its program, in order of use; ``shared`` is for what is used outside of them.
+        input_of: gives its inputs other than what it receives.
+        compiled: whether ``torch.compile`` compiles its blocks.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        runner: ProgramRunner,
+        *,
+        units: Sequence[BoundUnit],
+        shared: BoundUnit | None,
+        input_of: InputOf,
+        compiled: bool = False,
+    ) -> None:
+        self.index = graph.index
+        self.graph = graph
+        self.runner = runner
+        self.bound = tuple(units)
+        self.shared = shared
+        self.input_of = input_of
+        mesh = runner.state.places.layout.device_mesh
+        self.chunk_units = ChunkUnits(units, compiled_on=mesh if compiled else None)
+        runner.entry.runner = self.chunk_units
+        #: The leaves of its autograd graph besides what it receives.
+        self.tokens: list[nn.Parameter] = [leaf for unit in self.units for leaf in unit.leaves]
+        specs = runner.program.inputs
+        self.received = tuple(_spec(spec) for spec in specs if spec.path[0] == "received" and len(spec.path) == 2)
+        self.sent = tuple(
+            TensorSpec(spec.local_shape, getattr(torch, spec.dtype), spec.requires_grad)
+            for spec in runner.program.outputs
+        )
+
+    @property
+    def program(self) -> Program:
+        return self.runner.program
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Each unit once."""
+        return tuple(self.uses())
+
+    def uses(self) -> dict[Unit, int]:
+        """How often one micro-batch uses each unit."""
+        shared = (self.shared,) if self.shared is not None else ()
+        found: dict[Unit, int] = {}
+        for unit in (unit for bound in (*shared, *self.bound) for unit in bound.units):
+            found[unit] = found.get(unit, 0) + 1
+        return found
+
+    def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:
+        """What the chunk gives for a micro-batch."""
+        return tuple(self.outputs(received, microbatch).values())
+
+    def outputs(self, received: Sequence[torch.Tensor], microbatch: int) -> dict[str, torch.Tensor]:
+        """The same by path."""
+        given = self.runner.program.inputs[len(received) :]
+        tensors = [*received, *(self.input_of(spec, microbatch) for spec in given)]
+        self.chunk_units.restart()
+        if self.shared is not None:
+            self.shared.lend(self.runner.tree)
+        return self.runner(tensors, microbatch)
+
+
+def _spec(spec: InputSpec) -> TensorSpec:
+    return TensorSpec(spec.local_shape, getattr(torch, spec.dtype), spec.requires_grad)
+
+
+def in_order_of_use(stages: Sequence[ChunkRunner]) -> tuple[Any, ...]:
+    """The units of this rank's chunks in the order in which a micro-batch uses them, each once."""
+    return tuple({id(unit): unit for stage in stages for unit in stage.units}.values())

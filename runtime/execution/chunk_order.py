@@ -1,0 +1,113 @@
+"""Who runs the chunks of a step, and in which order: one rank after the other's messages, or all in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypedDict
+
+import torch
+import torch.distributed as dist
+
+from passes.emit import Program
+from passes.plan.step_plan import StepPlan
+from runtime.execution.chunk import ChunkRunner
+from runtime.execution.rank_mapping import Places
+from runtime.pipeline import PipelineExecutor
+from runtime.pipeline.forward import forward_only
+
+
+class Execution(Protocol):
+    """Runs a batch, micro-batch after micro-batch."""
+
+    def train(self, weight: float) -> list[torch.Tensor]:
+        """Forward and backward of ``weight`` × the loss; the micro-batches' parts of the loss itself where the last
+        chunk is, nothing elsewhere."""
+        ...
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """The outputs of one pass over the whole batch, this rank's parts, on every rank."""
+        ...
+
+
+class ExecutionSetting(TypedDict):
+    """What all ranks of a pipeline agree on."""
+
+    schedule: str
+    num_chunks: int
+    num_microbatches: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+class InOrder:
+    """All chunks are here: one micro-batch after the other goes through them, forward and then backward."""
+
+    def __init__(self, stages: Sequence[ChunkRunner], *, num_microbatches: int) -> None:
+        self.stages = tuple(stages)
+        self.num_microbatches = num_microbatches
+
+    def train(self, weight: float) -> list[torch.Tensor]:
+        losses = []
+        for microbatch in range(self.num_microbatches):
+            (loss,) = self._through(microbatch).values()
+            loss.backward(torch.full_like(loss, weight))
+            losses.append(loss.detach())
+        return losses
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return self._through(0)
+
+    def _through(self, microbatch: int) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = {}
+        for stage in self.stages:
+            outputs = stage.outputs(tuple(outputs.values()), microbatch)
+        return outputs
+
+
+class Pipelined:
+    """Chunks on several ranks, which send each other what crosses the cuts."""
+
+    def __init__(
+        self, stages: Sequence[ChunkRunner], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
+    ) -> None:
+        assert places.pipeline_group is not None
+        self.places = places
+        self.last = last
+        self.last_rank = step.chunks[-1].rank
+        self.stages = tuple(stages)
+        self.setting = ExecutionSetting(
+            schedule=step.schedule,
+            num_chunks=len(step.chunks),
+            num_microbatches=num_microbatches,
+            group=places.pipeline_group,
+            device=places.layout.device,
+        )
+        self._executor: PipelineExecutor | None = None
+
+    @property
+    def executor(self) -> PipelineExecutor:
+        """What runs training steps."""
+        if self._executor is None:
+            self._executor = PipelineExecutor(self.stages, **self.setting)
+        return self._executor
+
+    def train(self, weight: float) -> list[torch.Tensor]:
+        return self.executor.train(weight)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        found = forward_only(self.stages, **self.setting)
+        outputs = {}
+        for place, spec in enumerate(self.last.outputs):
+            shape, dtype = spec.local_shape, getattr(torch, spec.dtype)
+            local = found[0][place] if found else torch.empty(shape, dtype=dtype, device=self.places.layout.device)
+            outputs[spec.path] = self.places.from_stage(local, self.last_rank)
+        return outputs
+
+
+def execution_of(
+    stages: Sequence[ChunkRunner], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
+) -> Execution:
+    """What runs these chunks here."""
+    if places.stage is None or places.num_stages == 1:
+        return InOrder(stages, num_microbatches=num_microbatches)
+    return Pipelined(stages, step, places, last, num_microbatches=num_microbatches)

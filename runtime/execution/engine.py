@@ -1,0 +1,284 @@
+"""Running a step: training steps, and calls as the original's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.emit import Program
+from passes.emit.emitted_program import InputSpec
+from passes.ir.types import MeshShape, Placement
+from passes.pipeline_cut import BATCH_AXIS
+from passes.plan import Plan
+from runtime import ops
+from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
+from runtime.agreement.ranks_together import Ranks, rank_in
+from runtime.calls.changing_floats import ChangingFloats
+from runtime.calls.model_call import ModelCall, Path, positional_of, read_call
+from runtime.calls.model_watch import ModelWatch
+from runtime.calls.skeleton import skeleton
+from runtime.data.host_copies import HostCopies
+from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
+from runtime.execution.mixed_precision import cast_floats, computing_in
+from runtime.execution.outputs import wrap_outputs
+from runtime.execution.program_builder import Maker, Prepared, local_axes
+from runtime.execution.rank_mapping import Places
+from runtime.execution.replanning import Planner
+from runtime.execution.step_state import StepState
+from runtime.program_tools.adapters import apply_adapters
+from runtime.zero.group import StateGroup, everyone_of
+from runtime.zero.unit import Unit
+
+
+class Engine:
+    """Runs calls of a model under a plan: of a whole step, or on a given mesh.
+
+    Args:
+        model: the original; only a copy without data is kept.
+        plan: None to plan at the first call.
+        example: a call of the model with a global batch, from which the first programs are made.
+        loss_fn: as in ``planner.compile``.
+        compute: dtype that the plan computes in, if it is not that of the model's parameters.
+        planner: called for the first plan, and when a call needs nodes that the plan does not know.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Places,
+        *,
+        plan: Plan | None,
+        example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        compute: torch.dtype | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        apply_adapters()
+        self.model = skeleton(model) if compute is None else computing_in(model, compute)
+        self.watch = ModelWatch(model, self.model, loss_fn=loss_fn)
+        self.floats = ChangingFloats(self.model)
+        self.compute = compute
+        self.places = places
+        self.layout = places.layout
+        self.loss_fn = loss_fn
+        self._inputs: dict[Path, torch.Tensor] = {}
+        self._on_device: dict[_InputPart, torch.Tensor] = {}
+        self._totals: dict[str, torch.Tensor] = {}
+        self._local_inputs = False
+        self._stale = True
+        self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
+        # Ranks of a pipeline need not pass what their own stage does not read.
+        self._may_leave_out = plan is not None and plan.step.decides_units
+        self.calls = CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=self._may_leave_out)
+        self.state = StepState(model, places)
+        self._maker = Maker(
+            self.model,
+            self.state,
+            plan,
+            watch=self.watch,
+            example=None if example is None else self._read(*example, plan=plan),
+            loss_fn=loss_fn,
+            planner=planner,
+            input_of=self._input_of,
+            ranks=self.ranks,
+        )
+
+    def _data_rank(self) -> int:
+        """The same for ranks that pass the same local inputs."""
+        names = self.layout.mesh.names
+        return self.layout.coordinate[names.index(BATCH_AXIS)] if BATCH_AXIS in names else rank_in()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first call where there was none."""
+        return self._maker.plan
+
+    @property
+    def latest(self) -> Program | None:
+        """The program of this rank that was made or run last."""
+        latest = self._maker.latest
+        return None if latest is None else latest.stages[-1].program
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None if it takes its part of all."""
+        return self._maker.needed_inputs if self._may_leave_out else None
+
+    @property
+    def all_ranks(self) -> StateGroup:
+        """Every rank of the step."""
+        return everyone_of(self.places.device_mesh)
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+        """A call as the programs are made for."""
+        return self._read(args, kwargs, plan=self.plan)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None) -> ModelCall:
+        if self.compute is not None:
+            args, kwargs = cast_floats((args, kwargs), self.compute)
+        return read_call(self.model.forward, args, kwargs, positional=positional_of(plan, self.loss_fn))
+
+    def train(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
+        call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
+        ops.begin_step(training=True)
+        with (
+            self._given(call, prepared, local_inputs),
+            ops.stored_at_end(),
+            self.state.tied_gradients_summed(),
+            torch.enable_grad(),
+        ):
+            units = in_order_of_use(prepared.stages)
+            for unit, uses in _uses(prepared.stages).items():
+                unit.begin(uses * prepared.num_microbatches)
+            self._totals = self._sum_totals(prepared)
+            losses = prepared.execution.train(weight)
+            for unit in units:
+                unit.finish()
+        self._stale = True
+        return self._loss(prepared, losses)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
+        """The model's outputs; with a pipeline, without gradients."""
+        call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
+        ops.begin_step(training=False)
+        with self._given(call, prepared, local_inputs), ops.stored_at_end():
+            if self._stale:
+                for unit in in_order_of_use(prepared.stages):
+                    unit.refresh_needed()
+            # Whoever computes gradients will change the weights.
+            self._stale = torch.is_grad_enabled()
+            outputs = prepared.execution.forward()
+        return wrap_outputs(prepared.last, outputs, self.layout)
+
+    def _prepare(
+        self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, weight: float = 1.0
+    ) -> tuple[ModelCall, Prepared]:
+        """What this rank passes, and the programs of the call that all ranks make."""
+
+        def read() -> ModelCall:
+            self.watch.check(self.state.trains)
+            self.state.check()
+            return self.read(args, kwargs)
+
+        self.watch.update()
+        action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
+        agreed = self.calls.agree(action, read, reads=self.needed_inputs, local=local_inputs, weight=weight)
+
+        def prepare(call: ModelCall) -> Prepared:
+            return self._maker.prepare(call, training=verb == TRAIN_STEP, local_inputs=local_inputs)
+
+        whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)
+        scalars = {path: tensor for path, tensor in whole.tensors.items() if path not in agreed.whole.tensors}
+        own = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
+        prepared = prepare(whole)
+        if agreed.is_compared:
+            self.calls.confirm(lambda: _check_passed(own, prepared))
+        return own, prepared
+
+    def weights_changed(self) -> None:
+        """What this rank owns was changed other than by training: gather and compute anew what depends on it."""
+        self._stale = True
+        for prepared in self._maker.all_made:
+            prepared.forget_constants()
+
+    forget_constants = weights_changed
+
+    @contextlib.contextmanager
+    def _given(self, call: ModelCall, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
+        self._inputs, self._local_inputs = dict(call.tensors), local_inputs
+        try:
+            if self.layout.copies is not None:
+                self._on_device = self._bring_inputs(self.layout.copies, prepared)
+            yield
+        finally:
+            self._inputs, self._totals, self._on_device = {}, {}, {}
+
+    def _bring_inputs(self, copies: HostCopies, prepared: Prepared) -> dict[_InputPart, torch.Tensor]:
+        """What this rank's programs read of the batch, of all micro-batches."""
+        parts = {
+            (spec.path, spec.placement, program.mesh, microbatch): self._host_part(spec, microbatch, program.mesh)
+            for program in prepared.programs
+            for spec in program.inputs
+            if spec.path in self._inputs
+            for microbatch in range(prepared.num_microbatches)
+        }
+        brought = copies.bring(list(parts.values()), otherwise=self.places.to_device)
+        return dict(zip(parts, brought))
+
+    def _sum_totals(self, prepared: Prepared) -> dict[str, torch.Tensor]:
+        """The totals of this batch: of all micro-batches and data ranks."""
+        if prepared.totals is None:
+            return {}
+        runner, sums = prepared.totals, dict[str, torch.Tensor]()
+        with torch.no_grad():
+            for microbatch in range(prepared.num_microbatches):
+                tensors = [self._input(spec, microbatch, runner.program.mesh) for spec in runner.program.inputs]
+                for name, part in runner(tensors, microbatch).items():
+                    sums[name] = sums[name] + part if name in sums else part
+            return {name: self.places.sum_over_batch_ranks(part) for name, part in sums.items()}
+
+    def _loss(self, prepared: Prepared, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The batch's loss on all ranks from the micro-batches' parts on those of the last chunk."""
+        spec = prepared.last.outputs[0]
+        local: torch.Tensor = (
+            sum(losses[1:], losses[0])
+            if losses
+            else torch.zeros(spec.local_shape, dtype=getattr(torch, spec.dtype), device=self.layout.device)
+        )
+        whole = self.layout.join(local.detach(), spec.placement) if losses else local
+        return self.places.from_stage(whole, self._maker.step.chunks[-1].rank)
+
+    def _input_of(self, program: Program) -> InputOf:
+        return lambda spec, microbatch: self._input(spec, microbatch, program.mesh)
+
+    def _input(self, spec: InputSpec, microbatch: int, mesh: MeshShape) -> torch.Tensor:
+        """This rank's part of an input of a program for a micro-batch."""
+        if spec.path[0] == "total":
+            return self._totals[str(spec.path[1])]
+        part = self._on_device.get((spec.path, spec.placement, mesh, microbatch))
+        return self.places.to_device(self._host_part(spec, microbatch, mesh)) if part is None else part
+
+    def _host_part(self, spec: InputSpec, microbatch: int, mesh: MeshShape) -> torch.Tensor:
+        """A view of that part where the caller's tensor is."""
+        # A program's axes are longer than the ranks' where they count micro-batches too.
+        counts = [size // ranks for size, ranks in zip(mesh.sizes, self.layout.mesh.sizes)]
+        local = [self._local_inputs and name in local_axes(mesh) for name in mesh.names]
+
+        def at(coordinate: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(
+                (0 if is_local else rank) * count + (microbatch if count > 1 else 0)
+                for rank, count, is_local in zip(coordinate, counts, local)
+            )
+
+        sizes = tuple(count if is_local else size for count, size, is_local in zip(counts, mesh.sizes, local))
+        return self.places.input_part(self._inputs[spec.path], spec.placement, MeshShape(mesh.names, sizes), at)
+
+
+#: Path and placement of an input of programs on a mesh, and the micro-batch.
+_InputPart = tuple[Path, Placement, MeshShape, int]
+
+
+def _check_passed(call: ModelCall, prepared: Prepared) -> None:
+    left_out = [path for path in prepared.reads if path not in call.tensors]
+    if left_out:
+        name = ".".join(map(str, min(left_out, key=str)))
+        raise ValueError(
+            f"input {name!r} was passed on other ranks, but not on this one, whose programs read it: every rank must "
+            "pass at least the inputs in its parallel.needed_inputs"
+        )
+
+
+def _uses(stages: Sequence[ChunkRunner]) -> dict[Unit, int]:
+    found: dict[Unit, int] = {}
+    for stage in stages:
+        for unit, count in stage.uses().items():
+            found[unit] = found.get(unit, 0) + count
+    return found

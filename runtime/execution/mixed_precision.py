@@ -1,0 +1,42 @@
+"""Computing in a narrower dtype than the model's parameters: what is captured, and inputs to go with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.torch_compat.operators import tree_map
+from runtime.calls.skeleton import skeleton
+
+
+def compute_dtype(name: str | torch.dtype) -> torch.dtype:
+    """A floating-point dtype by name (``"bfloat16"``, ``"bf16"``).
+
+    Raises:
+        ValueError: if there is no such dtype.
+    """
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    found = name if isinstance(name, torch.dtype) else known.get(name, getattr(torch, name, None))
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"precision {name!r} is not known: expected a floating-point dtype like 'bfloat16'")
+    return found
+
+
+def computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of ``model`` without data whose floating-point parameters are of ``dtype``; buffers keep theirs."""
+    lean = skeleton(model)
+    for parameter in lean.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return lean
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Nested arguments with their floating-point tensors in ``dtype``."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, tree)

@@ -1,0 +1,155 @@
+"""What a parallel module returns: like the original's outputs, gathered only when they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+
+from passes.emit import OutputSpec, Program
+from passes.ir.types import I, P, Placement, R, shard_dim
+from runtime.mesh.layout import Layout
+
+
+def whole_output(local: torch.Tensor, placement: Placement, layout: Layout) -> torch.Tensor:
+    """A whole tensor from a rank's part, differentiable: every rank computes the same with it from here on."""
+    target = spmd.I if local.requires_grad else spmd.R
+    steps = list(zip(layout.mesh.names, layout.mesh.sizes, placement))
+    with spmd.set_current_mesh(layout.device_mesh):
+        for name, size, spmd_type in reversed(steps):
+            dim = shard_dim(spmd_type)
+            if size == 1:
+                continue
+            if dim is not None:
+                options = _reduced_options(local) if target is spmd.R else {}
+                local = spmd.all_gather(local, name, src=spmd.S(dim), dst=target, **options)
+            elif spmd_type == P:
+                local = spmd.all_reduce(local, name, src=spmd.P, dst=target)
+            elif spmd_type == R and target is spmd.I:
+                local = spmd.convert(local, name, src=spmd.R, dst=spmd.I, expert_mode=True)
+    return local
+
+
+def _reduced_options(local: torch.Tensor) -> dict[str, Any]:
+    return {"backward_options": {"op_dtype": local.dtype}} if local.is_floating_point() else {}
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss in what a model returns: the only tensor, ``loss`` by key or attribute, or the first of a tuple."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
+
+
+def is_whole(spec: OutputSpec, program: Program) -> bool:
+    """Whether every rank has all of an output, with a gradient that needs no further thought."""
+    plain = (I,) if spec.requires_grad else (I, R)
+    return all(size == 1 or spmd_type in plain for size, spmd_type in zip(program.mesh.sizes, spec.placement))
+
+
+def wrap_outputs(program: Program, outputs: dict[str, torch.Tensor], layout: Layout) -> Any:
+    """The model's own container if every output is whole; else one like it that gathers on access."""
+    pending = {spec.path: spec for spec in program.outputs if not is_whole(spec, program)}
+    rebuild: Callable[[dict[str, Any]], Any] = program.unflatten or dict
+    if not pending:
+        return rebuild(outputs)
+    gatherer = _Gatherer(outputs, pending, layout, rebuild)
+    example = rebuild(dict(outputs))
+    if isinstance(example, torch.Tensor):
+        return gatherer.container(pending)
+    return (
+        ParallelSequence(gatherer, example) if isinstance(example, (list, tuple)) else ParallelOutput(gatherer, example)
+    )
+
+
+class _Gatherer:
+    """Makes outputs whole, each once."""
+
+    def __init__(
+        self,
+        outputs: dict[str, torch.Tensor],
+        pending: Mapping[str, OutputSpec],
+        layout: Layout,
+        rebuild: Callable[[dict[str, Any]], Any],
+    ) -> None:
+        self.outputs = dict(outputs)
+        self.pending = dict(pending)
+        self.layout = layout
+        self.rebuild = rebuild
+
+    def container(self, paths: Any) -> Any:
+        """The model's container with the outputs at ``paths`` whole (the others may still be parts)."""
+        for path in list(paths):
+            spec = self.pending.pop(path, None)
+            if spec is not None:
+                self.outputs[path] = whole_output(self.outputs[path], spec.placement, self.layout)
+        return self.rebuild(dict(self.outputs))
+
+    def below(self, key: str) -> list[str]:
+        """Paths of the outputs that are, or are part of, what the container has at ``key``."""
+        return [path for path in self.outputs if path.split(".")[0] == key]
+
+
+class ParallelOutput(Mapping[str, Any]):
+    """Like a Hugging Face ``ModelOutput`` or a dict: by attribute, key, index; gathered on access."""
+
+    def __init__(self, gatherer: _Gatherer, example: Any) -> None:
+        self._gatherer = gatherer
+        self._keys = tuple(example.keys()) if isinstance(example, Mapping) else tuple(vars(example))
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            if key not in self._keys:
+                raise KeyError(key)
+            return _item(self._gatherer.container(self._gatherer.below(key)), key)
+        return self.to_tuple()[key] if isinstance(key, slice) else self[self._keys[key]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self._keys:
+            known = getattr(self._gatherer.container(()), name, _MISSING) if not name.startswith("_") else _MISSING
+            if known is _MISSING:
+                raise AttributeError(f"the model's output has no {name!r}, only {', '.join(self._keys)}")
+            return known
+        return self[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        sharded = ", ".join(self._gatherer.pending) or "none"
+        return f"ParallelOutput({', '.join(self._keys)}; sharded until looked at: {sharded})"
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """All values, gathered."""
+        return tuple(self[key] for key in self._keys)
+
+
+class ParallelSequence(Sequence[Any]):
+    """Like the tuple or list that the model returns; a sharded output is gathered on access."""
+
+    def __init__(self, gatherer: _Gatherer, example: Sequence[Any]) -> None:
+        self._gatherer = gatherer
+        self._length = len(example)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[position] for position in range(*index.indices(self._length)))
+        position = range(self._length)[index]
+        return self._gatherer.container(self._gatherer.below(str(position)))[position]
+
+    def __len__(self) -> int:
+        return self._length
+
+
+_MISSING = object()
+
+
+def _item(container: Any, key: str) -> Any:
+    return container[key] if isinstance(container, Mapping) else getattr(container, key)

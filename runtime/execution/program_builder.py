@@ -1,0 +1,365 @@
+"""Making the programs of a step: from a call of the model to this rank's chunks, ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from passes.capture import capture
+from passes.chains import chain_up
+from passes.emit import Program, emit
+from passes.fuse import as_planned, pair_rotaries
+from passes.ir.graph import Graph
+from passes.ir.types import MeshShape, shard_dim
+from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
+from passes.plan import Plan
+from passes.plan.step_plan import StepPlan
+from passes.shard import PlanMismatch, input_key
+from runtime.agreement.captured_alike import captured_alike
+from runtime.agreement.ranks_together import Ranks
+from runtime.calls.content_keys import state_key
+from runtime.calls.model_call import ModelCall, Path, read_call
+from runtime.calls.model_watch import ModelWatch
+from runtime.execution.binding import UnitTable, make_units
+from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_order_of_use
+from runtime.execution.chunk_order import Execution, execution_of
+from runtime.execution.rank_mapping import Places
+from runtime.execution.replanning import Planner, as_seen_by
+from runtime.execution.state_info import Placing
+from runtime.execution.step_state import StepState
+from runtime.program_tools.typecheck import typecheck
+from runtime.programs.program_cache import ProgramCache
+from runtime.zero.unit import chained
+
+
+@dataclass
+class Prepared:
+    """The programs of one kind of call.
+
+    Attributes:
+        stages: this rank's chunks.
+        totals: what computes the totals of a micro-batch; None if there are none.
+        last: the program of the last chunk, wherever it runs: it says what comes out.
+    """
+
+    stages: tuple[ChunkRunner, ...]
+    totals: ProgramRunner | None
+    last: Program
+    num_microbatches: int
+    execution: Execution
+    unflatten: Callable[[dict[str, Any]], Any] | None
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """All that this rank runs."""
+        return (*(stage.program for stage in self.stages), *([self.totals.program] if self.totals is not None else []))
+
+    @property
+    def reads(self) -> frozenset[Path]:
+        """Paths of the inputs that this rank's programs read."""
+        paths = {spec.path for program in self.programs for spec in program.inputs}
+        return frozenset(path for path in paths if path[0] not in ("received", "total"))
+
+    def forget_constants(self) -> None:
+        for stage in self.stages:
+            stage.runner.forget_constants()
+        if self.totals is not None:
+            self.totals.forget_constants()
+
+
+class Maker:
+    """Makes programs, each kind of call's once. The plan fixes what this rank owns.
+
+    Args:
+        model: without data, in the dtype that is computed in; its training mode counts.
+        state: what this rank owns; it is cut here, once there is a plan.
+        plan: None to plan at the first call.
+        example: a call with a global batch, from which first programs are made; a plan of a whole step needs one.
+        planner: called for the first plan, and when a call needs nodes that the plan does not know, with the plan whose
+            decisions are pinned.
+        input_of: gives a program's inputs when it runs; it is handed the program too.
+        ranks: of the step, which make the same programs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: StepState,
+        plan: Plan | None,
+        *,
+        watch: ModelWatch,
+        example: ModelCall | None,
+        loss_fn: Callable[..., Any] | None,
+        planner: Planner | None,
+        input_of: Callable[[Program], InputOf],
+        ranks: Ranks,
+    ) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.state = state
+        self.places: Places = state.places
+        self.plan: Plan | None = None
+        self.watch = watch
+        self.loss_fn = loss_fn
+        self.planner = planner
+        self.input_of = input_of
+        self.latest: Prepared | None = None
+        self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8, announces=False)
+        self._prepared: ProgramCache[Prepared] = ProgramCache()
+        self._made: ProgramCache[Prepared] = ProgramCache()
+        self._units = UnitTable()
+        #: Programs of a whole step's own graph, in whose chunks other calls use their weights.
+        self._first: StepPrograms | None = None
+        self._inputs_read: frozenset[str] = frozenset()
+        self._example = None if example is None else example.with_shapes({})
+        if plan is not None:
+            self._start(plan)
+        if example is not None:
+            self._make_first(example)
+
+    def _start(self, plan: Plan) -> None:
+        """Take up the plan: cut the weights as it says."""
+        self.plan = plan
+        if not plan.step.decides_units:
+            self.state.place(Placing.on_mesh(plan, deferral_of(plan)))
+            return
+        assert self._example is not None, "a plan that decides units needs an example"
+        with self.places.layout.plain():
+            graph = self._capture(self._example)
+            training = graph.loss is not None
+            self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
+        self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
+
+    def _make_first(self, example: ModelCall) -> None:
+        """The programs of a training step, or of the outputs where there is no loss."""
+        with self.places.layout.plain():
+            graph = self._capture(example.with_shapes({}))
+        self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
+        self.prepare(example, training=graph.loss is not None, local_inputs=False)
+
+    @property
+    def step(self) -> StepPlan:
+        """How the plan runs a step."""
+        assert self.plan is not None
+        return self.plan.step
+
+    @property
+    def _is_whole_step(self) -> bool:
+        """Whether chunks of the plan's own graph say where weights are used."""
+        return self._first is not None
+
+    @property
+    def all_made(self) -> tuple[Prepared, ...]:
+        """Every kind's programs that there are."""
+        return tuple(self._made.values())
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None before the first was made."""
+        found = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
+        return frozenset(found) if self._made else None
+
+    def prepare(self, call: ModelCall, *, training: bool, local_inputs: bool) -> Prepared:
+        """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
+
+        Raises:
+            ValueError: if the plan cannot divide the inputs.
+        """
+        mode = (self.model.training, training, self.watch.key, state_key(self.loss_fn))
+
+        def make() -> Prepared:
+            whole = self._completed(self._whole_call(call) if local_inputs else call)
+            return self._made.get(
+                (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
+            )
+
+        shapes = (call.shapes, local_inputs, self.model.training, training)
+        self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
+        return self.latest
+
+    def _completed(self, call: ModelCall) -> ModelCall:
+        """``call`` with arguments of the example that no rank passed because no program reads them."""
+        example, parameters = self._example, inspect.signature(self.model.forward).parameters
+        if example is None or not self._is_whole_step:
+            return call
+        left_out = {name for name in example.kwargs if name not in call.kwargs and name not in self._inputs_read}
+        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
+        if any(known.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
+            # Of other shapes than the example: only what the model cannot do without.
+            left_out = {
+                name for name in left_out if name in parameters and parameters[name].default is inspect.Parameter.empty
+            }
+        if not left_out:
+            return call
+        kwargs = {n: call.kwargs.get(n, v) for n, v in example.kwargs.items() if n in left_out or n in call.kwargs}
+        return read_call(self.model.forward, call.args, {**kwargs, **call.kwargs}, positional=None)
+
+    def _make(self, whole: ModelCall, *, training: bool) -> Prepared:
+        with self.places.layout.plain():
+            graph = self._capture(whole)
+            count = self._microbatches_of(graph) if training else 1
+            programs = self._cut(graph, training=training, num_microbatches=count)
+            wanted = [stage for stage in programs.stages if self._wants(stage.index)]
+            emitted = {stage.index: emit(chain_up(pair_rotaries(stage.sharded))) for stage in wanted}
+            for stage in programs.stages:
+                if self._is_mine(stage.index):
+                    typecheck(emitted[stage.index])
+        return self._assemble(programs, emitted, graph, training=training)
+
+    def _capture(self, call: ModelCall) -> Graph:
+        def capture_call() -> Graph:
+            return capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
+
+        def captured() -> Graph:
+            graph = captured_alike(self.ranks, capture_call)
+            if self.plan is None:
+                assert self.planner is not None
+                self._start(self.planner(graph, None))
+            assert self.plan is not None
+            return as_planned(graph, self.plan)
+
+        key = (call.signature, self.model.training, self.watch.key, state_key(self.loss_fn))
+        return self._graphs.get(key, captured)
+
+    def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
+        assert self.plan is not None
+        outputs = None if training else tuple(graph.outputs)
+        like = None if training else self._first
+        whole_step = self.plan.step.decides_units
+
+        def cut(plan: Plan) -> StepPrograms:
+            programs = step_programs(
+                graph,
+                plan,
+                num_microbatches=num_microbatches,
+                outputs=outputs,
+                like=like,
+                deferral=None if whole_step else self.state.deferral,
+            )
+            if like is not None:
+                self._check_weights(programs, like)
+            return programs
+
+        try:
+            return cut(self.plan)
+        except PlanMismatch:
+            if self.planner is None or (whole_step and self._first is None):
+                raise
+            return cut(self._planned_again(graph))
+
+    def _planned_again(self, graph: Graph) -> Plan:
+        """A plan for a graph with nodes that the plan does not know; what that decided stays."""
+        assert self.plan is not None and self.planner is not None
+        plan = self.planner(graph, as_seen_by(graph, self.plan))
+        if self.plan.step.decides_units:
+            return dataclasses.replace(plan, step=self.plan.step)
+        self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
+        return plan
+
+    def _check_weights(self, programs: StepPrograms, like: StepPrograms) -> None:
+        """Raise ValueError, on all ranks alike, if a chunk uses weights that it does not train."""
+        assert self.plan is not None
+        for stage, trained in zip(programs.stages, like.stages):
+            known, used = map(_paths_of, (trained, stage))
+            planned = {path: self.plan.states.get(path) for path in sorted(used - known)}
+            unknown = [path for path, state in planned.items() if state is not None and state.trainable]
+            if unknown:
+                raise ValueError(
+                    f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
+                    "compile with example_inputs that use all weights that calls do"
+                )
+
+    def _is_mine(self, chunk: int) -> bool:
+        return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
+
+    def _wants(self, chunk: int) -> bool:
+        return self._is_mine(chunk) or chunk == len(self.step.chunks) - 1
+
+    def _microbatches_of(self, graph: Graph) -> int:
+        """How many micro-batches to cut this batch into: as planned, or the most below that divide it."""
+        count = self.step.num_microbatches
+        if count == 1:
+            return 1
+        ranks = self.places.layout.mesh.size(BATCH_AXIS)
+        dims = [(value, self._dim_on(path, BATCH_AXIS)) for path, value in zip(graph.input_paths, graph.inputs)]
+        sizes = [value.shape[dim] for value, dim in dims if dim is not None]
+        while count > 1 and any(size % (ranks * count) for size in sizes):
+            count -= 1
+        return count
+
+    def _dim_on(self, path: Path, axis: str) -> int | None:
+        """The dim of an input that the plan cuts over a mesh axis."""
+        assert self.plan is not None
+        planned = self.plan.inputs.get(input_key(path))
+        return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(axis)])
+
+    def _whole_call(self, call: ModelCall) -> ModelCall:
+        """The call with global shapes, from one with local parts."""
+        if self.plan is None:
+            raise ValueError("local_inputs=True needs a plan: give example_inputs (or batch_size) to compile()")
+        mesh = self.places.layout.mesh
+        shapes: dict[Path, tuple[int, ...]] = {}
+        for path, tensor in call.tensors.items():
+            shape = list(tensor.shape)
+            for axis in local_axes(mesh):
+                dim = self._dim_on(path, axis)
+                if dim is not None:
+                    shape[dim] *= mesh.size(axis)
+            shapes[path] = tuple(shape)
+        cut = any(self._dim_on(path, BATCH_AXIS) is not None for path in call.tensors if BATCH_AXIS in mesh.names)
+        if not cut and BATCH_AXIS in mesh.names and mesh.size(BATCH_AXIS) > 1:
+            raise ValueError(
+                f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "
+                f"{BATCH_AXIS}: pin it (constraints={{'input:*': {{'{BATCH_AXIS}': 'S(0)'}}}}) or pass the whole batch"
+            )
+        return call.with_shapes(shapes)
+
+    def _assemble(
+        self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
+    ) -> Prepared:
+        stages = []
+        mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
+        # A call of a whole step uses the units of its training step; on a mesh every program has units of its own.
+        makes_units = training or not self._units or not self._is_whole_step
+        if makes_units:
+            self._units.hold_together(mine)
+        for stage in mine:
+            stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, makes_units=makes_units))
+        chained(self._units.in_turn(in_order_of_use(stages)))
+        totals = None
+        if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
+            with self.places.layout.plain():
+                program = emit(programs.totals)
+                typecheck(program)
+            totals = ProgramRunner(program, self.state, num_microbatches=programs.num_microbatches)
+        last = _with_unflatten(emitted[len(programs.stages) - 1], graph)
+        execution = execution_of(stages, self.step, self.places, last, num_microbatches=programs.num_microbatches)
+        return Prepared(tuple(stages), totals, last, programs.num_microbatches, execution, graph.unflatten)
+
+    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, makes_units: bool) -> ChunkRunner:
+        runner = ProgramRunner(program, self.state, num_microbatches=num_microbatches)
+        units, shared = make_units(stage, self.state, runner.literals, self._units, training=makes_units)
+        input_of = self.input_of(program)
+        return ChunkRunner(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)
+
+
+def local_axes(mesh: MeshShape) -> tuple[str, ...]:
+    """The axes on which local inputs are cut already: ranks of all others pass the same samples."""
+    return tuple(name for name in mesh.names if name == BATCH_AXIS)
+
+
+def _paths_of(stage: StageGraph) -> set[str]:
+    return {path for unit in stage.all_units for _, _, path in unit.states}
+
+
+def _takes_totals(program: Program) -> bool:
+    return any(spec.path[0] == "total" for spec in program.inputs)
+
+
+def _with_unflatten(program: Program, graph: Graph) -> Program:
+    return dataclasses.replace(program, unflatten=graph.unflatten)

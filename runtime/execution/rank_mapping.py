@@ -1,0 +1,331 @@
+"""Where the ranks of a step stand, and how parts of tensors become whole: on this rank, or on all ranks at once.
+
+A step's mesh has a pipeline axis; programs run on the mesh without it. ``Places`` knows both: real ranks are one
+process each, virtual ones are all ranks of one stage in this process, and every stage is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.ir.types import MeshShape, Placement
+from passes.pipeline_cut import BATCH_AXIS
+from runtime.launch.groups import flattened_group, group_of
+from runtime.mesh.first_rank import from_first_rank
+from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
+from runtime.torch_compat.process_groups import functional_collectives as funcol
+
+PIPELINE = "pp"
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: where it begins and how long it is in every dim; ``primary``: its first holder."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    primary: bool = True
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of this part of ``whole``."""
+        part = whole
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes)):
+            part = part.narrow(dim, offset, size)
+        return part
+
+
+#: The part that the rank at a coordinate of the program's mesh holds.
+RectangleOf = Callable[[tuple[int, ...]], Rectangle]
+
+
+class Places(Protocol):
+    """Attributes:
+    layout: of the programs' mesh (no pipeline axis).
+    stage: this rank's pipeline rank; None if every stage is here.
+    num_stages: pipeline ranks.
+    pipeline_group: the ranks of one pipeline; None if there is one stage, or every stage is here.
+    """
+
+    layout: Layout
+    device_mesh: DeviceMesh
+    stage: int | None
+    num_stages: int
+    pipeline_group: dist.ProcessGroup | None
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None: ...
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None: ...
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]: ...
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor: ...
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor: ...
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None: ...
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor: ...
+
+    def assemble(self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: Any) -> Any: ...
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle: ...
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor: ...
+
+    def to_device(self, part: torch.Tensor) -> torch.Tensor: ...
+
+
+class RankPlaces:
+    """One real rank.
+
+    Args:
+        device_mesh: over all axes of the step, by name.
+        mesh: of the programs.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
+        self.device_mesh = device_mesh
+        names = device_mesh.mesh_dim_names or ()
+        inner = device_mesh if tuple(names) == mesh.names else device_mesh[mesh.names]
+        self.layout: Layout = RankLayout(inner, mesh)
+        self.num_stages = _size(device_mesh, PIPELINE)
+        self.stage: int | None = device_mesh.get_local_rank(PIPELINE) if PIPELINE in names else 0
+        self.pipeline_group = device_mesh.get_group(PIPELINE) if PIPELINE in names else None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._parameter_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
+        return _group_over(axes, self.layout, self._groups)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+        """The mesh that parameters lie on: of the programs or, where they are cut into pieces over ``data_axes``, the
+        other axes of several ranks and then one axis of all data ranks.
+
+        What cuts a tensor first is then further out, as DTensor reads a mesh.
+        """
+        if not data_axes:
+            return self.layout.device_mesh
+        if data_axes not in self._parameter_meshes:
+            group = self.group_over(data_axes)
+            self._parameter_meshes[data_axes] = _parameter_mesh(self.layout, data_axes, group)
+        return self._parameter_meshes[data_axes]
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Each of ``tensors`` as the first rank of the step has it."""
+        return from_first_rank(tensors, self.device_mesh, self.layout.device)
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that have other samples."""
+        return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """``tensor`` as pipeline rank ``stage`` has it, on all ranks of its pipeline."""
+        if self.pipeline_group is not None and self.num_stages > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self.pipeline_group, group_src=stage)
+        return tensor
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The ranks of this rank's pipeline at ``stages``; None if this rank is at none of them."""
+        if len(stages) == self.num_stages:
+            return self.pipeline_group
+        if self.stage not in stages:
+            return None
+        if stages not in self._stage_groups:
+            assert self.pipeline_group is not None
+            pipeline = dist.get_process_group_ranks(self.pipeline_group)
+            self._stage_groups[stages] = group_of(sorted(pipeline[stage] for stage in stages))
+        return self._stage_groups[stages]
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle:
+        """This rank's."""
+        return rectangle(self.layout.coordinate)
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
+        """This rank's part of ``whole``, a copy on its device."""
+        part = self.rectangle(rectangle).of(whole)
+        if part.is_meta:
+            return torch.empty(part.shape, dtype=part.dtype, device="meta")
+        return part.to(self.layout.device, copy=True, memory_format=torch.contiguous_format)
+
+    def assemble(
+        self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The whole tensor on every rank, from the parts of those that have one (all ranks must call this)."""
+        narrow = dtype == torch.bool
+        whole = torch.zeros(tuple(shape), dtype=torch.uint8 if narrow else dtype, device=self.layout.device)
+        mine = self.rectangle(rectangle)
+        if part is not None and mine.primary:
+            mine.of(whole).copy_(part.detach())
+        if self._everyone is not None:
+            whole = _waited(funcol.all_reduce(whole, "sum", self._everyone))
+        return whole.bool() if narrow else whole
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor:
+        """This rank's part of an input on a ``mesh`` that counts micro-batches, a view; ``at`` is its place there."""
+        return part_of(tensor, placement, mesh, at(self.layout.coordinate))
+
+    def to_device(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of an input where programs run."""
+        return part.to(self.layout.device).contiguous()
+
+
+class VirtualPlaces:
+    """Every rank of one stage as a ``LocalTensor``; all stages are here, one after the other."""
+
+    def __init__(self, layout: VirtualLayout, *, num_stages: int = 1) -> None:
+        self.layout: Layout = layout
+        self._virtual = layout
+        self.device_mesh = layout.device_mesh
+        self.num_stages = num_stages
+        self.stage: int | None = None
+        self.pipeline_group: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        return _group_over(axes, self.layout, self._groups)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+        return None
+
+    def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(tensors)
+
+    def rectangle(self, rectangle: RectangleOf) -> Rectangle:
+        """The first rank's."""
+        return rectangle(self.layout.coordinate)
+
+    def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
+        return self._each(whole, lambda coordinate, tensor: rectangle(coordinate).of(tensor))
+
+    def input_part(
+        self,
+        tensor: torch.Tensor,
+        placement: Placement,
+        mesh: MeshShape,
+        at: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> torch.Tensor:
+        return self._each(tensor, lambda coordinate, whole: part_of(whole, placement, mesh, at(coordinate)))
+
+    def to_device(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        return tensor
+
+    def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return None
+
+    def _each(self, whole: torch.Tensor, part: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        from runtime.torch_compat.local_tensors import LocalTensor, parts_of_ranks
+
+        with self.plain():
+            ranks = range(self.layout.mesh.num_devices)
+            wholes = parts_of_ranks(whole, ranks)
+            parts = {rank: part(self._virtual.coordinate_of(rank), wholes[rank]).clone().contiguous() for rank in ranks}
+        return LocalTensor(parts)
+
+    def assemble(
+        self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
+        with self.plain():
+            whole = torch.zeros(tuple(shape), dtype=dtype)
+            if part is None:
+                return whole
+            for rank, local in parts_of_ranks(part).items():
+                place = rectangle(self._virtual.coordinate_of(rank))
+                if place.primary:  # Added up, as real ranks do: a part that two of them count is then wrong here too.
+                    place.of(whole).add_(local.detach())
+        return whole
+
+    def disagreement(self, local: torch.Tensor, rectangle: RectangleOf) -> float:
+        """Largest difference between ranks that hold the same rectangle."""
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
+        first: dict[tuple[int, ...], torch.Tensor] = {}
+        worst = 0.0
+        with self.plain():
+            for rank, part in parts_of_ranks(local).items():
+                place = rectangle(self._virtual.coordinate_of(rank))
+                known = first.setdefault((*place.offsets, *place.sizes), part.detach())
+                difference = (part.detach() - known).abs()
+                worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
+        return worst
+
+    def plain(self) -> AbstractContextManager[Any]:
+        return self.layout.plain()
+
+
+def sum_over_axis(part: torch.Tensor, device_mesh: DeviceMesh, axis: str) -> torch.Tensor:
+    """The sum of ``part`` over the ranks of a mesh axis."""
+    if _size(device_mesh, axis) == 1:
+        return part
+    return _waited(funcol.all_reduce(part.contiguous(), "sum", device_mesh.get_group(axis)))
+
+
+def _group_over(
+    axes: tuple[str, ...], layout: Layout, groups: dict[tuple[str, ...], dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    axes = tuple(axis for axis in axes if layout.mesh.size(axis) > 1)
+    if not axes:
+        return None
+    if axes not in groups:
+        mesh = layout.device_mesh
+        groups[axes] = mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh[axes], "_".join(axes))
+    return groups[axes]
+
+
+def piece_axes(mesh: MeshShape, data_axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes of ``Places.parameter_mesh`` besides that of the data ranks."""
+    axes = tuple(axis for axis in mesh.names if axis not in data_axes and mesh.size(axis) > 1)
+    # A mesh needs an axis.
+    return axes or (mesh.names[:1] if all(mesh.size(axis) == 1 for axis in data_axes) else ())
+
+
+def _parameter_mesh(layout: Layout, data_axes: tuple[str, ...], data: dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh of ``Places.parameter_mesh``, on the groups that there are."""
+    mesh, inner = layout.mesh, layout.device_mesh
+    axes = piece_axes(mesh, data_axes)
+    outer = [mesh.names.index(axis) for axis in axes]
+    rest = [place for place in range(len(mesh.names)) if place not in outer]
+    groups, names, sizes = [inner.get_group(axis) for axis in axes], list(axes), [mesh.size(axis) for axis in axes]
+    if data is not None:
+        groups, names, sizes = [*groups, data], [*names, "data"], [*sizes, data.size()]
+    ranks = inner.mesh.permute(*outer, *rest).reshape(sizes)
+    return DeviceMesh.from_group(groups, inner.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
+
+
+def _size(device_mesh: DeviceMesh, axis: str) -> int:
+    names = device_mesh.mesh_dim_names or ()
+    return device_mesh.size(names.index(axis)) if axis in names else 1
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor

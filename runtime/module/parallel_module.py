@@ -1,0 +1,362 @@
+"""The sharded model: an ``nn.Module`` whose parameters are this rank's shards, called like the original."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.emit import Program
+from passes.plan import Plan
+from passes.torch_compat.module_tables import has_hooks, share_content
+from runtime.calls.modes import SubmoduleModes
+from runtime.execution.engine import Engine
+from runtime.mesh.first_rank import FirstRanksState
+from runtime.mesh.layout import DATA, Layout
+from runtime.module.accumulation import Accumulation
+from runtime.parameters import ParameterTree
+from runtime.parameters.unwrappable import Unwrappable
+from runtime.state.owned import Owned
+from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
+from runtime.zero.norm import clip_gradients
+
+
+class ParallelModule(Unwrappable, nn.Module):
+    """A model that runs sharded over a mesh.
+
+    ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
+    shard, so that optimizers, clipping and checkpoints of PyTorch work on them as on FSDP2's. With a pipeline a rank
+    has those of its stage. Call it like the original, on the global batch: every rank takes its part.
+
+    Args:
+        engine: makes and runs the programs; it holds the parameters and buffers.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._state = engine.state
+        self._engine = engine
+        self._accumulation = Accumulation()
+        # What users see is this module's own content.
+        self._tree = ParameterTree(engine.state, stages=engine.places.num_stages)
+        share_content(self, self._tree.weights)
+        self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
+        self.register_load_state_dict_post_hook(_weights_changed)
+
+    def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
+        """Run the model.
+
+        With ``local_inputs`` every rank passes the samples of its own data-parallel group (of a mesh without an axis
+        ``dp``: its part on all axes), else the global batch.
+
+        Returns what the original returns; outputs that are sharded are gathered when they are looked at.
+
+        Raises:
+            ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
+        """
+        self._engine.calls.together(self._check)
+        try:
+            outputs = self._engine(args, kwargs, local_inputs=local_inputs)
+            self._engine.calls.settle()
+            return outputs
+        finally:
+            self._end_call()
+
+    def train_step(
+        self, *args: Any, local_inputs: bool = False, weight: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Forward and backward of one global batch; gradients are added to ``parameters()``' ``grad``, complete.
+
+        Args:
+            weight: a number by which this batch's gradients are multiplied before they are added (default 1, inside of
+                ``accumulate(n)`` 1/n). A tensor of that name is an input of the model.
+
+        Returns:
+            the loss of this batch, not multiplied by ``weight``: a scalar without history, the same on every rank.
+
+        Raises:
+            ValueError: as ``forward``, if the model returns no loss, and for a weight that is not finite.
+        """
+        if isinstance(weight, torch.Tensor):
+            kwargs["weight"], weight = weight, None
+
+        def ready() -> float:
+            self._refuse_hooks()
+            self._check()
+            return self._accumulation.weight_of_step(weight)
+
+        scale = self._engine.calls.together(ready)
+        try:
+            loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+            self._engine.calls.settle()
+            return loss
+        finally:
+            self._end_call()
+
+    def _check(self) -> None:
+        """Take up what was set on submodules and parameters since the last call.
+
+        Raises:
+            ValueError: for what a plan cannot follow.
+        """
+        self._tree.check()
+        watch, modes = self._engine.watch, self._modes.follow()
+        watch.frozen = self._tree.frozen()
+        if modes is not None:
+            watch.other_modes = modes
+
+    def _end_call(self) -> None:
+        self._tree.follow()
+        if self.layout.copies is not None:
+            self.layout.copies.settle()
+
+    def _refuse_hooks(self) -> None:
+        """Raise ValueError for hooks that ``train_step`` would not call."""
+        if has_hooks(self):
+            raise ValueError("train_step calls no hooks of the parallel module: remove them, or call the module itself")
+
+    @contextlib.contextmanager
+    def accumulate(self, num_steps: int) -> Iterator[None]:
+        """A context around the ``num_steps`` ``train_step`` calls before one optimizer step: each weighs 1/num_steps.
+
+        Gradients are then those of the mean of the calls' losses.
+
+        Raises:
+            ValueError: for less than one step, and at the end if another number of them was run.
+        """
+        with contextlib.ExitStack() as stack:
+            self._engine.calls.together(lambda: stack.enter_context(self._accumulation.over(num_steps)))
+            yield
+            self._engine.calls.together(stack.close)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that the whole model's norm is at most ``max_norm``; all ranks must call it.
+
+        Args:
+            max_norm: at least zero; infinity only measures.
+            norm_type: above zero; infinity for the largest element.
+            error_if_nonfinite: refuse to clip by a norm that is infinite or not a number.
+
+        Returns:
+            the norm before, a float64 scalar, the same on every rank.
+
+        Raises:
+            ValueError: on all ranks, for a ``max_norm`` below zero or not a number, a ``norm_type`` that is not above
+                zero, and with ``error_if_nonfinite``.
+        """
+        calls = self._engine.calls
+        calls.together(self._tree.take_gradients)
+        arguments = f"{max_norm}, {norm_type}{', error_if_nonfinite' if error_if_nonfinite else ''}"
+        calls.check(f"calls clip_grad_norm_({arguments})", may_run_ahead=True)
+        parameters = [
+            (owned.tensor, owned.counts)
+            for owned in self.owned()
+            if owned.trainable and isinstance(owned.tensor, nn.Parameter)
+        ]
+        norm = clip_gradients(
+            parameters,
+            self._engine.all_ranks,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        calls.settle()
+        return norm
+
+    @property
+    def needed_inputs(self) -> frozenset[str] | None:
+        """Names of the inputs that this rank's programs read; None if that is not known before the first call."""
+        return self._engine.needed_inputs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that are dropped are not shown as DTensors first."""
+        if set_to_none:
+            self._tree.drop_gradients()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        super().train(mode)
+        self._engine.model.train(mode)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the original's root that its forward may read are set for the next call's program too."""
+        engine = self.__dict__.get("_engine")
+        if engine is not None and name != "training" and name in vars(engine.model):
+            engine.watch.set(("", name, ""), value)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
+        probe = torch.empty(0, dtype=torch.float32, device=self._engine.layout.device)
+        changed = fn(probe)
+        if changed.dtype != probe.dtype or changed.device.type != probe.device.type:
+            raise ValueError(
+                "a parallel module keeps the dtypes and the device it was planned for: convert the model before "
+                "planner.compile, or choose the mesh's device_type"
+            )
+        self._state.apply(fn, recurse)
+        self._engine.forget_constants()
+        self._tree.update()
+        return self
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan yet; without example inputs it is made at the first call."""
+        return self._engine.plan is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it runs under.
+
+        Raises:
+            ValueError: before the first call, if it was compiled without example inputs.
+        """
+        if self._engine.plan is None:
+            raise ValueError("there is no plan yet: it is made at the first call, or from example_inputs in compile()")
+        return self._engine.plan
+
+    @property
+    def program(self) -> Program:
+        """The emitted program that ran last (before the first call: the one made by compile)."""
+        if self._engine.latest is None:
+            raise ValueError(
+                "there is no program yet: it is made at the first call, or from example_inputs in compile()"
+            )
+        return self._engine.latest
+
+    @property
+    def source(self) -> str:
+        """Python source of ``program``."""
+        return self.program.source
+
+    def save(self, path: str | FilePath) -> None:
+        """Save the plan as ``path`` (JSON) and the emitted program beside it (``.py``)."""
+        target = FilePath(path)
+        self.plan.save(target)
+        self.program.save(target.with_suffix(".py"))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The original's state dict, with whole tensors, on every rank (all ranks must call it)."""
+        self._engine.calls.check("calls full_state_dict")
+        return self._state.full_state_dict()
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take this rank's part of a state dict of the original model (all ranks must call it).
+
+        The first rank's values count, as those of the model do in ``planner.compile``: others may pass ``{}``.
+
+        Raises:
+            ValueError: on all ranks, for a tensor of another shape, or a shard; with ``strict`` also for missing and
+                unknown names.
+        """
+        self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
+        if not self._engine.ranks.is_alone:
+            places = self._engine.places
+            state = FirstRanksState(state, places.device_mesh, self.layout.device, self._engine.ranks)
+        self._state.load_full_state_dict(state, strict=strict)
+        self.weights_changed()
+
+    def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
+        """Take this rank's parts of Hugging Face safetensors files, reading no others (all ranks must call it).
+
+        Args:
+            path: a safetensors file, the index of several, or the directory with either.
+            strict: refuse missing and unexpected names, else take what fits. What the files do not hold stays as it is;
+                buffers on meta that no state dict holds are computed as the model's own initialisation does.
+
+        Raises:
+            ValueError: on all ranks, as ``runtime.weight_files.load_weights``; nothing is changed then.
+        """
+        loaded = load_weights(
+            self.owned(),
+            path,
+            names=self.state_names,
+            strict=strict,
+            device=self.layout.device,
+            **hugging_face_names(self._engine.model),
+        )
+        self.weights_changed()
+        return loaded
+
+    def save_pretrained(self, path: str | FilePath, *, dtype: torch.dtype | None = None) -> None:
+        """Save the weights as Hugging Face does, with the model's config if it has one (all ranks must call it).
+
+        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share.
+
+        Args:
+            dtype: of floating-point tensors in the files; None to keep each one's own.
+
+        Raises:
+            ValueError: on all ranks, if tensors are still on meta or the directory is not shared.
+        """
+        save_weights(self.owned(), path, order=self.state_names, dtype=dtype)
+        save_config(self._engine.model, path, dtype=dtype)
+
+    def weights_changed(self) -> None:
+        """To be called after new values were written into what ``owned`` gives (optimizers need not).
+
+        Buffers on meta that no state dict holds are computed as the model's own initialisation does.
+        """
+        self._state.initialise(self._engine.model, seed=0, outside_of_state=True)
+        self._engine.forget_constants()
+        self._tree.update()
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by parameter name, on every rank (all ranks must call it)."""
+        self._engine.calls.together(self._tree.take_gradients)
+        self._engine.calls.check("calls full_gradients")
+        return self._state.full_gradients()
+
+    def initialise(self, *, seed: int = 0) -> None:
+        """Fill parameters and buffers that are still on meta as the model's own initialisation does.
+
+        Modules are initialised one at a time, each from a seed of its own, so the result does not depend on the
+        mesh, and a rank never holds more than its shards and one module.
+        """
+        self._state.initialise(self._engine.model, seed=seed)
+        self._engine.forget_constants()
+        self._tree.update()
+
+    def owned(self) -> tuple[Owned, ...]:
+        """What this rank holds of every parameter and buffer."""
+        return self._state.owned()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names in the original's state dict, aliases included."""
+        return tuple(self._state.state_names)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks, by axis."""
+        return self.layout.device_mesh
+
+    @property
+    def data_rank(self) -> int:
+        """Which data-parallel group this rank belongs to: its samples are that part of a global batch."""
+        names = self.layout.mesh.names
+        return self.layout.coordinate[names.index(DATA)] if DATA in names else 0
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many data-parallel groups there are."""
+        mesh = self.layout.mesh
+        return mesh.size(DATA) if DATA in mesh.names else 1
+
+    @property
+    def layout(self) -> Layout:
+        """Where this module's tensors live."""
+        return self._engine.layout
+
+
+def _weights_changed(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    module.weights_changed()

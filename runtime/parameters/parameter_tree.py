@@ -1,0 +1,149 @@
+"""The tree of parameters and buffers that users see, kept over the plain ones that programs run on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from passes.torch_compat.module_tables import parameters_of
+from runtime.parameters.sharded import ShardedParameter
+from runtime.state.owned import Owned
+from runtime.state.weight_tree import WeightTree
+from runtime.torch_compat.dtensors import dtensor_over, dtensor_spec, local_part
+
+
+class _Held(Protocol):
+    """What a rank holds: ``StepState``."""
+
+    #: The plain tensors.
+    weights: WeightTree
+    #: Counts how often tensors were cut or replaced.
+    version: int
+
+    def owned(self) -> tuple[Owned, ...]: ...
+
+
+class ParameterTree:
+    """The user's parameters (``ShardedParameter``) and buffers under the original names.
+
+    Buffers that every rank holds whole are the programs' own tensors. Of virtual ranks all tensors are.
+
+    Args:
+        stages: pipeline stages of the model; with several, a rank has the parameters of its own, and hooks on them
+            would not see complete gradients.
+
+    Attributes:
+        weights: the tree.
+    """
+
+    def __init__(self, held: _Held, *, stages: int = 1) -> None:
+        self._held = held
+        self._of_stage = stages > 1
+        self._version = -1
+        self._parameters: dict[int, ShardedParameter] = {}
+        self._slots: list[tuple[dict[str, Any], str, ShardedParameter]] = []
+        #: Of every module: its parameters, and its submodules with their number when that was looked up.
+        self._tables: list[dict[str, Any]] = []
+        self._modules: list[tuple[dict[str, Any], int]] = []
+        self.weights = WeightTree()
+        self.update()
+
+    def update(self) -> None:
+        """Take up what was cut, moved or replaced; parameters stay the same objects, for their optimizers."""
+        owned = self._held.owned()
+        self._version = self._held.version
+        self._slots = []
+        for piece in owned:
+            for name in (piece.name, *piece.aliases):
+                self.weights.put(name, self._shown(piece), persistent=piece.persistent)
+                self._note_slot(name)
+
+    def follow(self) -> None:
+        """Take up changes since the last call, cheaply where there are none."""
+        if self._version != self._held.version:
+            self.update()
+        for parameter in self._parameters.values():
+            if local_part(parameter).data_ptr() != parameter.owner.data_ptr():
+                parameter.refresh()
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to None, also of parameters that someone has added, without showing them as DTensors."""
+        if not self._tables or any([len(modules) != count for modules, count in self._modules]):  # noqa: C419 no calls
+            nodes = list(self.weights.modules())
+            self._tables = [node._parameters for node in nodes]
+            self._modules = [(node._modules, len(node._modules)) for node in nodes]
+        for parameter in self._parameters.values():
+            parameter.drop_gradient()
+        for table in self._tables:
+            for tensor in table.values():
+                if type(tensor) is not ShardedParameter and tensor is not None:
+                    tensor.grad = None
+
+    def take_gradients(self) -> None:
+        """Hand gradients that autograd left at the DTensors to the plain parameters."""
+        for parameter in self._parameters.values():
+            parameter.take_gradient()
+
+    def frozen(self) -> tuple[str, ...]:
+        """Names of parameters that the plan trains and that someone has frozen since."""
+        return tuple([one.path for one in self._parameters.values() if one.planned_to_train > one.owner.requires_grad])
+
+    def check(self) -> None:
+        """Refuse parameters that someone has replaced, or has frozen or thawed under a plan that cannot follow.
+
+        Raises:
+            ValueError: naming one.
+        """
+        for table, name, parameter in self._slots:
+            if self._of_stage and parameter.requires_grad != parameter.planned_to_train:
+                raise ValueError(
+                    f"{parameter.path!r} was {'trained' if parameter.planned_to_train else 'frozen'} when the step was "
+                    "planned, and is not any more: set requires_grad before planner.compile"
+                )
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"{parameter.path!r} of this parallel module was replaced by another tensor, which it would not "
+                    "train: write values into the parameter (load_full_state_dict, copy_; load_state_dict without "
+                    "assign=True), and wrap the module in no other parallelism (DDP, FSDP, parallelize_module)"
+                )
+
+    def _shown(self, piece: Owned) -> torch.Tensor:
+        if piece.device_mesh is None:
+            return piece.tensor
+        if piece.kind == "parameter":
+            return self._parameter(piece)
+        if any(isinstance(placement, Shard) for placement in piece.placements):
+            spec = dtensor_spec(piece.shape, piece.tensor.dtype, piece.device_mesh, piece.placements)
+            buffer: torch.Tensor = dtensor_over(DTensor, piece.tensor, spec)
+            return buffer
+        return piece.tensor
+
+    def _parameter(self, piece: Owned) -> ShardedParameter:
+        shown = self._parameters.get(id(piece.tensor))
+        if shown is None:
+            shown = self._parameters[id(piece.tensor)] = self._made_of(piece)
+        elif _differs(shown, piece):
+            torch.utils.swap_tensors(shown, self._made_of(piece))
+        shown.refresh()
+        return shown
+
+    def _made_of(self, piece: Owned) -> ShardedParameter:
+        return ShardedParameter.of(piece, of_stage=self._of_stage)
+
+    def _note_slot(self, path: str) -> None:
+        parent, _, name = path.rpartition(".")
+        table = parameters_of(self.weights.find(parent) if parent else self.weights)
+        parameter = table.get(name)
+        if isinstance(parameter, ShardedParameter):
+            self._slots.append((table, name, parameter))
+
+
+def _differs(shown: ShardedParameter, piece: Owned) -> bool:
+    return (
+        shown.device != piece.tensor.device
+        or tuple(shown.placements) != tuple(piece.placements)
+        or shown.device_mesh is not piece.device_mesh
+    )

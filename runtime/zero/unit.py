@@ -1,0 +1,312 @@
+"""One unit's weights: gathered for use, with gradients that are reduced over the data ranks behind it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from runtime.program_tools.recompute import can_be_made_again
+from runtime.torch_compat.autograd_engine import in_backward, when_done
+from runtime.torch_compat.dispatcher import unseen_by_checkpoints
+from runtime.zero.bundle_gradients import Gradients
+from runtime.zero.group import StateGroup
+from runtime.zero.state_pieces import piece_shape
+from runtime.zero.uses import used_at_once, used_one_by_one
+from runtime.zero.working_weights import Gathered, WorkingWeights
+
+_REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
+#: Gradients of so many bytes together may wait for one another: that takes less time than to take each on its own.
+_SMALL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class UnitWeight:
+    """One parameter of a unit.
+
+    Attributes:
+        owner: what this rank owns of it: under ZeRO 1 to 3, if it is trained, the piece of ``pieces.piece_of``.
+        shape: of the whole parameter, as it is on the rank without ZeRO.
+        compute: dtype of the working weight; None for the owner's.
+        gradient: dtype in which gradients are reduced and added up; None for float32 where ``compute`` has 16 bits,
+            else the owner's.
+        shared: another unit uses the parameter, too: what is reduced of its gradient is added to the owner's at once.
+    """
+
+    name: str
+    owner: nn.Parameter
+    shape: tuple[int, ...]
+    compute: torch.dtype | None = None
+    gradient: torch.dtype | None = None
+    shared: bool = False
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.compute or self.owner.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        if self.gradient is not None:
+            return self.gradient
+        return torch.float32 if self.compute_dtype.itemsize <= 2 else self.owner.dtype
+
+
+@dataclass(frozen=True)
+class _Bundle:
+    """Trained parameters of equal dtypes: ``places`` in the unit, what they compute with, their gradients."""
+
+    places: tuple[int, ...]
+    weights: WorkingWeights
+    gradients: Gradients
+
+
+class Unit:
+    """The weights that one unit (a layer, or a stretch between layers) uses together, under ZeRO 0 to 3.
+
+    A step is ``begin(num_uses)``, the forward and backward passes of its micro-batches, ``finish()``. Without
+    ``begin`` the unit is *automatic*: the end of every backward pass finishes. Gradients that come out of a use are
+    taken as partial on the ranks of ``group`` and are summed over them.
+
+    Frozen parameters are whole, used as they are, and never sent.
+
+    Args:
+        weights: the unit's parameters, each once; owners of frozen ones are whole.
+        zero: 0: all whole. 1: owners are pieces; weights gathered and gradients reduced once a step. 2: gradients
+            reduced after every use, only pieces are kept. 3: weights gathered for every use, too.
+        group: the data ranks.
+
+    Raises:
+        ValueError: for an unknown stage, and for an owner that is not the piece it should be.
+    """
+
+    def __init__(self, weights: Sequence[UnitWeight], *, zero: int, group: StateGroup | None = None) -> None:
+        self.group = group or StateGroup()
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"unknown ZeRO stage {zero!r}: expected 0, 1, 2 or 3")
+        self.zero = zero if self.group.size > 1 else 0
+        self.weights = tuple(weights)
+        self._check_shapes()
+        self._bundles = self._make_bundles()
+        self._token = nn.Parameter(torch.zeros(()))
+        #: Whether owners are the working weights, and autograd alone does all there is to do.
+        self.uses_owners = self.group.size == 1 and all(
+            bundle.weights.as_owned and weight.gradient_dtype == weight.owner.dtype
+            for bundle in self._bundles
+            for weight in (self.weights[place] for place in bundle.places)
+        )
+        self._is_small = sum(bundle.weights.num_bytes for bundle in self._bundles) <= _SMALL_BYTES
+        # The neighbours, set by a chain.
+        self.before: Unit | None = None
+        self.after: Unit | None = None
+        self._expected: int | None = None
+        self._open_uses = 0
+        self._callback_queued = False
+        self._backward: list[Gathered] | None = None
+        # Learnt by the first use, so that no step gathers ahead what its backward pass does not read.
+        self._needed_backward = False
+        self._gathered_backward = False
+
+    @property
+    def token(self) -> nn.Parameter:
+        """The autograd leaf that stands for all parameters of a use; its gradient is zero.
+
+        It is where the parameters are, which leave the meta device when they are loaded: autograd runs the nodes of
+        each device in a thread of its own, so a token elsewhere would leave the order of collectives to chance.
+        """
+        if self.weights and self._token.device != self.weights[0].owner.device:
+            self._token = nn.Parameter(torch.zeros((), device=self.weights[0].owner.device))
+        return self._token
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The autograd leaves of a use: the token, or the parameters themselves where nothing needs doing."""
+        if not self._bundles:
+            return []
+        return (
+            [weight.owner for weight in self.weights if weight.owner.requires_grad]
+            if self.uses_owners
+            else [self.token]
+        )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that are held between micro-batches (the owners' ``grad`` not counted)."""
+        return sum(bundle.gradients.num_bytes for bundle in self._bundles)
+
+    def begin(self, num_uses: int) -> None:
+        """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
+        if self.uses_owners:
+            return
+        # A step that failed halfway may have left something.
+        for bundle in self._bundles:
+            bundle.gradients.discard()
+        self._backward, self._callback_queued = None, False
+        self._expected = self._open_uses = num_uses
+        self.refresh_needed()
+
+    def refresh_needed(self) -> None:
+        """The owners have changed: weights are made anew at their next use. All ranks must call it."""
+        for bundle in self._bundles:
+            bundle.weights.stale()
+
+    def prefetch(self) -> None:
+        """Start gathering the weights for the next use; nothing where they are there. All ranks must call it."""
+        if self.zero:
+            for bundle in self._bundles:
+                bundle.weights.prefetch()
+
+    def use(self) -> list[torch.Tensor]:
+        """Whole working weights, in the order of ``weights``; differentiable where gradients are enabled."""
+        working: list[torch.Tensor] = [weight.owner for weight in self.weights]
+        if self.uses_owners:
+            return working
+        # What a use gathers is let go after it, and may have been gathered ahead: no checkpoint can repeat that.
+        with unseen_by_checkpoints():
+            wholes = self._gathered() if self.zero == _GATHERED_PER_USE else self._kept()
+            self._gather_ahead()
+        if torch.is_grad_enabled() and self._bundles:
+            if self._expected is None and not in_backward():
+                self._open_uses += 1
+            flat = [whole for some in wholes for whole in some]
+            at_once = self.zero == _GATHERED_PER_USE or self._is_small
+            iterator = iter((used_at_once if at_once else used_one_by_one)(self, flat))
+            wholes = [[next(iterator) for _ in some] for some in wholes]
+        for bundle, some in zip(self._bundles, wholes):
+            for place, whole in zip(bundle.places, some):
+                working[place] = whole
+        return working
+
+    def finish(self) -> None:
+        """End a step: gradients are complete and reduced in the owners' ``grad``. All ranks must call it."""
+        if self.uses_owners:
+            return
+        for bundle in self._bundles:
+            bundle.gradients.launch()
+        for bundle in self._bundles:
+            bundle.gradients.finish()
+            bundle.weights.drop_prefetched()
+        self._expected, self._open_uses, self._backward = None, 0, None
+
+    def settle(self) -> None:
+        """Wait for the reductions that have been started."""
+        for bundle in self._bundles:
+            bundle.gradients.settle()
+
+    def _kept(self) -> list[list[torch.Tensor]]:
+        return [bundle.weights.kept() for bundle in self._bundles]
+
+    def _gathered(self) -> list[list[torch.Tensor]]:
+        """Whole weights for one use, which autograd need not keep."""
+        wholes = [bundle.weights.gather().wholes() for bundle in self._bundles]
+        can_be_made_again([whole for some in wholes for whole in some], self._make_again)
+        return wholes
+
+    def _make_again(self) -> list[torch.Tensor]:
+        """Whole weights for the backward pass of a use, bundle by bundle."""
+        return [whole for gathered in self._gathered_again() for whole in gathered.wholes()]
+
+    def _gathered_again(self) -> list[Gathered]:
+        """Gathered for the backward pass of a use: once, and let go after it."""
+        if self._backward is None:
+            self._backward = [bundle.weights.gather() for bundle in self._bundles]
+            self._gather_ahead()
+            if in_backward():
+                # A backward pass that ends without gradients of the weights must not keep them either.
+                when_done(self._drop_backward)
+        return self._backward
+
+    def _drop_backward(self) -> None:
+        self._backward = None
+
+    def _gather_ahead(self) -> None:
+        """Let the unit that will be used next start gathering."""
+        if not in_backward():
+            if self.after is not None:
+                self.after.prefetch()
+            return
+        self._gathered_backward = True
+        before = self.before
+        if before is not None and before.zero == _GATHERED_PER_USE and before._needed_backward:
+            before.prefetch()
+
+    def take(self, nr: int, gradient: torch.Tensor | None) -> None:
+        """The whole gradient of one weight in one use, by its number in the order of the bundles."""
+        if gradient is None:
+            return
+        for bundle in self._bundles:
+            if nr < len(bundle.places):
+                bundle.gradients.add({nr: gradient})
+                return
+            nr -= len(bundle.places)
+
+    def _take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The whole gradients of all weights in one use."""
+        start = 0
+        for bundle in self._bundles:
+            end = start + len(bundle.places)
+            some = enumerate(gradients[start:end])
+            bundle.gradients.add({place: gradient for place, gradient in some if gradient is not None})
+            start = end
+
+    def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The gradients of one use are complete, with these."""
+        self._backward = None
+        self._needed_backward, self._gathered_backward = self._gathered_backward, False
+        if self.zero >= _REDUCED_PER_USE and self.after is not None:
+            # One whole gradient at a time waits for its reduction.
+            self.after.settle()
+        if gradients:
+            self._take_all(gradients)
+        if self.zero >= _REDUCED_PER_USE:
+            for bundle in self._bundles:
+                bundle.gradients.launch()
+        self._open_uses -= 1
+        if self._open_uses == 0:
+            for bundle in self._bundles:
+                bundle.gradients.launch()
+        if self._expected is None and not self._callback_queued:
+            self._callback_queued = True
+            when_done(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._callback_queued = False
+        self.finish()
+
+    def _make_bundles(self) -> tuple[_Bundle, ...]:
+        places: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+        for place, weight in enumerate(self.weights):
+            if weight.owner.requires_grad:
+                places.setdefault((weight.compute_dtype, weight.gradient_dtype, weight.shared), []).append(place)
+        bundles = []
+        for (compute, gradient, shared), some in places.items():
+            owners = [self.weights[place].owner for place in some]
+            shapes = [self.weights[place].shape for place in some]
+            weights = WorkingWeights(owners, shapes, zero=self.zero, group=self.group, compute=compute)
+            gradients = Gradients(
+                owners, weights.layout, zero=self.zero, group=self.group, dtype=gradient, at_once=shared
+            )
+            bundles.append(_Bundle(tuple(some), weights, gradients))
+        return tuple(bundles)
+
+    def _check_shapes(self) -> None:
+        for weight in self.weights:
+            if type(weight.owner.data) is not torch.Tensor:
+                continue  # One tensor for many ranks has no single shape.
+            expected = weight.shape
+            if self.zero and weight.owner.requires_grad:
+                expected = piece_shape(weight.shape, self.group.size, self.group.rank)
+            if tuple(weight.owner.shape) != tuple(expected):
+                raise ValueError(
+                    f"{weight.name} of shape {tuple(weight.shape)} is owned as {tuple(weight.owner.shape)} by rank "
+                    f"{self.group.rank} of {self.group.size}; ZeRO {self.zero} expects {tuple(expected)}"
+                )
+
+
+def chained(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Tell units the order in which a micro-batch uses them, so that one's use starts gathering the next's weights."""
+    for before, after in itertools.pairwise(units):
+        before.after, after.before = after, before
+    return tuple(units)

@@ -1,0 +1,50 @@
+"""The rooms of the source (packages of the four layers), and which of them import which."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx
+
+ROOT = Path(__file__).parent.parent
+#: Outermost first: each may import those behind it.
+LAYERS = ("planner", "runtime", "passes", "cost_models")
+
+
+def sources() -> Iterator[Path]:
+    """Every module of the four layers but ``__main__``, which only calls the command."""
+    for layer in LAYERS:
+        yield from (path for path in sorted((ROOT / layer).rglob("*.py")) if path.name != "__main__.py")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """The package of a layer that a module is in, or the layer itself."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir() else parts[0]
+
+
+def imported(tree: ast.Module, *, lazily: bool) -> Iterator[str]:
+    """Modules of ours that a module imports at its top, or (``lazily``) anywhere outside of ``TYPE_CHECKING``."""
+    for node in ast.walk(tree) if lazily else tree.body:
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if name.split(".")[0] in LAYERS)
+
+
+def rooms_and_imports() -> networkx.DiGraph:
+    """An arrow for each room that imports another."""
+    graph = networkx.DiGraph()
+    for path in sources():
+        room = room_of(module_of(path))
+        graph.add_node(room)
+        for name in imported(ast.parse(path.read_text()), lazily=False):
+            if room_of(name) != room:
+                graph.add_edge(room, room_of(name))
+    return graph
