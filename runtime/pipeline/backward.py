@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from runtime.torch_compat.autograd_engine import has_saved_tensors_hooks
+from runtime.torch_compat.autograd_engine import functions_keep_their_nodes, has_saved_tensors_hooks
 
 #: A gradient, or None where autograd has none (zero).
 Gradient = torch.Tensor | None
@@ -121,6 +121,9 @@ class _Split:
             return node in inner or leaves[node] <= at_once
 
         self._wanted = wanted
+        #: What keeps the nodes of autograd functions alive until W, where their Python objects do not; with them all
+        #: that the activation side saved.
+        self._owners = () if functions_keep_their_nodes() else tuple(edge for edge, _ in starts)
         self._leaves_at_once = [GradientEdge(leaf, 0) for leaf in at_once]
         self._starts = [(edge, gradient) for edge, gradient in starts if in_first_run(edge.node)]
         #: Gradients at the weight side; at first those of outputs that depend on no received tensor.
@@ -168,7 +171,7 @@ class _Split:
                 edges, gradients = zip(*starts)
                 self._arrived += zip(crossings, torch.autograd.grad(edges, crossings, gradients, allow_unused=True))
         _accumulate(self._arrived)
-        self._joints, self._arrived = [], []
+        self._joints, self._arrived, self._owners = [], [], ()
 
 
 def _remember(joint: _Joint) -> Callable[[tuple[Gradient, ...]], None]:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from passes.torch_compat.tensor_fields import gradient_hooks, saved_tensors_hooks_of_thread
 
-__all__ = ["gradient_hooks", "has_saved_tensors_hooks", "in_backward", "saved_tensors_hooks_of_thread", "when_done"]
+__all__ = [
+    "functions_keep_their_nodes",
+    "gradient_hooks",
+    "has_saved_tensors_hooks",
+    "in_backward",
+    "saved_tensors_hooks_of_thread",
+    "when_done",
+]
 
 _SAVED_NAMES: dict[type, tuple[str, ...]] = {}
 
@@ -22,6 +31,29 @@ def in_backward() -> bool:
 def when_done(function: Callable[[], Any]) -> None:
     """Call ``function`` at the end of the backward pass that this thread runs."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+@functools.cache
+def functions_keep_their_nodes() -> bool:
+    """Whether a held node of an ``autograd.Function`` can be run; in torch 2.11 the graph must be alive, too."""
+    with torch.enable_grad():
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        node = _Twice.apply(leaf).grad_fn  # type: ignore[no-untyped-call]
+    try:
+        torch.autograd.grad([GradientEdge(node, 0)], [leaf], [torch.ones((), device="cpu")])
+    except RuntimeError:
+        return False
+    return True
 
 
 def has_saved_tensors_hooks(node: torch.autograd.graph.Node) -> bool:
