@@ -97,9 +97,16 @@ def against_one_device(plan: str) -> dict[str, float]:
         parallel.load_full_state_dict(initial)
         optimizers = make(list(parallel.parameters())), make(list(single.parameters()))
         for number in range(STEPS):
-            norms = step(parallel, optimizers[0], clip=clip), step(single, optimizers[1], clip=torch_clip)
+            try:
+                norms = step(parallel, optimizers[0], clip=clip), step(single, optimizers[1], clip=torch_clip)
+            except RuntimeError as error:  # torch 2.11 refuses on DTensors what Adafactor computes in place
+                if "requires redistribution" not in str(error):
+                    raise
+                found[f"refused {name}"] = 0.0
+                break
             found[f"norm {number} {name}"] = abs(norms[0] / norms[1] - 1)
-        found[name] = difference(parallel.full_state_dict(), dict(single.state_dict()))
+        else:
+            found[name] = difference(parallel.full_state_dict(), dict(single.state_dict()))
     return found
 
 

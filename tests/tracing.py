@@ -35,15 +35,24 @@ def traced_once() -> Iterator[None]:
     Instances whose ``forward`` or hooks are replaced are told from each other by nothing: do not trace them here.
     """
     module = sys.modules["passes.capture.capture"]  # the package has a function of that name
-    original, results = vars(module)["_traced"], {}
+    in_full, shortened = vars(module)["_capture_whole"], vars(module)["_capture_shortened"]
+    graphs: dict[object, Any] = {}
 
-    def traced(model: nn.Module, **options: Any) -> Any:
-        key = _key(model, **options)
-        if key not in results:
-            results[key] = _traced_by_one_process(repr(key), lambda: original(model, **options))
-        return results[key]
+    def graph_of(key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
+        if key not in graphs:
+            graphs[key] = _traced_by_one_process(repr(key), trace)
+        return graphs[key]
 
-    with mock.patch.object(module, "_traced", traced):
+    def traced_shortened(model: nn.Module, options: dict[str, Any]) -> Any:
+        return graph_of(("shortened", *_key(model, **options)), lambda: shortened(model, options))
+
+    def traced_in_full(model: nn.Module, **options: Any) -> Any:
+        return graph_of(("in full", *_key(model, **options)), lambda: in_full(model, **options))
+
+    with (
+        mock.patch.object(module, "_capture_shortened", traced_shortened),
+        mock.patch.object(module, "_capture_whole", traced_in_full),
+    ):
         yield
 
 
