@@ -129,15 +129,15 @@ def stream_tree(
     ends = sorted({lattice.index[need] for need in needs} - {lattice.index[root]})
     users = [frozenset(i for i, need in enumerate(needs) if lattice.index[need] == end) for end in ends]
     counts = _Counts(problem.parts(stream), users)
-    found = cheapest_tree(
+    tree = cheapest_tree(
         lattice,
         lattice.index[root],
         ends,
         lambda arc, mask: counts[mask][0] * arc.forward + counts[mask][1] * arc.backward,
     )
-    if found is None:
+    if tree is None:
         return None
-    ordered = sorted(found.values(), key=lambda item: (_depth(lattice, found, item[0]), item[0].source, item[0].target))
+    ordered = sorted(tree.values(), key=lambda item: (_depth(lattice, tree, item[0]), item[0].source, item[0].target))
     return tuple(Conversion(arc, *counts[mask]) for arc, mask in ordered)
 
 
@@ -150,8 +150,8 @@ class _Counts(dict[int, tuple[int, int]]):
 
     def __missing__(self, mask: int) -> tuple[int, int]:
         uses = frozenset[int]().union(*(users for end, users in enumerate(self.users) if mask >> end & 1))
-        found = [sum(n for phase, n, group in self.parts if phase == name and group & uses) for name in PHASES]
-        self[mask] = (found[0], found[1])
+        counts = [sum(n for phase, n, group in self.parts if phase == name and group & uses) for name in PHASES]
+        self[mask] = (counts[0], counts[1])
         return self[mask]
 
 

@@ -65,14 +65,14 @@ def match(graph: Graph, pattern: str) -> Matched:
     outputs = {f"output:{path}": path for path in graph.outputs}
     outputs.update({path: path for path in graph.outputs if path and path not in inputs})
     nodes = [node for node in graph.nodes if not node.constant]
-    if found := _select(states, pattern):
-        return Matched(states=found)
+    if names_matched := _select(states, pattern):
+        return Matched(states=names_matched)
     if pattern in ("output", "outputs") and pattern not in outputs:
         return Matched(outputs=tuple(graph.outputs))
-    if found := _select(outputs, pattern):
-        return Matched(outputs=found)
-    if found := _select(inputs, pattern):
-        return Matched(inputs=found)
+    if names_matched := _select(outputs, pattern):
+        return Matched(outputs=names_matched)
+    if names_matched := _select(inputs, pattern):
+        return Matched(inputs=names_matched)
     if keyed := tuple(node.name for node in nodes if fnmatch.fnmatchcase(node.key, pattern) and ":" in pattern):
         return Matched(nodes=keyed)
     if inside := tuple(node.name for node in nodes if node.module_path and _in_module(node.module_path, pattern)):
@@ -96,15 +96,15 @@ def _in_module(path: str, pattern: str) -> bool:
 def foldable_runs(graph: Graph, runs: Sequence[BlockRun], patterns: Collection[str]) -> tuple[BlockRun, ...]:
     """The runs whose copies all stand under the same constraints; the others have to be planned one by one."""
     matched = [match(graph, pattern) for pattern in patterns]
-    kept = []
+    foldable = []
     for run in runs:
         signatures = set()
         for copy in range(run.num_copies):
             names = [*run.copies[copy], *(names[copy] for names in run.states)]
             signatures.add(tuple(tuple(n in (*m.nodes, *m.states) for n in names) for m in matched))
         if len(signatures) == 1:
-            kept.append(run)
-    return tuple(kept)
+            foldable.append(run)
+    return tuple(foldable)
 
 
 def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[BlockRun, ...]:
@@ -117,7 +117,7 @@ def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[Blo
         states = (plan.states.get(paths[names[copy]]) for names in run.states)
         return (*(s and s.placement for s in states), *(strategies.get(keys[name]) for name in run.copies[copy]))
 
-    found = []
+    groups = []
     for run in runs:
         copies = [placed(run, copy) for copy in range(run.num_copies)]
         periods = range(1, run.num_copies // 2 + 1)
@@ -125,8 +125,8 @@ def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[Blo
         period = next(alike, None)
         group = grouped(run, period) if period is not None else None
         if group is not None:
-            found.append(group)
-    return tuple(found)
+            groups.append(group)
+    return tuple(groups)
 
 
 def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> list[Constraint]:
@@ -135,7 +135,7 @@ def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> lis
     Raises:
         ValueError: if a pattern matches nothing, an axis is unknown, or a demand cannot be read.
     """
-    found = []
+    constraints = []
     for pattern, by_axis in demands.items():
         matched = match(problem.graph, pattern)
         if not isinstance(by_axis, Mapping):
@@ -145,8 +145,8 @@ def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> lis
             if axis not in mesh.names:
                 raise ValueError(f"constraint {pattern!r}: no axis {axis!r} in mesh {mesh}")
             if mesh.size(axis) > 1:
-                found.append(_constraint(problem, pattern, matched, axis, mesh.names.index(axis), demand))
-    return found
+                constraints.append(_constraint(problem, pattern, matched, axis, mesh.names.index(axis), demand))
+    return constraints
 
 
 def _check_words(pattern: str, demand: Any) -> None:
@@ -162,14 +162,14 @@ def _check_words(pattern: str, demand: Any) -> None:
 
 
 def _constraint(problem: Problem, pattern: str, matched: Matched, name: str, axis: int, demand: Any) -> Constraint:
-    wanted = [demand] if isinstance(demand, str) else list(demand)
+    alternatives = [demand] if isinstance(demand, str) else list(demand)
     constraint = Constraint(f"{{{pattern!r}: {{{name!r}: {demand!r}}}}}")
     for source in (*matched.states, *matched.inputs):
         if source in problem.elements:
-            constraint.add(source, lambda option: _fits_type(option.outputs[0], axis, wanted))
+            constraint.add(source, lambda option: _fits_type(option.outputs[0], axis, alternatives))
     for path in matched.outputs:
-        constraint.add(f"output:{path}", lambda option: _fits_type(option.inputs[0], axis, wanted))
-    labels = {f"cut {item}" for item in wanted} | set(wanted)
+        constraint.add(f"output:{path}", lambda option: _fits_type(option.inputs[0], axis, alternatives))
+    labels = {f"cut {item}" for item in alternatives} | set(alternatives)
     nodes = [problem.elements[node] for node in matched.nodes if node in problem.elements]
     names = [node for node in matched.nodes if node in problem.elements]
     labelled = {n for n, e in zip(names, nodes) if any(option.labels[axis] in labels for option in e.options)}
@@ -178,7 +178,7 @@ def _constraint(problem: Problem, pattern: str, matched: Matched, name: str, axi
             constraint.add(node, lambda option: option.labels[axis] in labels)
     else:
         for node in _givers(problem, names) if matched.by_module else names:
-            constraint.add(node, lambda option: any(_is_type(where[axis], wanted) for where in option.outputs))
+            constraint.add(node, lambda option: any(_is_type(where[axis], alternatives) for where in option.outputs))
     _check_known(constraint, problem, pattern, name)
     return constraint
 
@@ -206,22 +206,22 @@ def axis_types(problem: Problem, name: str, axis: str) -> str:
 def _givers(problem: Problem, names: Sequence[str]) -> list[str]:
     """Of the operators ``names``, those whose values others use."""
     inside = set(names)
-    found = []
+    givers = []
     for name in names:
         streams = [stream for stream in problem.streams.values() if stream.source == name]
         if any(use.element not in inside for stream in streams for use in stream.uses):
-            found.append(name)
-    return found or list(names)
+            givers.append(name)
+    return givers or list(names)
 
 
-def _is_type(spmd_type: str, wanted: Iterable[str]) -> bool:
+def _is_type(spmd_type: str, alternatives: Iterable[str]) -> bool:
     sharded = shard_dim(spmd_type) is not None
-    return any(spmd_type == item.replace(" ", "") or (item == "S" and sharded) for item in wanted)
+    return any(spmd_type == item.replace(" ", "") or (item == "S" and sharded) for item in alternatives)
 
 
-def _fits_type(where: Placement, axis: int, wanted: Sequence[str]) -> bool:
-    whole = where[axis] in (R, I) and any(item in (R, I) for item in wanted)
-    return whole or _is_type(where[axis], wanted)
+def _fits_type(where: Placement, axis: int, alternatives: Sequence[str]) -> bool:
+    whole = where[axis] in (R, I) and any(item in (R, I) for item in alternatives)
+    return whole or _is_type(where[axis], alternatives)
 
 
 def cut_every_matmul(problem: Problem, mesh: MeshShape) -> Constraint:
@@ -238,43 +238,43 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
     constraint = Constraint("pinned plan")
     nodes = _pinned_nodes(plan)
     for name, element in problem.elements.items():
-        wanted = _wanted(element, plan, nodes)
-        if wanted is None:
+        planned = _wanted(element, plan, nodes)
+        if planned is None:
             continue
-        if any(_same(option, element, wanted) for option in element.options):
-            constraint.add(name, lambda option, e=element, w=wanted: _same(option, e, w))  # type: ignore[misc]
+        if any(_same(option, element, planned) for option in element.options):
+            constraint.add(name, lambda option, e=element, w=planned: _same(option, e, w))  # type: ignore[misc]
         elif element.kind == "parameter":
-            raise ValueError(f"pinned plan: parameter {element.key.removeprefix('state:')!r} cannot be {wanted}")
+            raise ValueError(f"pinned plan: parameter {element.key.removeprefix('state:')!r} cannot be {planned}")
     return constraint
 
 
 def _pinned_nodes(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Strategies by node key, for every copy of the blocks (a later graph may fold others)."""
-    found = {key: node.strategy for key, node in plan.nodes.items()}
+    strategies = {key: node.strategy for key, node in plan.nodes.items()}
     for block in plan.blocks:
         for roots in block.roots[1:]:
             for first, other in zip(block.roots[0], roots):
-                inside = {key: s for key, s in found.items() if key.startswith((f"{first}.", f"{first}:"))}
-                found.update((other + key[len(first) :], strategy) for key, strategy in inside.items())
-    return found
+                inside = {key: s for key, s in strategies.items() if key.startswith((f"{first}.", f"{first}:"))}
+                strategies.update((other + key[len(first) :], strategy) for key, strategy in inside.items())
+    return strategies
 
 
 def _wanted(element: Element, plan: Plan, nodes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] | None:
     path = element.key.partition(":")[2]
     if element.kind == "op":
         return nodes.get(element.key)
-    known = {"parameter": plan.states, "input": plan.inputs}.get(element.kind, {})
-    return known[path].placement if path in known else None
+    tensors = {"parameter": plan.states, "input": plan.inputs}.get(element.kind, {})
+    return tensors[path].placement if path in tensors else None
 
 
-def _same(option: Option, element: Element, wanted: tuple[str, ...]) -> bool:
-    return (option.labels if element.kind == "op" else option.outputs[0]) == wanted
+def _same(option: Option, element: Element, planned: tuple[str, ...]) -> bool:
+    return (option.labels if element.kind == "op" else option.outputs[0]) == planned
 
 
 def apply_constraints(problem: Problem, constraints: Iterable[Constraint]) -> dict[str, list[Option]]:
     """The options left of every element under ``constraints``; the problem's own are not touched."""
-    left = {name: list(element.options) for name, element in problem.elements.items()}
+    options = {name: list(element.options) for name, element in problem.elements.items()}
     for constraint in constraints:
         for name, filters in constraint.filters.items():
-            left[name] = [option for option in left[name] if all(allowed(option) for allowed in filters)]
-    return left
+            options[name] = [option for option in options[name] if all(allowed(option) for allowed in filters)]
+    return options

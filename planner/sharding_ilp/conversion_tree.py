@@ -52,12 +52,12 @@ class _TreeSearch:
         pending = [(self.root, full)] if full else []
         while pending:
             node, mask = pending.pop()
-            taken = choice[mask].get(node)
-            if isinstance(taken, int):
-                pending.extend(((node, taken), (node, mask ^ taken)))
-            elif taken is not None:
-                self._join(tree, taken, mask)
-                pending.append((taken.target, mask))
+            step = choice[mask].get(node)
+            if isinstance(step, int):
+                pending.extend(((node, step), (node, mask ^ step)))
+            elif step is not None:
+                self._join(tree, step, mask)
+                pending.append((step.target, mask))
         return with_masks(tree, self.root, self.ends)
 
     def _for_mask(self, mask: int, best: dict[int, dict[int, float]]) -> tuple[dict[int, float], dict[int, Arc | int]]:
@@ -88,8 +88,8 @@ class _TreeSearch:
 
     def _join(self, tree: dict[int, tuple[Arc, int]], arc: Arc, mask: int) -> None:
         """Add an arc; a node that two branches reach keeps its first way in, which then serves both."""
-        node, known = arc.target, tree.get(arc.target)
-        tree[node] = (arc, mask) if known is None else (known[0], known[1] | mask)
+        node, present = arc.target, tree.get(arc.target)
+        tree[node] = (arc, mask) if present is None else (present[0], present[1] | mask)
 
     def one_by_one(self) -> dict[int, tuple[Arc, int]] | None:
         tree: dict[int, tuple[Arc, int]] = {}

@@ -27,11 +27,11 @@ class ShardingDemands:
 
     def parts(self) -> list[str]:
         """A text for each part, in the order of ``without``."""
-        found = [constraint.text for constraint in self.constraints]
-        found.extend(f"forbid_collectives={name!r}" for name in self.forbidden)
+        texts = [constraint.text for constraint in self.constraints]
+        texts.extend(f"forbid_collectives={name!r}" for name in self.forbidden)
         if self.memory_limit is not None:
-            found.append(f"memory limit {format_bytes(self.memory_limit)}")
-        return found
+            texts.append(f"memory limit {format_bytes(self.memory_limit)}")
+        return texts
 
     def keep(self, parts: Collection[str]) -> ShardingDemands:
         """Only the parts named."""
@@ -56,17 +56,17 @@ def forbid_own_collectives(problem: Problem, collective: str) -> Constraint:
     constraint = Constraint(f"forbid_collectives={collective!r}")
     for name, element in problem.elements.items():
         if any(option.collectives for option in element.options):
-            constraint.add(name, lambda option: all(own.collective != collective for own in option.collectives))
+            constraint.add(name, lambda option: all(issued.collective != collective for issued in option.collectives))
     return constraint
 
 
 def restricted(problem: Problem, demands: ShardingDemands) -> Problem | None:
     """The problem with only the options that ``demands`` allow; None if an element is left with none."""
-    own = [forbid_own_collectives(problem, name) for name in demands.forbidden]
-    left = apply_constraints(problem, [*demands.constraints, *own])
-    if not all(left.values()):
+    on_collectives = [forbid_own_collectives(problem, name) for name in demands.forbidden]
+    options = apply_constraints(problem, [*demands.constraints, *on_collectives])
+    if not all(options.values()):
         return None
-    elements = {name: replace(element, options=left[name]) for name, element in problem.elements.items()}
+    elements = {name: replace(element, options=options[name]) for name, element in problem.elements.items()}
     return replace(problem, elements=elements)
 
 
@@ -97,11 +97,11 @@ def _advice(problem: Problem, demands: ShardingDemands, conflict: Sequence[str],
 
 def least_memory(problem: Problem, demands: ShardingDemands, pricing: Pricing) -> float | None:
     """Bytes that a plan takes at least under ``demands`` (its own memory limit left aside), None if there is none."""
-    left = restricted(problem, demands)
-    if left is None:
+    restricted_problem = restricted(problem, demands)
+    if restricted_problem is None:
         return None
     lattices = Lattices(pricing, frozenset(demands.forbidden))
-    ilp = build_ilp(left, lattices, memory_limit=None, minimise_memory=True)
+    ilp = build_ilp(restricted_problem, lattices, memory_limit=None, minimise_memory=True)
     solution = solve(ilp.program, effort=EFFORT)
     if solution.values is None:
         return None
@@ -114,11 +114,11 @@ def _is_feasible(problem: Problem, demands: ShardingDemands, pricing: Pricing) -
     if demands.memory_limit is not None:
         needed = least_memory(problem, demands, pricing)
         return needed is not None and needed <= demands.memory_limit
-    left = restricted(problem, demands)
-    if left is None:
+    restricted_problem = restricted(problem, demands)
+    if restricted_problem is None:
         return False
     if not demands.forbidden:
         return True  # every type can be converted into every other
-    ilp = build_ilp(left, Lattices(pricing, frozenset(demands.forbidden)), memory_limit=None)
+    ilp = build_ilp(restricted_problem, Lattices(pricing, frozenset(demands.forbidden)), memory_limit=None)
     ilp.program.costs = [0.0] * ilp.program.num_variables
     return solve(ilp.program, effort=EFFORT).values is not None

@@ -72,10 +72,10 @@ def best_folding(first: Solved, runs: tuple[BlockRun, ...], solve_folded: SolveF
     best, bound = first, first.bound
     ends = time.monotonic() + time_limit
     for coarser in _coarser(runs, first.ilp.program.num_variables):
-        left = ends - time.monotonic()
-        if best.gap <= NEAR_BOUND or left <= 0:
+        seconds_left = ends - time.monotonic()
+        if best.gap <= NEAR_BOUND or seconds_left <= 0:
             break
-        trial = solve_folded(coarser, left)
+        trial = solve_folded(coarser, seconds_left)
         if trial is None:
             continue
         if not coarser:

@@ -136,21 +136,21 @@ class Lattices:
         closed = tuple(
             () if axis in open_axes else tuple(sorted(set(on_axis))) for axis, on_axis in enumerate(zip(*ends))
         )
-        ways = self._ways.get((kind, closed))
-        if ways is None:
-            ways = self._ways[kind, closed] = self._all_ways(value, closed, live=live)
-        if not ways.placements:
+        paths = self._ways.get((kind, closed))
+        if paths is None:
+            paths = self._ways[kind, closed] = self._all_ways(value, closed, live=live)
+        if not paths.placements:
             return ()
         direct, _ = distances(len(ends), arcs)
-        places = [ways.index[end] for end in ends]
-        cheaper = ways.seconds[places][:, places] < direct * (1 - CHEAPER)
+        places = [paths.index[end] for end in ends]
+        cheaper = paths.seconds[places][:, places] < direct * (1 - CHEAPER)
         passed: set[int] = set()
         for source, target in zip(*cheaper.nonzero()):
-            first, node = places[source], int(ways.before[places[source], places[target]])
+            first, node = places[source], int(paths.before[places[source], places[target]])
             while node != first:
                 passed.add(node)
-                node = int(ways.before[first, node])
-        return tuple(ways.placements[node] for node in sorted(passed - set(places)))
+                node = int(paths.before[first, node])
+        return tuple(paths.placements[node] for node in sorted(passed - set(places)))
 
     def _all_ways(self, value: Value, closed: tuple[tuple[SpmdType, ...], ...], *, live: bool) -> _Ways:
         """The cheapest ways between all placements with the types of ``closed``, any type where it has none."""

@@ -9,12 +9,12 @@ from planner.sharding_ilp.sharding_prices import is_view, saves_inputs
 def live_nodes(graph: Graph) -> frozenset[str]:
     """Names of the nodes that the gradient of the loss (without a loss: of any output) passes through."""
     values = graph.values
-    wanted = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
+    needed = {name for path, name in graph.outputs.items() if graph.loss is None or path == graph.loss}
     live = set()
     for node in reversed(graph.nodes):
-        if any(value.requires_grad and value.name in wanted for value in node.outputs):
+        if any(value.requires_grad and value.name in needed for value in node.outputs):
             live.add(node.name)
-            wanted.update(name for name in node.inputs if values[name].requires_grad)
+            needed.update(name for name in node.inputs if values[name].requires_grad)
     return frozenset(live)
 
 

@@ -59,8 +59,8 @@ def offered(
     """
     input_grads = [values[name].requires_grad for name in node.inputs]
     output_grads = [value.requires_grad for value in node.outputs]
-    known = rule or ShardingRule(((),) * len(input_grads), ((),) * len(output_grads), {})
-    choices = axis_choices(known, input_grads=input_grads, output_grads=output_grads)
+    applied_rule = rule or ShardingRule(((),) * len(input_grads), ((),) * len(output_grads), {})
+    choices = axis_choices(applied_rule, input_grads=input_grads, output_grads=output_grads)
     if rule is None:
         choices = tuple(choice for choice in choices if choice.label in (REPLICATE, INVARIANT))
     alone = next((choice for choice in choices if choice.label == INVARIANT), choices[0])
@@ -102,14 +102,14 @@ class OperatorChoices:
 
         ``fixed`` names the one choice (by label) that such an axis is left with.
         """
-        left = fixed or {}
+        label_of = fixed or {}
         several = tuple(size > 1 for size in mesh.sizes)
-        key = (node.name, mesh.names, several, tuple(left.get(name) for name in mesh.names))
+        key = (node.name, mesh.names, several, tuple(label_of.get(name) for name in mesh.names))
         if key not in self._ways:
             choices = offered(node, self.values, self.facts(node)[0], mesh)
             per_axis = [
-                [choice for choice in each if not many or choice.label == left.get(name, choice.label)]
-                for each, name, many in zip(choices, mesh.names, several)
+                [choice for choice in offered_on_axis if not many or choice.label == label_of.get(name, choice.label)]
+                for offered_on_axis, name, many in zip(choices, mesh.names, several)
             ]
             rule = self.facts(node)[0]
             joints = (joint for joint in itertools.product(*per_axis) if rule is None or cuts_in_order(rule, joint))
@@ -165,22 +165,22 @@ def operator_options(
     sizes, values = pricing.mesh.sizes, offers.values
     rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
-    for way in offers.ways(node, pricing.mesh, fixed=fixed):
-        if any(extent % math.prod([sizes[axis] for axis in axes]) for extent, axes in way.divided):
+    for choice in offers.ways(node, pricing.mesh, fixed=fixed):
+        if any(extent % math.prod([sizes[axis] for axis in axes]) for extent, axes in choice.divided):
             continue
-        inputs, outputs = way.inputs, way.outputs
-        cut = pieces_of_work(rule, way.joint, sizes)
+        inputs, outputs = choice.inputs, choice.outputs
+        cut = pieces_of_work(rule, choice.joint, sizes)
         option = Option(
-            labels=way.labels,
+            labels=choice.labels,
             inputs=inputs,
             outputs=outputs,
             compute=pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live),
-            collectives=pricing.reductions(rule, way.joint, live=live),
+            collectives=pricing.reductions(rule, choice.joint, live=live),
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, kept) if keep),
-            cut_axes=way.cut_axes,
+            cut_axes=choice.cut_axes,
         )
-        known = best.get((inputs, outputs))
-        if known is None or option.seconds < known.seconds:
+        cheapest = best.get((inputs, outputs))
+        if cheapest is None or option.seconds < cheapest.seconds:
             best[inputs, outputs] = option
     return list(best.values())
 

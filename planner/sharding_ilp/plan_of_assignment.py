@@ -72,8 +72,8 @@ def make_plan(
 
 def add_to_tally(tally: Tally, key: tuple[str, str, str], count: int, num_bytes: int) -> None:
     """Count ``count`` collectives of ``num_bytes`` each."""
-    known = tally.get(key, (0, 0))
-    tally[key] = (known[0] + count, known[1] + count * num_bytes)
+    so_far = tally.get(key, (0, 0))
+    tally[key] = (so_far[0] + count, so_far[1] + count * num_bytes)
 
 
 def collectives_of(tally: Tally) -> tuple[CollectivePlan, ...]:
@@ -96,18 +96,18 @@ def _states(problem: Problem, assignment: Assignment, pricing: Pricing) -> dict[
     """Every state of every copy."""
     first = {name: names[0] for run in problem.runs for names in run.states for name in names}
     whole = (R,) * len(pricing.mesh.names)
-    found = {}
+    states = {}
     for state in problem.graph.states:
         name = first.get(state.value.name, state.value.name)
         placement = assignment.options[name].outputs[0] if name in assignment.options else whole
-        found[state.path] = _tensor(state.value, placement, aliases=state.aliases, state=True)
-    return found
+        states[state.path] = _tensor(state.value, placement, aliases=state.aliases, state=True)
+    return states
 
 
 def _outputs(problem: Problem, assignment: Assignment) -> dict[str, TensorPlan]:
     """Outputs in the placement that was asked for, or (beside a loss) as they are made."""
     values, streams = problem.graph.values, problem.streams
-    found = {}
+    outputs = {}
     for path, name in problem.graph.outputs.items():
         element = problem.elements.get(f"output:{path}")
         if element is not None:
@@ -115,8 +115,8 @@ def _outputs(problem: Problem, assignment: Assignment) -> dict[str, TensorPlan]:
         else:
             stream = streams[problem.first_name(name)]
             placement = assignment.options[stream.source].outputs[stream.output]
-        found[path] = _tensor(values[name], placement)
-    return found
+        outputs[path] = _tensor(values[name], placement)
+    return outputs
 
 
 def _operators(problem: Problem) -> Iterable[tuple[str, Element]]:
@@ -124,12 +124,12 @@ def _operators(problem: Problem) -> Iterable[tuple[str, Element]]:
 
 
 def _nodes(problem: Problem, assignment: Assignment) -> dict[str, NodePlan]:
-    found = {}
+    plans = {}
     for name, element in _operators(problem):
         option = assignment.options[name]
         assert element.node is not None
-        found[element.key] = NodePlan(element.node.op, option.labels, option.outputs, element.has_rule)
-    return found
+        plans[element.key] = NodePlan(element.node.op, option.labels, option.outputs, element.has_rule)
+    return plans
 
 
 def _conversions(problem: Problem, assignment: Assignment, pricing: Pricing) -> Iterable[ConversionPlan]:
@@ -171,8 +171,8 @@ def _tally(problem: Problem, assignment: Assignment, pricing: Pricing) -> Tally:
                 if collective and count:
                     add_to_tally(tally, (collective, axis, phase), count, num_bytes)
     for name, element in problem.elements.items():
-        for own in assignment.options[name].collectives:
-            add_to_tally(tally, (own.collective, own.axis, own.phase), element.copies, own.num_bytes)
+        for issued in assignment.options[name].collectives:
+            add_to_tally(tally, (issued.collective, issued.axis, issued.phase), element.copies, issued.num_bytes)
     return tally
 
 
@@ -203,13 +203,13 @@ def _costs(problem: Problem, assignment: Assignment, pricing: Pricing) -> Costs:
 
 def _notes(problem: Problem, assignment: Assignment) -> tuple[str, ...]:
     """One line for each operator kind without a rule: how many run whole on every device, and what that costs."""
-    found: dict[str, tuple[int, float]] = {}
+    totals: dict[str, tuple[int, float]] = {}
     for name, element in _operators(problem):
         if not element.has_rule and element.node is not None:
-            count, seconds = found.get(element.node.op, (0, 0.0))
+            count, seconds = totals.get(element.node.op, (0, 0.0))
             cost = element.copies * assignment.options[name].seconds
-            found[element.node.op] = (count + element.copies, seconds + cost)
+            totals[element.node.op] = (count + element.copies, seconds + cost)
     return tuple(
         f"{op} has no sharding rule: {count} run whole on every device ({seconds:.3g} s of compute a step)"
-        for op, (count, seconds) in sorted(found.items())
+        for op, (count, seconds) in sorted(totals.items())
     )

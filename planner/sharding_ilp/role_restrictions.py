@@ -71,17 +71,17 @@ def roles(graph: Graph) -> dict[str, Role]:
     parameters = {state.value.name for state in graph.parameters}
     inputs = {value.name for value in graph.inputs}
     split: set[str] = set()
-    found: dict[str, Role] = {}
+    role_of: dict[str, Role] = {}
     for node in graph.nodes:
         if is_view(node) and node.inputs and node.inputs[0] in parameters:
             parameters.update(value.name for value in node.outputs)
             continue
         role = _role(node, parameters, inputs, split)
         if role is not None:
-            found[node.name] = role
+            role_of[node.name] = role
         if role == "column" or (role is None and any(name in split for name in node.inputs)):
             split.update(value.name for value in node.outputs)
-    return found
+    return role_of
 
 
 def _role(node: Node, parameters: Collection[str], inputs: Collection[str], split: Collection[str]) -> Role | None:
@@ -94,12 +94,12 @@ def _role(node: Node, parameters: Collection[str], inputs: Collection[str], spli
     return "row" if any(name in split for name in activations) else "column"
 
 
-def alike(runs: Sequence[BlockRun], found: Mapping[str, Role]) -> tuple[BlockRun, ...]:
+def alike(runs: Sequence[BlockRun], role_of: Mapping[str, Role]) -> tuple[BlockRun, ...]:
     """The runs in whose copies the layers have the same roles."""
-    return tuple(run for run in runs if len({tuple(found.get(name) for name in copy) for copy in run.copies}) == 1)
+    return tuple(run for run in runs if len({tuple(role_of.get(name) for name in copy) for copy in run.copies}) == 1)
 
 
-def restrict(problem: Problem, baseline: Baseline, found: Mapping[str, Role]) -> list[Constraint]:
+def restrict(problem: Problem, baseline: Baseline, role_of: Mapping[str, Role]) -> list[Constraint]:
     """The filters of ``baseline`` on the problem, as one constraint."""
     mesh = problem.mesh
     tensor = _tensor_axis(mesh) if baseline.tensor else None
@@ -111,25 +111,25 @@ def restrict(problem: Problem, baseline: Baseline, found: Mapping[str, Role]) ->
             for axis in batch:
                 _demand(constraint, name, element, _gives(axis, shard(0)))
             if tensor is not None and mesh.sizes[tensor] > 1:
-                _demand(constraint, name, element, _plays(problem, element.node, found.get(name), tensor, baseline))
+                _demand(constraint, name, element, _plays(problem, element.node, role_of.get(name), tensor, baseline))
         elif element.kind == "parameter":
             for axis in batch:
                 _demand(constraint, name, element, _stored(axis, shards=baseline.shards))
     if tensor is not None and mesh.sizes[tensor] > 1:
-        _store_as_used(problem, constraint, found, tensor, baseline)
+        _store_as_used(problem, constraint, role_of, tensor, baseline)
     return [constraint]
 
 
 def _activations(graph: Graph) -> set[str]:
     """Nodes that carry a gradient and depend on the inputs, not on parameters alone."""
     reached = {value.name for value in graph.inputs}
-    found = set()
+    names = set()
     for node in graph.nodes:
         if any(name in reached for name in node.inputs):
             reached.update(value.name for value in node.outputs)
             if node.output.requires_grad:
-                found.add(node.name)
-    return found
+                names.add(node.name)
+    return names
 
 
 def _tensor_axis(mesh: MeshShape) -> int:
@@ -141,7 +141,7 @@ def _demand(constraint: Constraint, name: str, element: Element, allowed: Filter
     if allowed is None:
         return
     filters = [*constraint.filters.get(name, []), allowed]
-    if any(all(each(option) for each in filters) for option in element.options):
+    if any(all(is_allowed(option) for is_allowed in filters) for option in element.options):
         constraint.add(name, allowed)
 
 
@@ -158,7 +158,7 @@ def _stored(axis: int, *, shards: bool) -> Filter:
 def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline: Baseline) -> Filter | None:
     """A column layer shards the last dim of its output, a row layer gives partial sums, from a sharded weight."""
     last = shard(len(node.output.shape) - 1)
-    wanted = {"column": (last,), "row": (P,), "embedding": (I,) if baseline.vocabulary else (I, R)}
+    types_of_role = {"column": (last,), "row": (P,), "embedding": (I,) if baseline.vocabulary else (I, R)}
     if role is None:
         return None
     weights = [i for i, name in enumerate(node.inputs) if len(_value_shape(problem, name)) == 2]
@@ -170,7 +170,7 @@ def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline:
     def allowed(option: Option) -> bool:
         dim = shard_dim(option.inputs[weight][axis])
         sharded = dim == 0 if role == "embedding" else dim is not None
-        return sharded == cut and (option.outputs[0][axis] in wanted[role] or (role == "embedding" and cut))
+        return sharded == cut and (option.outputs[0][axis] in types_of_role[role] or (role == "embedding" and cut))
 
     return allowed
 
@@ -194,12 +194,12 @@ def _is_view_of_parameter(problem: Problem, name: str) -> bool:
 
 
 def _store_as_used(
-    problem: Problem, constraint: Constraint, found: Mapping[str, Role], axis: int, baseline: Baseline
+    problem: Problem, constraint: Constraint, role_of: Mapping[str, Role], axis: int, baseline: Baseline
 ) -> None:
     """On the tensor axis a parameter is stored the way its first layer takes it; all others are whole."""
-    asked: dict[str, set[SpmdType]] = {}
-    for name in found:
-        if name not in problem.elements or (found[name] == "embedding" and not baseline.vocabulary):
+    types_used: dict[str, set[SpmdType]] = {}
+    for name in role_of:
+        if name not in problem.elements or (role_of[name] == "embedding" and not baseline.vocabulary):
             continue
         for index, stream in enumerate(problem.elements[name].streams):
             source = problem.streams[stream].source
@@ -209,10 +209,10 @@ def _store_as_used(
                 types = {option.inputs[0][axis] for option in _left(problem, constraint, source)}
                 source = problem.streams[problem.elements[source].streams[0]].source
             if problem.elements[source].kind == "parameter":
-                asked.setdefault(source, types)
+                types_used.setdefault(source, types)
     for name, element in problem.elements.items():
         if element.kind == "parameter":
-            shards = {spmd_type for spmd_type in asked.get(name, ()) if shard_dim(spmd_type) is not None}
+            shards = {spmd_type for spmd_type in types_used.get(name, ()) if shard_dim(spmd_type) is not None}
             _demand(constraint, name, element, _gives_one_of(axis, shards or {I, R}))
 
 

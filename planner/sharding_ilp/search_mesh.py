@@ -106,10 +106,10 @@ def search(
         return problem, ShardingDemands(tuple(demanded), forbidden, memory_limit)
 
     def solve_folded(runs: tuple[BlockRun, ...], seconds: float) -> Solved | None:
-        left = restricted(*posed(runs))
-        if left is None:
+        restricted_problem = restricted(*posed(runs))
+        if restricted_problem is None:
             return None
-        return _solve(left, lattices, memory_limit=memory_limit, time_limit=seconds, solver=solver)
+        return _solve(restricted_problem, lattices, memory_limit=memory_limit, time_limit=seconds, solver=solver)
 
     runs = foldable_runs(graph, find_blocks(graph), tuple(pins)) if fold else ()
     if pinned is not None:
@@ -149,15 +149,15 @@ def search(
 
 def _pinned_outputs(graph: Graph, mesh: MeshShape, pins: Demanded) -> dict[str, tuple[bool, ...]]:
     """For each output that a pin names, on which axes it may be other than whole (the loss on none)."""
-    found: dict[str, tuple[bool, ...]] = {}
+    free_axes: dict[str, tuple[bool, ...]] = {}
     for pattern, by_axis in pins.items():
         for path in match(graph, pattern).outputs:
-            known = found.get(path, (False,) * len(mesh.names))
+            so_far = free_axes.get(path, (False,) * len(mesh.names))
             beside_loss = graph.loss is not None
-            found[path] = tuple(
-                path != graph.loss and (was or beside_loss or name in by_axis) for was, name in zip(known, mesh.names)
+            free_axes[path] = tuple(
+                path != graph.loss and (was or beside_loss or name in by_axis) for was, name in zip(so_far, mesh.names)
             )
-    return found
+    return free_axes
 
 
 def _collectives(names: Collection[str]) -> tuple[str, ...]:
@@ -197,14 +197,14 @@ def _assignment(
     limit = float("inf") if memory_limit is None else memory_limit * (1 + 1e-9)
     if solution.values is not None:
         choices = read_choices(ilp, solution.values)
-        found = complete(ilp.problem, choices, lattices)
-        if found is not None and found.memory > limit:
-            found = complete(ilp.problem, choices, lattices, allowed=used_steps(ilp, solution.values))
-        assert found is not None  # the flows are a way to do every conversion
-        return found
-    found = complete(ilp.problem, whole_choices(ilp.problem), lattices)
-    if found is not None and found.memory <= limit:
-        return found
+        assignment = complete(ilp.problem, choices, lattices)
+        if assignment is not None and assignment.memory > limit:
+            assignment = complete(ilp.problem, choices, lattices, allowed=used_steps(ilp, solution.values))
+        assert assignment is not None  # the flows are a way to do every conversion
+        return assignment
+    assignment = complete(ilp.problem, whole_choices(ilp.problem), lattices)
+    if assignment is not None and assignment.memory <= limit:
+        return assignment
     program = dataclasses.replace(ilp.program, costs=[0.0] * ilp.program.num_variables)
     anything = solve(program, time_limit=max(60.0, 10 * time_limit))
     if anything.values is None:

@@ -105,11 +105,11 @@ class Pricing:
 
     def local_elements(self, value: Value, placement: Placement) -> int:
         key = (value.shape, placement)
-        found = self._elements.get(key)
-        if found is None:
+        count = self._elements.get(key)
+        if count is None:
             pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
-            found = self._elements[key] = value.num_elements // pieces
-        return found
+            count = self._elements[key] = value.num_elements // pieces
+        return count
 
     def local_bytes(self, value: Value, placement: Placement) -> int:
         return self.local_elements(value, placement) * ITEM_SIZE[value.dtype]
@@ -164,12 +164,12 @@ class Pricing:
         for size, choice in zip(self.mesh.sizes, choices):
             if choice.factor is not None:
                 local[choice.factor] //= size
-        found = []
+        collectives = []
         for axis, choice in zip(self.mesh.names, choices):
             for item in choice.reductions:
                 if item.phase == "backward" and not live:
                     continue
                 num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
                 seconds = self.collective(item.collective, num_bytes, axis)
-                found.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
-        return tuple(found)
+                collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
+        return tuple(collectives)

@@ -98,14 +98,14 @@ class Problem:
         it, and by the last copy if an inner use or something behind the block does.
         """
         n = stream.copies
-        found: dict[tuple[str, frozenset[int]], int] = {}
+        copies_of: dict[tuple[str, frozenset[int]], int] = {}
         for phase in ("forward", "backward"):
-            wanted = [(i, use.scope) for i, use in enumerate(stream.uses) if phase == "forward" or use.live]
+            scope_of_use = [(i, use.scope) for i, use in enumerate(stream.uses) if phase == "forward" or use.live]
             for copies, scopes in ((n - 1, ("inner", "next")), (1, ("inner", "exit"))):
-                uses = frozenset(i for i, scope in wanted if scope in scopes)
+                uses = frozenset(i for i, scope in scope_of_use if scope in scopes)
                 if copies and uses:
-                    found[phase, uses] = found.get((phase, uses), 0) + copies
-        return [(phase, copies, uses) for (phase, uses), copies in found.items()]
+                    copies_of[phase, uses] = copies_of.get((phase, uses), 0) + copies
+        return [(phase, copies, uses) for (phase, uses), copies in copies_of.items()]
 
     def given(self, stream: ValueStream) -> list[Placement]:
         """What the source of ``stream`` gives under each of its options."""

@@ -115,13 +115,13 @@ def _needs(problem: Problem, stream: ValueStream) -> list[list[Placement]]:
 def _lattice(
     problem: Problem,
     stream: ValueStream,
-    given: Sequence[Placement],
+    roots: Sequence[Placement],
     needs: Sequence[Sequence[Placement]],
     lattices: Lattices,
     *,
     detours: bool = False,
 ) -> Lattice:
-    ends = set(given).union(*needs)
+    ends = set(roots).union(*needs)
     types = types_used(stream.value, ends, settled=problem.settled)
     live = any(use.live for use in stream.uses)
     return lattices.of(stream.value, types, settled=problem.settled, live=live, saved=stream.saved, detours=detours)
@@ -142,18 +142,18 @@ class StreamParts:
 
 def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
     """Gather them."""
-    given, needs = problem.given(stream), _needs(problem, stream)
+    roots, needs = problem.given(stream), _needs(problem, stream)
     groups = _groups(problem, stream, needs)
     representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
-    return StreamParts(_lattice(problem, stream, given, needs, lattices), representatives, groups.parts)
+    return StreamParts(_lattice(problem, stream, roots, needs, lattices), representatives, groups.parts)
 
 
 def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Lattices) -> None:
     """Flows of all uses of a stream, shared by group."""
     parts = stream_parts(ilp.problem, stream, lattices)
     lattice = ilp.lattices[name] = parts.lattice
-    given = ilp.problem.given(stream)
-    source = [(lattice.index[where], column) for where, column in zip(given, ilp.x[stream.source])]
+    roots = ilp.problem.given(stream)
+    source = [(lattice.index[where], column) for where, column in zip(roots, ilp.x[stream.source])]
     flows = []
     for use, needs in parts.representatives:
         target = [(lattice.index[where], column) for where, column in zip(needs, ilp.x[use.element])]

@@ -75,10 +75,10 @@ class _Filler:
         self.outputs = self._outputs_by_source()
 
     def _outputs_by_source(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        names_by_source: dict[str, list[str]] = {}
         for name, stream in self.problem.streams.items():
-            found.setdefault(stream.source, []).append(name)
-        return found
+            names_by_source.setdefault(stream.source, []).append(name)
+        return names_by_source
 
     def options(self, name: str, element: Element) -> list[Option]:
         makers = {
@@ -97,13 +97,13 @@ class _Filler:
         assert node is not None
         rule, flops = self.offers.facts(node)
         element.has_rule, element.matmul = rule is not None, flops > 0
-        kept = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
+        saved_outputs = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
         return operator_options(
             node,
             self.offers,
             self.pricing,
             live=name in self.live,
-            kept=kept,
+            kept=saved_outputs,
             fixed=self.roles.fixed.get(name),
         )
 
@@ -117,17 +117,17 @@ class _Filler:
         types = [{whole[0], *(option.outputs[stream.output][axis] for option in makers)} for axis in range(len(whole))]
         places = placements_of(stream.value, [sorted(axis) for axis in types], self.mesh)
         free = self.problem.pinned_outputs[path]
-        kept = [p for p in places if all(t == w for t, w, is_free in zip(p, whole, free) if not is_free)]
-        return [Option(where, (where,), ()) for where in kept]
+        allowed = [p for p in places if all(t == w for t, w, is_free in zip(p, whole, free) if not is_free)]
+        return [Option(where, (where,), ()) for where in allowed]
 
     def _carry(self, name: str, element: Element) -> list[Option]:
         """Any type that the block's users ask for or its makers give."""
         value = self.problem.streams[name].value
         makers = [stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)]
-        given = [where for stream in makers for where in self.problem.given(stream)]
-        asked = [*self._asked(name), *given]
+        produced = [where for stream in makers for where in self.problem.given(stream)]
+        candidates = [*self._asked(name), *produced]
         types = [
-            sorted({whole_type(value), R, *(where[axis] for where in asked)}) if size > 1 else [whole_type(value)]
+            sorted({whole_type(value), R, *(where[axis] for where in candidates)}) if size > 1 else [whole_type(value)]
             for axis, size in enumerate(self.mesh.sizes)
         ]
         return [Option(where, (where,), (where,)) for where in placements_of(value, types, self.mesh)]
@@ -152,13 +152,13 @@ class _Filler:
 
     def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
         """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""
-        asked = self._asked(name)
+        needed = self._asked(name)
         types: list[tuple[SpmdType, ...]] = []
         for axis, size in enumerate(self.mesh.sizes):
             if value.kind == "parameter" and self.mesh.names[axis] in self.roles.whole_states:
                 types.append((whole,))
                 continue
-            shards = {where[axis] for where in asked if shard_dim(where[axis]) is not None}
+            shards = {where[axis] for where in needed if shard_dim(where[axis]) is not None}
             shards.update(shard(dim) for dim in dims if value.shape[dim] % size == 0)
             types.append((whole, *sorted(shards)) if size > 1 else (whole,))
         return placements_of(value, types, self.mesh)

@@ -90,8 +90,8 @@ def _local_batch(samples: int, mesh: MeshShape, inputs: Mapping[str, TensorPlan]
     local = [samples]
     for tensor in inputs.values():
         if tensor.shape and tensor.shape[0] == samples:
-            left = samples
+            local_samples = samples
             for axis, size in enumerate(mesh.sizes):
-                left //= size if shard_dim(tensor.placement[axis]) == 0 else 1
-            local.append(left)
+                local_samples //= size if shard_dim(tensor.placement[axis]) == 0 else 1
+            local.append(local_samples)
     return min(local)

@@ -96,12 +96,12 @@ class _BoundBuilder:
 
     def add_stream(self, name: str) -> None:
         stream = self.problem.streams[name]
-        given = self.problem.given(stream)
+        roots = self.problem.given(stream)
         parts = stream_parts(self.problem, stream, self.lattices)
         lattice = parts.lattice
         flows = []
         for use, needs in parts.representatives:
-            source = zip(map(lattice.index.__getitem__, given), self._given(stream.source, use.scope))
+            source = zip(map(lattice.index.__getitem__, roots), self._given(stream.source, use.scope))
             target = zip(map(lattice.index.__getitem__, needs), self._needed(use.element, use.scope))
             flows.append(add_flow(self.ilp.program, lattice, source, target))
         scopes = [use.scope for use, _ in parts.representatives]

@@ -43,10 +43,10 @@ def solver_named(name: str | None) -> str:
     available = pulp.listSolvers(onlyAvailable=True)
     spellings = [spelling.format(name).lower() for spelling in SPELLINGS]
     for spelling in spellings:
-        for each in available:
-            if each.lower() == spelling:
-                return each
-    is_known = any(each.lower() in spellings for each in pulp.listSolvers())
+        for candidate in available:
+            if candidate.lower() == spelling:
+                return candidate
+    is_known = any(candidate.lower() in spellings for candidate in pulp.listSolvers())
     what = "is not installed on this machine" if is_known else "is none that PuLP knows"
     raise ValueError(f"solver {name!r} {what}: expected one of {', '.join(map(short_name, available))}, or install it")
 
@@ -128,7 +128,7 @@ def checked(program: LinearProgram, values: list[float]) -> list[float] | None:
     rounded = np.where(integers, answer.round(), answer)
     products = np.array(program.coefficients) * rounded[np.array(program.columns, dtype=np.int64)]
     rows = np.repeat(np.arange(program.num_constraints), np.diff(program.starts))
-    sums, sizes = (np.bincount(rows, each, program.num_constraints) for each in (products, np.abs(products)))
+    sums, sizes = (np.bincount(rows, array, program.num_constraints) for array in (products, np.abs(products)))
     slack = TOLERANCE * (1.0 + sizes)
     is_within = [
         np.abs(rounded - answer) <= TOLERANCE,
@@ -136,7 +136,7 @@ def checked(program: LinearProgram, values: list[float]) -> list[float] | None:
         sums >= np.array(program.row_lowers) - slack,
         sums <= np.array(program.row_uppers) + slack,
     ]
-    return [float(value) for value in rounded] if all(each.all() for each in is_within) else None
+    return [float(value) for value in rounded] if all(array.all() for array in is_within) else None
 
 
 def to_pulp(
@@ -174,8 +174,8 @@ def to_pulp(
 
 def _variable_name(column: int, names: Mapping[int, str]) -> str:
     """A name that LP files allow, which begins with the column's number and so stands once."""
-    said = re.sub(r"[^A-Za-z0-9.]+", "_", names.get(column, "")).strip("_")
-    return f"v{column}_{said}"[:LONGEST_NAME].rstrip("_")
+    label = re.sub(r"[^A-Za-z0-9.]+", "_", names.get(column, "")).strip("_")
+    return f"v{column}_{label}"[:LONGEST_NAME].rstrip("_")
 
 
 def write_program(

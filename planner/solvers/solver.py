@@ -135,7 +135,7 @@ def _solve_highs(
         highspy.HighsModelStatus.kInterrupt: EFFORT_LIMIT,
         highspy.HighsModelStatus.kIterationLimit: EFFORT_LIMIT,
     }
-    found = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    has_solution = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
     infeasible = status in (
         highspy.HighsModelStatus.kInfeasible,
         highspy.HighsModelStatus.kUnboundedOrInfeasible,
@@ -144,7 +144,7 @@ def _solve_highs(
     optimal = status == highspy.HighsModelStatus.kOptimal  # what simplex has when it is stopped bounds nothing
     bound = info.mip_dual_bound if is_integer else info.objective_function_value if optimal else 0.0
     return LinearSolution(
-        values=list(highs.getSolution().col_value) if found else None,
+        values=list(highs.getSolution().col_value) if has_solution else None,
         bound=bound / scale if math.isfinite(bound) else 0.0,
         status=statuses.get(status) or highs.modelStatusToString(status).lower(),
         solver=f"HiGHS {highs.version()}",
