@@ -47,11 +47,11 @@ class Cluster:
     @property
     def kinds(self) -> tuple[Device, ...]:
         """The different devices, in rank order."""
-        found: list[Device] = []
+        devices: list[Device] = []
         for group in self.groups:
-            if group.device not in found:
-                found.append(group.device)
-        return tuple(found)
+            if group.device not in devices:
+                devices.append(group.device)
+        return tuple(devices)
 
     @property
     def has_direct_links(self) -> bool:
@@ -94,11 +94,11 @@ class Cluster:
             level = level.with_parts(size // inner, of=num_parts(self.levels, index))
             levels.append(replace(level, group_size=size, exceptions=exceptions))
             inner = size
-        groups, left = [], num_devices
+        groups, remaining = [], num_devices
         for group in self.groups:
-            if left:
-                groups.append(DeviceGroup(group.device, min(left, group.count)))
-                left -= groups[-1].count
+            if remaining:
+                groups.append(DeviceGroup(group.device, min(remaining, group.count)))
+                remaining -= groups[-1].count
         return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels))
 
     @staticmethod

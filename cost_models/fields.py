@@ -18,9 +18,9 @@ MAX_COUNT = 2**40
 MAX_FLOAT = sys.float_info.max
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, candidates: Iterable[str]) -> str:
     """``", did you mean 'x'?"`` if something known is spelt like ``word``, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(candidates), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
@@ -52,10 +52,10 @@ def get_field(table: Table, key: str, where: str) -> Any:
     return table[key]
 
 
-def check_keys(table: Table, known: tuple[str, ...], where: str) -> None:
+def check_keys(table: Table, allowed: tuple[str, ...], where: str) -> None:
     for key in table:
-        if key not in known:
-            hint = suggest(str(key), known) or f": expected one of {', '.join(known)}"
+        if key not in allowed:
+            hint = suggest(str(key), allowed) or f": expected one of {', '.join(allowed)}"
             raise ValueError(f"{where} has an unknown field {key!r}{hint}")
 
 

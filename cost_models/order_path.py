@@ -92,16 +92,16 @@ def order_steps(schedule: str, num_ranks: int, num_microbatches: int, num_chunks
     orders = actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     places: dict[tuple[bool, int, int], int] = {}
     steps: list[OrderStep] = []
-    done, last = [0] * num_ranks, [-1] * num_ranks
+    num_done, last = [0] * num_ranks, [-1] * num_ranks
     while len(steps) < sum(map(len, orders)):
         for rank, order in enumerate(orders):
-            for kind, chunk, microbatch in order[done[rank] :]:
-                wanted = _source(kind, chunk, microbatch, num_chunks)
-                if wanted is not None and wanted not in places:
+            for kind, chunk, microbatch in order[num_done[rank] :]:
+                source = _source(kind, chunk, microbatch, num_chunks)
+                if source is not None and source not in places:
                     break
-                steps.append(OrderStep(kind, chunk, last[rank], -1 if wanted is None else places[wanted]))
+                steps.append(OrderStep(kind, chunk, last[rank], -1 if source is None else places[source]))
                 last[rank] = len(steps) - 1
-                done[rank] += 1
+                num_done[rank] += 1
                 if kind != "W":
                     places[kind == "F", chunk, microbatch] = last[rank]
     return tuple(steps)

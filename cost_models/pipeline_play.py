@@ -74,10 +74,10 @@ class _Operation:
 
     def map_after(self, pending: float) -> ActionMap:
         """The action as a map, after a reduction of ``pending`` seconds was left by the action before."""
-        found = self.maps.get(pending)
-        if found is None:
-            found = self.maps[pending] = action_map(self.tasks, pending)
-        return found
+        cached_map = self.maps.get(pending)
+        if cached_map is None:
+            cached_map = self.maps[pending] = action_map(self.tasks, pending)
+        return cached_map
 
 
 def _operation(chunk: ChunkCosts, kind: str, last: bool) -> _Operation:
@@ -133,7 +133,7 @@ class Player:
         """Seconds between its first and its last action in which it waits for other ranks."""
         return self.compute - (self.first or 0.0) - self.occupied
 
-    def advance(self, done: list[float]) -> bool:
+    def advance(self, ends: list[float]) -> bool:
         """Run actions until one waits for another rank; ``done`` has the times of all, −1 for not yet."""
         order = self.program.order
         operations = self.operations
@@ -146,7 +146,7 @@ class Player:
             index, waits_for, done_as = order[place]
             start = compute
             if waits_for >= 0:
-                arrival = done[waits_for]
+                arrival = ends[waits_for]
                 if arrival < 0.0:
                     break
                 if arrival > start:
@@ -169,7 +169,7 @@ class Player:
                 communication = freed
             occupied += compute - start
             if done_as >= 0:
-                done[done_as] = compute
+                ends[done_as] = compute
             place += 1
         self.place, self.compute, self.communication, self.issue = place, compute, communication, issue
         self.pending, self.occupied = pending, occupied
@@ -178,12 +178,12 @@ class Player:
 
 def run(players: list[Player], forwards: int) -> None:
     """Play all ranks to the end; ``forwards`` is the number of chunks times micro-batches."""
-    done = [-1.0] * (2 * forwards)
+    ends = [-1.0] * (2 * forwards)
     moved = True
     while moved:
         moved = False
         for player in players:
-            moved |= player.advance(done)
+            moved |= player.advance(ends)
     stuck = [rank for rank, player in enumerate(players) if player.place < len(player.program.order)]
     if stuck:
         raise RuntimeError(f"the schedule's orders wait for each other on ranks {stuck}")

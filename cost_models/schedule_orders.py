@@ -115,11 +115,11 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) 
         (rank, "Wu"),
         (rank, "Wd"),
     )
-    done: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     chunk = {"d": rank, "u": 2 * num_ranks - 1 - rank}
     for kind, side in _steps(phases):
-        microbatch = done[kind, side]
-        done[kind, side] += 1
+        microbatch = counts[kind, side]
+        counts[kind, side] += 1
         if microbatch < num_microbatches:
             yield Action(kind, chunk[side], microbatch)
 
@@ -138,7 +138,7 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank:
         (above, "W Id"),
         (rank + 1, "W"),
     )
-    done: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     waiting: deque[Action] = deque()
     chunk = {"d": rank, "u": 2 * num_ranks - 1 - rank}
     for kind, side in _steps(phases):
@@ -146,8 +146,8 @@ def dualpipev(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank:
             yield waiting.popleft()._replace(kind="W")
             continue
         counted = "F" if kind == "F" else "B"
-        action = Action(kind, chunk[side], done[counted, side])
-        done[counted, side] += 1
+        action = Action(kind, chunk[side], counts[counted, side])
+        counts[counted, side] += 1
         if kind == "I":
             waiting.append(action)
         yield action

@@ -213,11 +213,11 @@ def _actions(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: i
 
 @functools.lru_cache(maxsize=4096)
 def _in_flight(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[float, ...]:
-    held = [0.0] * num_chunks
+    counts = [0.0] * num_chunks
     for peaks in _in_flight_peaks(schedule, num_ranks, num_microbatches, num_chunks):
         for chunk, count in peaks[0]:
-            held[chunk] = float(count)
-    return tuple(held)
+            counts[chunk] = float(count)
+    return tuple(counts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,9 +273,9 @@ def _peaks_interleaved(rank: int, num_ranks: int, num_microbatches: int, chunks:
     for turn in range(chunks + 1):
         turns |= {turn * per_round, (turn * per_round - ahead) % (per_round * chunks)}
     peaks = []
-    for done in sorted(turn for turn in turns if turn <= last):
-        forwards = _by_turn(done + ahead, per_round, chunks)
-        backwards = _by_turn(done, per_round, chunks)[::-1]
+    for num_backwards in sorted(turn for turn in turns if turn <= last):
+        forwards = _by_turn(num_backwards + ahead, per_round, chunks)
+        backwards = _by_turn(num_backwards, per_round, chunks)[::-1]
         peaks.append(tuple((i * num_ranks + rank, forwards[i] - backwards[i]) for i in range(chunks)))
     return list(dict.fromkeys(peaks))
 

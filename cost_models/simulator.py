@@ -100,10 +100,10 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
 
     pipeline = max(player.compute for player in players)
     reduced = max(pipeline, *(player.reduced() for player in players))
-    updates = [sum(layer_sum(step.chunks[k], "update_step") for k in mine) for mine in ranks]
-    gathers = [sum(layer_sum(step.chunks[k], "gather_step") for k in mine) for mine in ranks]
+    updates = [sum(layer_sum(step.chunks[k], "update_step") for k in own_chunks) for own_chunks in ranks]
+    gathers = [sum(layer_sum(step.chunks[k], "gather_step") for k in own_chunks) for own_chunks in ranks]
     seconds = reduced + max(update + gather for update, gather in zip(updates, gathers))
-    curves = [_bytes_by_action(step.chunks, mine, player.program) for player, mine in zip(players, ranks)]
+    curves = [_bytes_by_action(step.chunks, own_chunks, player.program) for player, own_chunks in zip(players, ranks)]
     reports = [
         _rank_report(player, curve, seconds=seconds, after_pipeline=reduced - pipeline, update=update, gather=gather)
         for player, curve, update, gather in zip(players, curves, updates, gathers)
@@ -146,20 +146,20 @@ def _rank_report(
 
 
 def _bytes_by_action(
-    chunks: tuple[ChunkCosts, ...], mine: list[int], program: PipelineActions
+    chunks: tuple[ChunkCosts, ...], own_chunks: list[int], program: PipelineActions
 ) -> list[tuple[float, float]]:
     """Bytes held (while each action runs, after it); the first pair is before all of them."""
-    saved = {k: layer_sum(chunks[k], "saved_bytes") for k in mine}
-    peaks = {k: max((layer.peak_bytes for layer, _ in chunks[k].layers), default=0.0) for k in mine}
-    held = sum(layer_sum(chunks[k], "state_bytes") for k in mine)
-    curve = [(held, held)]
+    saved = {k: layer_sum(chunks[k], "saved_bytes") for k in own_chunks}
+    peaks = {k: max((layer.peak_bytes for layer, _ in chunks[k].layers), default=0.0) for k in own_chunks}
+    held_bytes = sum(layer_sum(chunks[k], "state_bytes") for k in own_chunks)
+    curve = [(held_bytes, held_bytes)]
     for kind, chunk, _ in program.actions:
         if kind == "F":
-            held += saved[chunk]
-        running = held + peaks[chunk]
+            held_bytes += saved[chunk]
+        running = held_bytes + peaks[chunk]
         if kind in "BW":
-            held -= saved[chunk]
-        curve.append((running, held))
+            held_bytes -= saved[chunk]
+        curve.append((running, held_bytes))
     return curve
 
 
@@ -174,8 +174,8 @@ def _bytes_over_time(player: Player, curve: list[tuple[float, float]]) -> tuple[
 def _events(players: list[Player], reduced: float, updates: list[float], gathers: list[float]) -> tuple[Event, ...]:
     events = []
     for rank, player in enumerate(players):
-        mine: list[Event] = []
-        record = _recorder(rank, mine)
+        rank_events: list[Event] = []
+        record = _recorder(rank, rank_events)
         label = ""
         for action, (index, _, _), (start, streams, pending) in zip(
             player.program.actions, player.program.order, player.kept
@@ -187,7 +187,7 @@ def _events(players: list[Player], reduced: float, updates: list[float], gathers
             record("communication", f"reduce {label}", player.reduced() - player.pending, player.reduced())
         record("compute", "update", reduced, reduced + updates[rank])
         record("communication", "gather updated", reduced + updates[rank], reduced + updates[rank] + gathers[rank])
-        events += sorted(mine, key=lambda event: (event.start, event.end))
+        events += sorted(rank_events, key=lambda event: (event.start, event.end))
     return tuple(events)
 
 

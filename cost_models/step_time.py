@@ -111,7 +111,9 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
     return StepSeconds(
         pipeline=_pipeline_seconds(step, times, ranks),
         tail=_tail_seconds(step, times, ranks),
-        update=max(sum(layer_sum(step.chunks[k], "update_step", "gather_step") for k in mine) for mine in ranks),
+        update=max(
+            sum(layer_sum(step.chunks[k], "update_step", "gather_step") for k in own_chunks) for own_chunks in ranks
+        ),
     )
 
 
@@ -125,13 +127,16 @@ def step_memory(step: PipelineStep) -> tuple[float, ...]:
     Raises:
         ValueError: if the schedule cannot run this many chunks and micro-batches.
     """
-    held = in_flight(
+    saved_sets = in_flight(
         step.schedule, num_ranks=step.num_ranks, num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
     )
     return tuple(
-        sum(layer_sum(step.chunks[k], "state_bytes") + held[k] * layer_sum(step.chunks[k], "saved_bytes") for k in mine)
-        + max((layer.peak_bytes for k in mine for layer, _ in step.chunks[k].layers), default=0.0)
-        for mine in chunks_of_ranks(step)
+        sum(
+            layer_sum(step.chunks[k], "state_bytes") + saved_sets[k] * layer_sum(step.chunks[k], "saved_bytes")
+            for k in own_chunks
+        )
+        + max((layer.peak_bytes for k in own_chunks for layer, _ in step.chunks[k].layers), default=0.0)
+        for own_chunks in chunks_of_ranks(step)
     )
 
 
@@ -215,9 +220,9 @@ def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[li
     chunks_per_rank = len(step.chunks) // step.num_ranks
     exposed = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
     finished_before = 0.0
-    for mine in ranks:
-        backward = sum(times[k].backward for k in mine)
-        reductions = sum(layer_sum(step.chunks[k], "reduce_step") for k in mine)
+    for own_chunks in ranks:
+        backward = sum(times[k].backward for k in own_chunks)
+        reductions = sum(layer_sum(step.chunks[k], "reduce_step") for k in own_chunks)
         exposed = max(exposed, reductions - backward - finished_before)
         finished_before += backward / chunks_per_rank
     return exposed

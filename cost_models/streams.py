@@ -120,8 +120,8 @@ def action_map(tasks: tuple[LayerTask, ...], pending: float) -> ActionMap:
     return ActionMap(compute, communication, issue, tasks[-1].reduce if tasks else 0.0)
 
 
-def _reduce(free: float, done: float, seconds: float, label: str, record: Recorder | None) -> float:
-    start = max(free, done)
+def _reduce(free: float, ready: float, seconds: float, label: str, record: Recorder | None) -> float:
+    start = max(free, ready)
     _note(record, "communication", f"reduce {label}", start, start + seconds)
     return start + seconds
 

@@ -56,8 +56,10 @@ def parse_wires(table: Table, where: str) -> tuple[Wire, ...]:
             raise ValueError(f"{here} links {shown(a)} to itself: name two nodes")
         if frozenset((a, b)) in wires:
             raise ValueError(f"{here}: {shown(a)} and {shown(b)} are linked twice: write one link of all the bandwidth")
-        own: Table = {**{key: table[key] for key in ("bandwidth", "latency") if key in table}, **link}
-        wires[frozenset((a, b))] = Wire(a, b, get_number(own, "bandwidth", here), get_seconds(own, "latency", here))
+        fields: Table = {**{key: table[key] for key in ("bandwidth", "latency") if key in table}, **link}
+        wires[frozenset((a, b))] = Wire(
+            a, b, get_number(fields, "bandwidth", here), get_seconds(fields, "latency", here)
+        )
     return tuple(wires.values())
 
 

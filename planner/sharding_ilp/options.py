@@ -154,13 +154,13 @@ def operator_options(
     pricing: Pricing,
     *,
     live: bool,
-    kept: Sequence[bool],
+    saved: Sequence[bool],
     fixed: Mapping[str, str] | None = None,
 ) -> list[Option]:
     """All options of an operator in which factors and tensors divide evenly; of several that give the same placements
     only the cheapest.
 
-    ``kept`` says which outputs are kept in memory for the backward pass; ``fixed`` is as in ``Offers.ways``.
+    ``saved`` says which outputs stay in memory for the backward pass; ``fixed`` is as in ``OperatorChoices.ways``.
     """
     sizes, values = pricing.mesh.sizes, offers.values
     rule, flops = offers.facts(node)
@@ -176,7 +176,7 @@ def operator_options(
             outputs=outputs,
             compute=pricing.compute(node, values, inputs, outputs, flops=flops, cut=cut, live=live),
             collectives=pricing.reductions(rule, choice.joint, live=live),
-            memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, kept) if keep),
+            memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, saved) if keep),
             cut_axes=choice.cut_axes,
         )
         cheapest = best.get((inputs, outputs))

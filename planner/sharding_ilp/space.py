@@ -103,7 +103,7 @@ class _Filler:
             self.offers,
             self.pricing,
             live=name in self.live,
-            kept=saved_outputs,
+            saved=saved_outputs,
             fixed=self.roles.fixed.get(name),
         )
 

@@ -184,47 +184,49 @@ class CallAgreement:
                 of them (which raises its own error).
         """
         if self.ranks.is_alone:
-            own = _with_values(read(), reads)
-            return AgreedCall(own, own, is_compared=True)
+            own_call = _with_values(read(), reads)
+            return AgreedCall(own_call, own_call, is_compared=True)
         self.settle()
         if self._broken is not None:
             raise ValueError(f"{_OUT_OF_STEP}: {self._broken}")
-        own, error = _NOTHING, None
+        own_call, error = _NOTHING, None
         try:
-            own = _with_values(read(), reads)
-            key = (action, own.signature)
+            own_call = _with_values(read(), reads)
+            key = (action, own_call.signature)
         except Exception as found:
             error, key = found, None
         kind = self._kinds.get(key) if error is None else None
         is_due = values and self._is_due()
         vote = self._vote(None if kind is None or is_due else kind[0], weight)
         if kind is not None and not is_due:
-            number, whole = kind[0], own if kind[1] is None else kind[1]
+            number, whole = kind[0], own_call if kind[1] is None else kind[1]
             if self.ranks.run_ahead and may_run_ahead:
 
                 def compare() -> None:
-                    message = self._message(action, own, weight=weight, local=local, begun=number)
-                    self._compare(message, own, local=local)
+                    message = self._message(action, own_call, weight=weight, local=local, begun=number)
+                    self._compare(message, own_call, local=local)
                     if values:
                         self.confirm(lambda: None)
 
                 self._ahead = _Ahead(vote, compare)
-                return AgreedCall(own, whole, is_compared=False)
+                return AgreedCall(own_call, whole, is_compared=False)
             if vote.is_unanimous():
-                return AgreedCall(own, whole, is_compared=False)
+                return AgreedCall(own_call, whole, is_compared=False)
         else:
             vote.is_unanimous()
         digests: dict[Path, int] = {}
         if error is None and is_due:
             digests = {
-                path: digest(tensor) for path, tensor in own.tensors.items() if reads is None or str(path[0]) in reads
+                path: digest(tensor)
+                for path, tensor in own_call.tensors.items()
+                if reads is None or str(path[0]) in reads
             }
-        message = self._message(action, own, weight=weight, local=local, digests=digests, error=error)
-        number, whole = self._compare(message, own, local=local, error=error)
-        self._kinds[key] = number, None if whole is own else whole
+        message = self._message(action, own_call, weight=weight, local=local, digests=digests, error=error)
+        number, whole = self._compare(message, own_call, local=local, error=error)
+        self._kinds[key] = number, None if whole is own_call else whole
         if len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
-        return AgreedCall(own, whole, is_compared=True)
+        return AgreedCall(own_call, whole, is_compared=True)
 
     def _vote(self, number: int | None, weight: float) -> Vote:
         return Vote(self.ranks.group, number, weight)
@@ -232,7 +234,7 @@ class CallAgreement:
     def _message(
         self,
         action: str,
-        own: ModelCall,
+        own_call: ModelCall,
         *,
         weight: float = 1.0,
         local: bool = False,
@@ -244,7 +246,7 @@ class CallAgreement:
             error=None if error is None else str(error),
             action=action,
             weight=weight,
-            arguments=arguments_of(own),
+            arguments=arguments_of(own_call),
             digests=digests or {},
             group=self.data_rank if local else 0,
             count=self._count,
@@ -252,7 +254,7 @@ class CallAgreement:
         )
 
     def _compare(
-        self, message: _Message, own: ModelCall, *, local: bool, error: Exception | None = None
+        self, message: _Message, own_call: ModelCall, *, local: bool, error: Exception | None = None
     ) -> tuple[int, ModelCall]:
         """Number of the call that all ranks make, and what they pass together, once each has told what it does.
 
@@ -266,7 +268,7 @@ class CallAgreement:
             if error is not None:
                 raise error
             self._check(messages, local=local)
-            number, whole = passed_together(own, messages[0].action, [one.arguments for one in messages])
+            number, whole = passed_together(own_call, messages[0].action, [one.arguments for one in messages])
             apart = [place for place, one in enumerate(messages) if one.begun not in (None, number)]
             if apart:
                 raise ValueError(

@@ -28,14 +28,14 @@ class Argument:
 
 def arguments_of(call: ModelCall) -> dict[int | str, Argument]:
     """The arguments of a call by place or name."""
-    found: dict[int | str, Argument] = {}
+    arguments: dict[int | str, Argument] = {}
     for structure in call.structures:
         assert isinstance(structure, Container)
         for name, part in zip(structure.keys, structure.parts):
             tensors = {path: call.tensors[path] for path in leaf_paths(part)}
             shapes = {path: (tuple(one.shape), one.dtype, one.requires_grad) for path, one in tensors.items()}
-            found[name] = Argument(_text(part, shapes), shapes, _pickled(part))
-    return found
+            arguments[name] = Argument(_text(part, shapes), shapes, _pickled(part))
+    return arguments
 
 
 def _text(structure: Structure, shapes: Mapping[Path, tuple[tuple[int, ...], torch.dtype, bool]]) -> str:
@@ -81,7 +81,7 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def passed_together(
-    own: ModelCall, action: str, by_rank: Sequence[Mapping[int | str, Argument]]
+    own_call: ModelCall, action: str, by_rank: Sequence[Mapping[int | str, Argument]]
 ) -> tuple[int, ModelCall]:
     """What the ranks pass together, and a number for it: ``own`` if this rank passes all of it in that order."""
     arguments: dict[int | str, Argument] = {}
@@ -90,9 +90,9 @@ def passed_together(
             arguments.setdefault(name, argument)
     text = repr([action, *((name, argument.text) for name, argument in arguments.items())])
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if list(arguments_of(own)) == list(arguments):
-        return number, own
-    values = {name: _value(name, argument, own) for name, argument in arguments.items()}
+    if list(arguments_of(own_call)) == list(arguments):
+        return number, own_call
+    values = {name: _value(name, argument, own_call) for name, argument in arguments.items()}
     args = tuple(values[place] for place in sorted(name for name in values if isinstance(name, int)))
     kwargs = {name: value for name, value in values.items() if isinstance(name, str)}
     args_structure, tensors = flatten(args)
@@ -100,10 +100,10 @@ def passed_together(
     return number, ModelCall(args, kwargs, (args_structure, kwargs_structure), {**tensors, **more}).with_shapes({})
 
 
-def _value(name: int | str, argument: Argument, own: ModelCall) -> Any:
-    for given in (dict(enumerate(own.args)), own.kwargs):
-        if name in given:
-            return given[name]  # type: ignore[index]
+def _value(name: int | str, argument: Argument, own_call: ModelCall) -> Any:
+    for passed in (dict(enumerate(own_call.args)), own_call.kwargs):
+        if name in passed:
+            return passed[name]  # type: ignore[index]
     assert argument.structure is not None
     tensors = {
         path: torch.empty(shape, dtype=dtype, device="meta", requires_grad=with_gradient)

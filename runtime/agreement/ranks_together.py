@@ -111,7 +111,7 @@ class Ranks:
             return
         digests = self.gathered({name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()})
         for name in facts:
-            apart = [place for place, theirs in enumerate(digests) if theirs.get(name) != digests[0][name]]
+            apart = [place for place, rank_digests in enumerate(digests) if rank_digests.get(name) != digests[0][name]]
             if apart:
                 texts = self.gathered(facts[name])
                 here, there = _first_difference(texts[0], texts[apart[0]])

@@ -102,12 +102,12 @@ class ModelWatch:
         hooks = self._num_handles != RemovableHandle.next_id
         self._num_handles = RemovableHandle.next_id
         for owner in self._owners:
-            thing = owner.reference()
-            if thing is None:
+            target = owner.reference()
+            if target is None:
                 self._announce((owner.path, owner.attribute, ""), "was replaced or deleted")
                 self._owners = [other for other in self._owners if other is not owner]
                 continue
-            attributes = thing.__dict__
+            attributes = target.__dict__
             if hooks or owner.changes_inside or dict_version(attributes) != owner.version:
                 self._update_owner(owner, attributes)
 
@@ -241,23 +241,23 @@ def _snapshot(value: Any) -> Any:
 
 
 def _owners(model: nn.Module) -> Iterator[_Owner]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, module in model.named_modules():
         names = _watched(vars(module))
         yield _owner(path, "", module, names)
         for name in names:
             value = vars(module)[name]
-            if id(value) not in seen and _is_object(value):
-                seen.add(id(value))
+            if id(value) not in visited and _is_object(value):
+                visited.add(id(value))
                 yield _owner(path, name, value, tuple(vars(value)))
 
 
-def _owner(path: str, attribute: str, thing: Any, names: tuple[str, ...]) -> _Owner:
-    values = tuple(_snapshot(vars(thing)[name]) for name in names)
-    num_hooks = 0 if attribute else _num_hooks(vars(thing))
-    version = dict_version(vars(thing))
+def _owner(path: str, attribute: str, target: Any, names: tuple[str, ...]) -> _Owner:
+    values = tuple(_snapshot(vars(target)[name]) for name in names)
+    num_hooks = 0 if attribute else _num_hooks(vars(target))
+    version = dict_version(vars(target))
     changes_inside = _changes_inside(values, num_hooks)
-    return _Owner(path, attribute, weakref.ref(thing), names, values, num_hooks, version, changes_inside)
+    return _Owner(path, attribute, weakref.ref(target), names, values, num_hooks, version, changes_inside)
 
 
 def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:

@@ -68,8 +68,8 @@ class Surroundings:
         self._first: dict[str, Any] = {}
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         self._classes = tuple(dict.fromkeys(map(type, modules)))
-        own = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
-        self._roots = [*(getattr(kind, "forward", None) for kind in self._classes), *own, loss_fn]
+        instance_forwards = [vars(module)["forward"] for module in modules if "forward" in vars(module)]
+        self._roots = [*(getattr(kind, "forward", None) for kind in self._classes), *instance_forwards, loss_fn]
         self._collect()
 
     @property
@@ -145,12 +145,12 @@ def _variables(roots: list[Any], classes: tuple[type, ...]) -> Iterator[_Variabl
 
 def _functions(roots: list[Any], classes: tuple[type, ...]) -> Iterator[types.FunctionType]:
     """Python functions that a call of ``roots`` may run, as far as names tell; each once."""
-    todo, seen = list(roots), set[int]()
+    todo, visited = list(roots), set[int]()
     while todo:
         for function in _unwrapped(todo.pop()):
-            if id(function) in seen or _is_library(function):
+            if id(function) in visited or _is_library(function):
                 continue
-            seen.add(id(function))
+            visited.add(id(function))
             yield function
             read = reads_of(function.__code__)
             for holder, chain, _ in _chains(function, read):
@@ -227,9 +227,9 @@ def _entry(holder: Any, name: str) -> Any:
 def _follow(value: Any, names: Chain) -> Any:
     """Attributes of attributes, without running any code."""
     for name in names:
-        own = getattr(value, "__dict__", None)
-        if isinstance(own, dict) and name in own:
-            value = own[name]
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and name in attributes:
+            value = attributes[name]
             continue
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
         value = next((vars(kind)[name] for kind in kinds if name in vars(kind)), _ABSENT)

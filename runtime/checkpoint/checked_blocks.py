@@ -25,15 +25,15 @@ class BlockWriter:
 
     def write(self, data: memoryview | bytes) -> None:
         """Append ``data``."""
-        left = memoryview(data)
-        while len(left):
-            part = left[: BLOCK - self.size % BLOCK]
+        remaining = memoryview(data)
+        while len(remaining):
+            part = remaining[: BLOCK - self.size % BLOCK]
             self._checksum = zlib.crc32(part, self._checksum)
             self._stream.write(part)
             self.size += len(part)
             if self.size % BLOCK == 0:
                 self._end_block()
-            left = left[len(part) :]
+            remaining = remaining[len(part) :]
 
     def _end_block(self) -> None:
         self.checksums.append(self._checksum)
@@ -69,12 +69,12 @@ class BlockReader:
         Raises:
             ValueError: naming the file, if a block is not what was written.
         """
-        done = 0
-        while done < len(target):
-            number, start = divmod(begin + done, BLOCK)
-            part = self._checked(number)[start : start + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
+        num_read = 0
+        while num_read < len(target):
+            number, start = divmod(begin + num_read, BLOCK)
+            part = self._checked(number)[start : start + len(target) - num_read]
+            target[num_read : num_read + len(part)] = part
+            num_read += len(part)
 
     def _checked(self, number: int) -> memoryview:
         block = self._block[: min(BLOCK, self.size - number * BLOCK)]

@@ -36,8 +36,8 @@ def complete_names(directory: Path) -> list[str]:
     """Names of complete checkpoints, oldest first (a step that was saved again comes after its first save)."""
     if not directory.is_dir():
         return []
-    found = [match for entry in directory.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+    matches = [match for entry in directory.iterdir() if (match := _NAME.fullmatch(entry.name))]
+    return [match[0] for match in sorted(matches, key=lambda match: (int(match[1]), int(match[2] or 0)))]
 
 
 def new_name(directory: Path, step: int) -> str:
@@ -98,8 +98,8 @@ def start(directory: Path, step: int) -> str:
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock(directory)
-    for left in directory.glob(UNFINISHED + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in directory.glob(UNFINISHED + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     name = new_name(directory, step)
     (directory / (UNFINISHED + name)).mkdir()
     return name
@@ -167,8 +167,10 @@ def check_complete(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error})") from error
     if manifest.get("format") != FORMAT or manifest.get("version") not in (VERSION, PICKLED_VERSION):
-        found = printable(f"{manifest.get('format')} {manifest.get('version')}"[:80])
-        raise ValueError(f"{file} is damaged or of another kind: of format {found}, not {FORMAT} {VERSION}")
+        format_and_version = printable(f"{manifest.get('format')} {manifest.get('version')}"[:80])
+        raise ValueError(
+            f"{file} is damaged or of another kind: of format {format_and_version}, not {FORMAT} {VERSION}"
+        )
     if is_pickled(manifest):
         _check_named(folder, sizes, PICKLED_METADATA)
     else:

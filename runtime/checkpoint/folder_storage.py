@@ -111,9 +111,9 @@ class _FolderWriter(StorageWriter):
             self._write_tensors(tensors, planner, written)
         if objects:
             self._write_objects(objects, planner, written)
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=written)])
-        return done
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=written)])
+        return future
 
     def _write_tensors(self, items: list[WriteItem], planner: SavePlanner, written: _Written) -> None:
         file = f"rank-{self._rank:05d}.safetensors"
@@ -293,9 +293,9 @@ class _FolderReader(StorageReader):
             with self._stored.opened(file) as reader:
                 for place, item in items:
                     _read_piece(reader, place, item, planner)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
     def _by_file(self, plan: LoadPlan) -> Iterator[tuple[str, list[tuple[StoredPlace, ReadItem]]]]:
         """What is read of each file, in its order."""

@@ -42,9 +42,9 @@ def lock(directory: Path) -> None:
     """
     path = os.path.realpath(directory)
     file = directory / NAME
-    held = _held.get(path)
-    if held is not None and held[0] == os.getpid():
-        if _is_still_ours(file, held[1], held[2]):
+    lock_of_path = _held.get(path)
+    if lock_of_path is not None and lock_of_path[0] == os.getpid():
+        if _is_still_ours(file, lock_of_path[1], lock_of_path[2]):
             return
         os.close(_held.pop(path)[1])
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -67,9 +67,9 @@ def _take(file: Path, descriptor: int, path: str) -> None:
     if not reliable and _may_be_alive(owner):
         raise _in_use(file, owner)
     token = secrets.token_hex(8)
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "job": _job()}
+    process = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "job": _job()}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({**mine, "token": token}).encode(), 0)
+    os.pwrite(descriptor, json.dumps({**process, "token": token}).encode(), 0)
     os.fsync(descriptor)
     _held[path] = (os.getpid(), descriptor, token)
 

@@ -236,15 +236,15 @@ class CheckpointManager:
         owned = named_alike(parallel.owned(), parallel.state_names)
         stored, training, random = together(lambda: self._open(step, trust=trust), self._group)
         model = model_to_load(owned)
-        wanted, options = together(
+        requested, options = together(
             lambda: self._fit(parallel, model, optimizer, scheduler, stored.metadata, training), self._group
         )
         device = self._device_for(parallel)
         with_memory(model, owned, device)
-        with_state_memory(wanted, device)
-        together(lambda: stored.read({**model, **wanted.content}, group=self._group), self._group)
+        with_state_memory(requested, device)
+        together(lambda: stored.read({**model, **requested.content}, group=self._group), self._group)
         if optimizer is not None:
-            put_state(wanted, optimizer)
+            put_state(requested, optimizer)
             put_groups(optimizer, options)
         if scheduler is not None:
             scheduler.load_state_dict(training["scheduler"])
@@ -302,9 +302,9 @@ class CheckpointManager:
         getattr(parallel, "plan", None)
         owned = named_alike(parallel.owned(), parallel.state_names)
         options = matched_groups(owned, optimizer, training["groups"])
-        wanted = optimizer_to_load(owned, optimizer, metadata)
-        check_pieces(wanted.content, metadata)
-        return wanted, options
+        requested = optimizer_to_load(owned, optimizer, metadata)
+        check_pieces(requested.content, metadata)
+        return requested, options
 
     def _device_for(self, parallel: Owner) -> torch.device | str:
         layout = getattr(parallel, "layout", None)

@@ -41,9 +41,9 @@ def check_model_names(metadata: Metadata, names: Collection[str]) -> None:
     Raises:
         ValueError: naming some.
     """
-    known = set(names)
+    known_names = set(names)
     foreign = [name.removeprefix(PREFIX) for name in names_under(metadata, PREFIX)]
-    foreign = [name for name in foreign if name not in known]
+    foreign = [name for name in foreign if name not in known_names]
     if foreign:
         raise ValueError(
             f"the checkpoint is of another model: it has {', '.join(map(repr, foreign[:3]))}"

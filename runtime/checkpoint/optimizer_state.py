@@ -179,19 +179,19 @@ def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]
     return Piece(torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu"), tuple(stored.size), ())
 
 
-def with_state_memory(wanted: RequestedState, device: torch.device | str) -> None:
+def with_state_memory(requested: RequestedState, device: torch.device | str) -> None:
     """Give memory to the pieces of ``wanted``."""
-    for full, piece in wanted.content.items():
+    for full, piece in requested.content.items():
         if piece.tensor.is_meta:
-            wanted.content[full] = Piece(torch.empty_like(piece.tensor, device=device), piece.shape, piece.offsets)
+            requested.content[full] = Piece(torch.empty_like(piece.tensor, device=device), piece.shape, piece.offsets)
 
 
-def put_state(wanted: RequestedState, optimizer: torch.optim.Optimizer) -> None:
+def put_state(requested: RequestedState, optimizer: torch.optim.Optimizer) -> None:
     """Make what was read the optimizer's state, in the place of all it had."""
     optimizer.state.clear()
-    for parameter, keys in wanted.states.items():
+    for parameter, keys in requested.states.items():
         optimizer.state[parameter] = {
-            key: _state_of(parameter, key, wanted.content[full], full) for key, full in keys.items()
+            key: _state_of(parameter, key, requested.content[full], full) for key, full in keys.items()
         }
 
 
@@ -211,10 +211,10 @@ def matched_groups(
     Raises:
         ValueError: if its groups hold other parameters than the checkpoint's.
     """
-    mine = groups_of(owned, optimizer)
-    if len(mine) != len(saved):
-        raise ValueError(f"the optimizer has {len(mine)} parameter groups, the checkpoint's had {len(saved)}")
-    for number, (group, stored) in enumerate(zip(mine, saved)):
+    own_groups = groups_of(owned, optimizer)
+    if len(own_groups) != len(saved):
+        raise ValueError(f"the optimizer has {len(own_groups)} parameter groups, the checkpoint's had {len(saved)}")
+    for number, (group, stored) in enumerate(zip(own_groups, saved)):
         strange = [name for name in group.names if name not in set(stored.names)]
         if strange:
             raise ValueError(

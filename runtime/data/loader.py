@@ -209,14 +209,14 @@ class DataLoader:
         return self.dataset.select_fields(fields)
 
     def _torch_options(self) -> dict[str, Any]:
-        kept = self._needed()
-        available = (names for names in (kept, self._read_fields()) if names is not None)
+        needed_fields = self._needed()
+        available = (names for names in (needed_fields, self._read_fields()) if names is not None)
         labels = frozenset(self._label_fields).intersection(*available)
         # A stream does not say before its end whether the last batch is full.
         checked = self._sampler is None and self._order.last == "pad"
         collate = Collate(
             self._collate_fn or default_collate,
-            kept,
+            needed_fields,
             tuple(name for name in self._label_fields if name in labels),
             self._ignore_index,
             checked,

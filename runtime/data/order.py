@@ -119,8 +119,8 @@ class Sampler:
         if permutation is None:
             return tuple(first + row for row in part.indices)
         low = min(part.indices)
-        ours = permutation(first + low, first + max(part.indices) + 1)
-        return tuple(ours[row - low] for row in part.indices)
+        permuted = permutation(first + low, first + max(part.indices) + 1)
+        return tuple(permuted[row - low] for row in part.indices)
 
     def __len__(self) -> int:
         return self.order.num_batches(max(0, self.num_samples - self.start))

@@ -66,12 +66,12 @@ class SampleStream(IterableDataset[Read]):
 
     def __iter__(self) -> Iterator[Read]:
         worker = get_worker_info()
-        ours, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         samples = itertools.islice(iter(self.dataset), self.start, None)
         for number in itertools.count():
             batch = list(itertools.islice(samples, self.order.batch_size))
             full = len(batch) == self.order.batch_size
-            if number % num_workers == ours and batch:
+            if number % num_workers == worker_id and batch:
                 if not full and self.order.last == "drop":
                     warn_of_dropped(len(batch), group=self.order.group)
                     return
@@ -109,8 +109,8 @@ class Collate:
         return part.num_samples, batch
 
     def _ignore(self, batch: Any, part: SampleRange) -> Any:
-        found = [name for name in self.label_fields if isinstance(batch, Mapping) and name in batch]
-        if not found or any(not _is_label(batch[name], len(part.indices)) for name in found):
+        present = [name for name in self.label_fields if isinstance(batch, Mapping) and name in batch]
+        if not present or any(not _is_label(batch[name], len(part.indices)) for name in present):
             fields = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
                 "the last batch of an epoch is filled up, and the filling has to be left out of the loss "
@@ -121,7 +121,7 @@ class Collate:
             )
         if part.num_real == len(part.indices):
             return batch
-        ignored = {name: batch[name].clone() for name in found}  # may share memory with another field
+        ignored = {name: batch[name].clone() for name in present}  # may share memory with another field
         for labels in ignored.values():
             labels[part.num_real :] = self.ignore_index
         return {**batch, **ignored}

@@ -138,11 +138,11 @@ class UnitTable:
 
     def find(self, chunk: int, names: tuple[str, ...]) -> list[tuple[Unit, tuple[str, ...]]]:
         """The units that hold ``names``, each once; a training program of this chunk uses them all."""
-        found = {}
+        by_unit = {}
         for name in names:
-            unit, held = self._of[chunk, name]
-            found[id(unit)] = (unit, held)
-        return list(found.values())
+            unit, unit_names = self._of[chunk, name]
+            by_unit[id(unit)] = (unit, unit_names)
+        return list(by_unit.values())
 
 
 class ChunkUnits:
@@ -236,11 +236,11 @@ def weight_groups(
     Args:
         trained: by name, the axes over which the gradient is summed: weights of the same axes go together.
     """
-    own: dict[tuple[str, ...], list[str]] = {}
+    names_by_axes: dict[tuple[str, ...], list[str]] = {}
     for name, axes in trained.items():
         if name not in held_together:
-            own.setdefault(axes, []).append(name)
-    groups = [(tuple(names), stage_unit.policy.zero) for names in own.values()]
+            names_by_axes.setdefault(axes, []).append(name)
+    groups = [(tuple(names), stage_unit.policy.zero) for names in names_by_axes.values()]
     groups += [((name,), held_together[name]) for name in trained if name in held_together]
     return groups or [((), stage_unit.policy.zero)]
 

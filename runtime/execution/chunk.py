@@ -135,10 +135,10 @@ class ChunkRunner:
     def uses(self) -> dict[Unit, int]:
         """How often one micro-batch uses each unit."""
         shared = (self.shared,) if self.shared is not None else ()
-        found: dict[Unit, int] = {}
+        counts: dict[Unit, int] = {}
         for unit in (unit for bound in (*shared, *self.bound) for unit in bound.units):
-            found[unit] = found.get(unit, 0) + 1
-        return found
+            counts[unit] = counts.get(unit, 0) + 1
+        return counts
 
     def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:
         """What the chunk gives for a micro-batch."""
@@ -146,8 +146,8 @@ class ChunkRunner:
 
     def outputs(self, received: Sequence[torch.Tensor], microbatch: int) -> dict[str, torch.Tensor]:
         """The same by path."""
-        given = self.runner.program.inputs[len(received) :]
-        tensors = [*received, *(self.input_of(spec, microbatch) for spec in given)]
+        specs = self.runner.program.inputs[len(received) :]
+        tensors = [*received, *(self.input_of(spec, microbatch) for spec in specs)]
         self.chunk_units.restart()
         if self.shared is not None:
             self.shared.lend(self.runner.tree)

@@ -95,11 +95,11 @@ class Pipelined:
         return self.executor.train(weight)
 
     def forward(self) -> dict[str, torch.Tensor]:
-        found = forward_only(self.stages, **self.setting)
+        results = forward_only(self.stages, **self.setting)
         outputs = {}
         for place, spec in enumerate(self.last.outputs):
             shape, dtype = spec.local_shape, getattr(torch, spec.dtype)
-            local = found[0][place] if found else torch.empty(shape, dtype=dtype, device=self.places.layout.device)
+            local = results[0][place] if results else torch.empty(shape, dtype=dtype, device=self.places.layout.device)
             outputs[spec.path] = self.places.from_stage(local, self.last_rank)
         return outputs
 

@@ -177,11 +177,11 @@ class Engine:
 
         whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)
         scalars = {path: tensor for path, tensor in whole.tensors.items() if path not in agreed.whole.tensors}
-        own = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
+        own_call = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
         prepared = prepare(whole)
         if agreed.is_compared:
-            self.calls.confirm(lambda: _check_passed(own, prepared))
-        return own, prepared
+            self.calls.confirm(lambda: _check_passed(own_call, prepared))
+        return own_call, prepared
 
     def weights_changed(self) -> None:
         """What this rank owns was changed other than by training: gather and compute anew what depends on it."""
@@ -277,8 +277,8 @@ def _check_passed(call: ModelCall, prepared: Prepared) -> None:
 
 
 def _uses(stages: Sequence[ChunkRunner]) -> dict[Unit, int]:
-    found: dict[Unit, int] = {}
+    counts: dict[Unit, int] = {}
     for stage in stages:
         for unit, count in stage.uses().items():
-            found[unit] = found.get(unit, 0) + count
-    return found
+            counts[unit] = counts.get(unit, 0) + count
+    return counts

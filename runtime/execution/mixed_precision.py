@@ -17,11 +17,11 @@ def compute_dtype(name: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: if there is no such dtype.
     """
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    found = name if isinstance(name, torch.dtype) else known.get(name, getattr(torch, name, None))
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtype = name if isinstance(name, torch.dtype) else dtypes.get(name, getattr(torch, name, None))
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"precision {name!r} is not known: expected a floating-point dtype like 'bfloat16'")
-    return found
+    return dtype
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -110,10 +110,10 @@ class ParallelOutput(Mapping[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._keys:
-            known = getattr(self._gatherer.container(()), name, _MISSING) if not name.startswith("_") else _MISSING
-            if known is _MISSING:
+            attribute = getattr(self._gatherer.container(()), name, _MISSING) if not name.startswith("_") else _MISSING
+            if attribute is _MISSING:
                 raise AttributeError(f"the model's output has no {name!r}, only {', '.join(self._keys)}")
-            return known
+            return attribute
         return self[name]
 
     def __iter__(self) -> Iterator[str]:

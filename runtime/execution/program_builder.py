@@ -161,8 +161,8 @@ class Maker:
     @property
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None before the first was made."""
-        found = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
-        return frozenset(found) if self._made else None
+        names = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
+        return frozenset(names) if self._made else None
 
     def prepare(self, call: ModelCall, *, training: bool, local_inputs: bool) -> Prepared:
         """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
@@ -188,8 +188,8 @@ class Maker:
         if example is None or not self._is_whole_step:
             return call
         left_out = {name for name in example.kwargs if name not in call.kwargs and name not in self._inputs_read}
-        known = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
-        if any(known.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
+        specs = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
+        if any(specs.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
             # Of other shapes than the example: only what the model cannot do without.
             left_out = {
                 name for name in left_out if name in parameters and parameters[name].default is inspect.Parameter.empty
@@ -204,8 +204,8 @@ class Maker:
             graph = self._capture(whole)
             count = self._microbatches_of(graph) if training else 1
             programs = self._cut(graph, training=training, num_microbatches=count)
-            wanted = [stage for stage in programs.stages if self._wants(stage.index)]
-            emitted = {stage.index: emit(chain_up(pair_rotaries(stage.sharded))) for stage in wanted}
+            stages = [stage for stage in programs.stages if self._wants(stage.index)]
+            emitted = {stage.index: emit(chain_up(pair_rotaries(stage.sharded))) for stage in stages}
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])
@@ -265,8 +265,8 @@ class Maker:
         """Raise ValueError, on all ranks alike, if a chunk uses weights that it does not train."""
         assert self.plan is not None
         for stage, trained in zip(programs.stages, like.stages):
-            known, used = map(_paths_of, (trained, stage))
-            planned = {path: self.plan.states.get(path) for path in sorted(used - known)}
+            trained_paths, used = map(_paths_of, (trained, stage))
+            planned = {path: self.plan.states.get(path) for path in sorted(used - trained_paths)}
             unknown = [path for path, state in planned.items() if state is not None and state.trainable]
             if unknown:
                 raise ValueError(
@@ -323,12 +323,12 @@ class Maker:
         self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
     ) -> Prepared:
         stages = []
-        mine = [stage for stage in programs.stages if self._is_mine(stage.index)]
+        own_stages = [stage for stage in programs.stages if self._is_mine(stage.index)]
         # A call of a whole step uses the units of its training step; on a mesh every program has units of its own.
         makes_units = training or not self._units or not self._is_whole_step
         if makes_units:
-            self._units.hold_together(mine)
-        for stage in mine:
+            self._units.hold_together(own_stages)
+        for stage in own_stages:
             stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, makes_units=makes_units))
         chained(self._units.in_turn(in_order_of_use(stages)))
         totals = None

@@ -170,9 +170,9 @@ class RankPlaces:
         """The whole tensor on every rank, from the parts of those that have one (all ranks must call this)."""
         narrow = dtype == torch.bool
         whole = torch.zeros(tuple(shape), dtype=torch.uint8 if narrow else dtype, device=self.layout.device)
-        mine = self.rectangle(rectangle)
-        if part is not None and mine.primary:
-            mine.of(whole).copy_(part.detach())
+        own_rectangle = self.rectangle(rectangle)
+        if part is not None and own_rectangle.primary:
+            own_rectangle.of(whole).copy_(part.detach())
         if self._everyone is not None:
             whole = _waited(funcol.all_reduce(whole, "sum", self._everyone))
         return whole.bool() if narrow else whole
@@ -274,8 +274,8 @@ class VirtualPlaces:
         with self.plain():
             for rank, part in parts_of_ranks(local).items():
                 place = rectangle(self._virtual.coordinate_of(rank))
-                known = first.setdefault((*place.offsets, *place.sizes), part.detach())
-                difference = (part.detach() - known).abs()
+                reference = first.setdefault((*place.offsets, *place.sizes), part.detach())
+                difference = (part.detach() - reference).abs()
                 worst = max(worst, float(difference.max()) if difference.numel() else 0.0)
         return worst
 

@@ -78,12 +78,12 @@ class StepState:
             ValueError: if it places one that they did use in another way.
         """
         assert self.placing is not None
-        known = self.placing.plan.states
+        planned_states = self.placing.plan.states
         for info in list(self.everything()):
             new = placing.placed(info)
             if new == info or not any(name in placing.plan.states for name in info.names):
                 continue
-            if any(name in known for name in info.names):
+            if any(name in planned_states for name in info.names):
                 if not _lie_alike(info, new, self._mesh):
                     raise ValueError(
                         f"the new plan places {info.names[0]!r} as {new.placement}, but it is held as {info.placement}"
@@ -165,8 +165,8 @@ class StepState:
 
     def find(self, name: str) -> torch.Tensor:
         """What this rank owns of ``name``."""
-        found: torch.Tensor = self.weights.find(name)
-        return found
+        tensor: torch.Tensor = self.weights.find(name)
+        return tensor
 
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained: it may have been frozen since the plan was made."""
@@ -175,10 +175,10 @@ class StepState:
 
     def here(self) -> Iterator[StateInfo]:
         """Every tensor that this rank has something of, each once."""
-        done: set[int] = set()
+        yielded: set[int] = set()
         for info in self.infos.values():
-            if id(info) not in done and self._is_here(info):
-                done.add(id(info))
+            if id(info) not in yielded and self._is_here(info):
+                yielded.add(id(info))
                 yield info
 
     def everything(self) -> Iterator[StateInfo]:
@@ -187,11 +187,11 @@ class StepState:
 
     def owned(self) -> tuple[Owned, ...]:
         """What this rank holds of every tensor, each once."""
-        found = []
+        pieces = []
         for info in self.here():
             part = self.places.rectangle(info.rectangle(self._mesh))
             first_stage = self.places.stage is None or self.places.stage == info.stages[0]
-            found.append(
+            pieces.append(
                 Owned(
                     name=info.names[0],
                     aliases=info.names[1:],
@@ -207,17 +207,17 @@ class StepState:
                     placements=info.torch_placements(self._mesh, self._piece_axes),
                 )
             )
-        return tuple(found)
+        return tuple(pieces)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under the names of the original's state dict, on every rank."""
         self.check()
-        found = {}
+        tensors = {}
         for info in self.everything():
             if info.persistent:
                 whole = self._assembled(info, lambda tensor: tensor)
-                found.update(dict.fromkeys(info.names, whole))
-        return {name: found[name] for name in self.state_names}
+                tensors.update(dict.fromkeys(info.names, whole))
+        return {name: tensors[name] for name in self.state_names}
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter name, on every rank; zeros where a parameter that is used has none."""
@@ -232,15 +232,15 @@ class StepState:
             (first,) = self.places.from_first([self.find(info.names[0])])
             return first.detach().clone()
         place = self.places.stage
-        mine = part_of(self.find(info.names[0])) if place is None or place == info.stages[0] else None
-        whole: torch.Tensor = self.places.assemble(mine, info.rectangle(self._mesh), info.shape, info.owner_dtype)
+        own_part = part_of(self.find(info.names[0])) if place is None or place == info.stages[0] else None
+        whole: torch.Tensor = self.places.assemble(own_part, info.rectangle(self._mesh), info.shape, info.owner_dtype)
         return whole
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """See ``ParallelModule.load_full_state_dict``."""
         unknown = [name for name in state if name not in self.infos]
-        given = {id(self.infos[name]) for name in state if name in self.infos}
-        missing = [name for name in self.state_names if id(self.infos[name]) not in given]
+        passed = {id(self.infos[name]) for name in state if name in self.infos}
+        missing = [name for name in self.state_names if id(self.infos[name]) not in passed]
         if strict and (unknown or missing):
             raise ValueError(
                 f"the state dict does not fit the model: missing {_few(missing)}, unknown {_few(unknown)}; "
@@ -285,8 +285,10 @@ class StepState:
     def disagreement(self) -> float:
         """Of virtual ranks: the largest difference between those that should hold the same."""
         assert isinstance(self.places, VirtualPlaces)
-        found = (self.places.disagreement(self.find(i.names[0]), i.rectangle(self._mesh)) for i in self.everything())
-        return max(found, default=0.0)
+        differences = (
+            self.places.disagreement(self.find(i.names[0]), i.rectangle(self._mesh)) for i in self.everything()
+        )
+        return max(differences, default=0.0)
 
     def check(self) -> None:
         """Raise ValueError if a tensor has no data yet, or a frozen one is to be trained."""
@@ -312,7 +314,7 @@ def _distinct(model: nn.Module) -> dict[tuple[str, ...], torch.Tensor]:
     ):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    return {tuple(found): tensors[key] for key, found in names.items()}
+    return {tuple(paths): tensors[key] for key, paths in names.items()}
 
 
 def _lie_alike(first: StateInfo, second: StateInfo, mesh: MeshShape) -> bool:

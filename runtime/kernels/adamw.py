@@ -57,10 +57,15 @@ class AdamW(torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        asked = {"amsgrad": amsgrad, "maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        unsupported_options = {
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
         for group in self.param_groups:
-            _check_options({**group, **{name: value for name, value in asked.items() if value}})
+            _check_options({**group, **{name: value for name, value in unsupported_options.items() if value}})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -99,8 +99,8 @@ def is_walkable(moments: Any) -> bool:
     dense = param.is_contiguous() or torch.empty_like(param, device="meta").stride() == param.stride()
     rest = rest if moments.master is None else [*rest, moments.master]
     wide = torch.promote_types(param.dtype, torch.float32)
-    known = param.dtype in _TYPES and grad.dtype in _TYPES
-    return dense and known and all(one.stride() == param.stride() and one.dtype == wide for one in rest)
+    has_supported_types = param.dtype in _TYPES and grad.dtype in _TYPES
+    return dense and has_supported_types and all(one.stride() == param.stride() and one.dtype == wide for one in rest)
 
 
 def adamw_launch(

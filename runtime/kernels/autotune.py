@@ -37,8 +37,8 @@ _known: dict[str, tuple[int, ...]] = {}
 
 def cache_folder() -> Path:
     """Where answers are kept."""
-    given = os.environ.get(VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "meshwright"
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else Path.home() / ".cache" / "meshwright"
 
 
 def best(key: Key, candidates: Sequence[Choice], time_of: Callable[[Choice], float]) -> Choice:
@@ -52,13 +52,13 @@ def best(key: Key, candidates: Sequence[Choice], time_of: Callable[[Choice], flo
     if len(candidates) == 1:
         return candidates[0]
     name = _name_of(key)
-    found = _known.get(name) or _read(name, key)
-    known = next((candidate for candidate in candidates if candidate == found), None)
-    if known is None:
-        known = min(candidates, key=time_of)
-        _write(name, key, known)
-    _known[name] = known
-    return known
+    cached = _known.get(name) or _read(name, key)
+    choice = next((candidate for candidate in candidates if candidate == cached), None)
+    if choice is None:
+        choice = min(candidates, key=time_of)
+        _write(name, key, choice)
+    _known[name] = choice
+    return choice
 
 
 def environment_of(device: torch.device) -> dict[str, str]:

@@ -77,7 +77,7 @@ class Chain:
     ) -> None:
         self.plain, self.backend = plain, backend
         self.forward, self.backward = shared_function(forward), shared_function(backward)
-        self.inputs, self.outputs, self.extra = (_dtypes(given) for given in (inputs, outputs, extra))
+        self.inputs, self.outputs, self.extra = (_dtypes(names) for names in (inputs, outputs, extra))
         self.rows, self.columns, self.holds_rows = dict(rows or {}), columns, holds_rows
         self.grads, self.saved = tuple(grads), tuple(saved)
         self.gradients = dict(gradients or {})
@@ -147,20 +147,20 @@ class Chain:
         """Outputs, and what is kept for backward besides (None without ``extra``)."""
         launch = self._launch(self.forward, tensors, None, len(self.outputs) + len(self.extra) * extra)
         layout = launch.layout
-        made = {name: self._room(name, dtype, layout, tensors[0]) for name, dtype in self.outputs.items()}
-        kept = {
+        results = {name: self._room(name, dtype, layout, tensors[0]) for name, dtype in self.outputs.items()}
+        saved = {
             name: self._room(name, dtype, layout, tensors[0]) if extra else None for name, dtype in self.extra.items()
         }
-        launch(tensors, [*made.values(), *kept.values()])
-        return [self._shown(name, tensor, layout) for name, tensor in made.items()], [
-            None if tensor is None else layout.restored(tensor) for tensor in kept.values()
+        launch(tensors, [*results.values(), *saved.values()])
+        return [self._shown(name, tensor, layout) for name, tensor in results.items()], [
+            None if tensor is None else layout.restored(tensor) for tensor in saved.values()
         ]
 
     def _room(self, name: str, dtype: torch.dtype, layout: OperandLayout, like: torch.Tensor) -> torch.Tensor:
         """Memory for a result, dims in the order in which it is written."""
         last = len(layout.space) - 1
-        kept = [dim != last or name not in self.rows for dim in range(len(layout.space))]
-        return like.new_empty(layout.sizes_in_order(kept), dtype=dtype)
+        spans_dim = [dim != last or name not in self.rows for dim in range(len(layout.space))]
+        return like.new_empty(layout.sizes_in_order(spans_dim), dtype=dtype)
 
     def _shown(self, name: str, tensor: torch.Tensor, layout: OperandLayout) -> torch.Tensor:
         shown = layout.restored(tensor)
@@ -170,15 +170,17 @@ class Chain:
         self, grads: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], space: Shape, shapes: Mapping[str, Shape]
     ) -> dict[str, torch.Tensor]:
         """Gradients of the inputs that the kernel makes, by name; ``shapes`` are the inputs'."""
-        given = [grad.unsqueeze(-1) if self.rows.get(name) is False else grad for name, grad in zip(self.grads, grads)]
-        operands = [*given, *saved]
+        output_grads = [
+            grad.unsqueeze(-1) if self.rows.get(name) is False else grad for name, grad in zip(self.grads, grads)
+        ]
+        operands = [*output_grads, *saved]
         launch = self._launch(self.backward, operands, space, len(self.gradients))
         sums = _Sums(launch.layout, launch.shares, launch.blocks)
-        made = {name: sums.room(kind, self.inputs[name], operands[0]) for name, kind in self.gradients.items()}
-        launch(operands, list(made.values()))
+        partials = {name: sums.room(kind, self.inputs[name], operands[0]) for name, kind in self.gradients.items()}
+        launch(operands, list(partials.values()))
         return {
             name: sums.total(self.gradients[name], tensor, shapes[name]).to(self.inputs[name])
-            for name, tensor in made.items()
+            for name, tensor in partials.items()
         }
 
     def _launch(self, kernel: Any, operands: Sequence[torch.Tensor], space: Shape | None, num_results: int) -> Launch:
@@ -225,10 +227,14 @@ class _Sums:
         if kind == SCALAR:
             return partials.sum().reshape(shape)
         missing = len(layout.space) - len(shape)
-        kept = [dim >= missing and shape[dim - missing] == layout.space[dim] for dim in range(len(layout.space))]
+        spans_dim = [dim >= missing and shape[dim - missing] == layout.space[dim] for dim in range(len(layout.space))]
         if kind == OTHER:
-            return layout.restored(partials).sum([dim for dim in range(len(kept)) if not kept[dim]]).reshape(shape)
-        return layout.restored(partials.sum(0).reshape(layout.sizes_in_order(kept))).reshape(shape)
+            return (
+                layout.restored(partials)
+                .sum([dim for dim in range(len(spans_dim)) if not spans_dim[dim]])
+                .reshape(shape)
+            )
+        return layout.restored(partials.sum(0).reshape(layout.sizes_in_order(spans_dim))).reshape(shape)
 
 
 class _ChainRun(torch.autograd.Function):
@@ -237,7 +243,7 @@ class _ChainRun(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, extra = chain.run(tensors, extra=True)
-        known = {
+        tensor_of = {
             **dict(zip(chain.inputs, tensors)),
             **dict(zip(chain.outputs, outputs)),
             **dict(zip(chain.extra, extra)),
@@ -245,7 +251,7 @@ class _ChainRun(torch.autograd.Function):
         ctx.chain, ctx.space = chain, torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         ctx.shapes = {name: tuple(tensor.shape) for name, tensor in zip(chain.inputs, tensors)}
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(known[name] for name in chain.saved))
+        ctx.save_for_backward(*(tensor_of[name] for name in chain.saved))
         differentiable = {*chain.grads, *chain.passed.values()}
         fixed = [output for name, output in zip(chain.outputs, outputs) if name not in differentiable]
         ctx.mark_non_differentiable(*fixed)
@@ -256,14 +262,19 @@ class _ChainRun(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         chain: Chain = ctx.chain
-        given = dict(zip(chain.outputs, grads))
+        grad_of_output = dict(zip(chain.outputs, grads))
         likes = dict(zip(chain.outputs, ctx.like))
-        found: dict[str, torch.Tensor | None] = {name: given[output] for name, output in chain.passed.items()}
-        if chain.gradients and any(given[name] is not None for name in chain.grads):
-            wanted = [given[name] if given[name] is not None else _zeros(*likes[name]) for name in chain.grads]
-            found.update(chain.run_backward(wanted, ctx.saved_tensors, tuple(ctx.space), ctx.shapes))  # type: ignore[arg-type]
-        found.update((name, found.get(other)) for name, other in chain.shared.items())
-        return None, *(found.get(name) for name in chain.inputs)
+        grad_of_input: dict[str, torch.Tensor | None] = {
+            name: grad_of_output[output] for name, output in chain.passed.items()
+        }
+        if chain.gradients and any(grad_of_output[name] is not None for name in chain.grads):
+            kernel_grads = [
+                grad_of_output[name] if grad_of_output[name] is not None else _zeros(*likes[name])
+                for name in chain.grads
+            ]
+            grad_of_input.update(chain.run_backward(kernel_grads, ctx.saved_tensors, tuple(ctx.space), ctx.shapes))  # type: ignore[arg-type]
+        grad_of_input.update((name, grad_of_input.get(other)) for name, other in chain.shared.items())
+        return None, *(grad_of_input.get(name) for name in chain.inputs)
 
 
 def _make_room(kinds: dict[Any, Any]) -> None:
@@ -277,8 +288,8 @@ def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _dtypes(given: Mapping[str, str] | None) -> dict[str, torch.dtype]:
-    return {name: getattr(torch, dtype) for name, dtype in (given or {}).items()}
+def _dtypes(dtype_names: Mapping[str, str] | None) -> dict[str, torch.dtype]:
+    return {name: getattr(torch, dtype) for name, dtype in (dtype_names or {}).items()}
 
 
 def _are_real(tensors: Sequence[torch.Tensor]) -> bool:

@@ -50,21 +50,21 @@ class OperandLayout:
         """Where each dim of the space is in ``order``."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
-    def sizes_in_order(self, kept: Sequence[bool]) -> Shape:
+    def sizes_in_order(self, spans_dim: Sequence[bool]) -> Shape:
         """The space's sizes in ``order``, 1 for dims that are not kept."""
-        return tuple(self.space[dim] if kept[dim] else 1 for dim in self.order)
+        return tuple(self.space[dim] if spans_dim[dim] else 1 for dim in self.order)
 
 
 def layout_of(tensors: Sequence[torch.Tensor], space: Shape, *, columns: int) -> OperandLayout | None:
     """The geometry for operands that broadcast to ``space``; None if no kernel can walk through them."""
     expanded = [tensor.expand(space) for tensor in tensors]
     order = _order(expanded, tensors, space, columns=columns)
-    found = _folded(expanded, space, order, columns=columns)
-    if found is not None:
-        return OperandLayout(space, order, *found, copies=False)
+    folded = _folded(expanded, space, order, columns=columns)
+    if folded is not None:
+        return OperandLayout(space, order, *folded, copies=False)
     order = tuple(range(len(space)))
-    found = _folded([tensor.contiguous().expand(space) for tensor in tensors], space, order, columns=columns)
-    return None if found is None else OperandLayout(space, order, *found, copies=True)
+    folded = _folded([tensor.contiguous().expand(space) for tensor in tensors], space, order, columns=columns)
+    return None if folded is None else OperandLayout(space, order, *folded, copies=True)
 
 
 def _folded(
@@ -79,8 +79,8 @@ def _order(
 ) -> tuple[int, ...]:
     """Dims by the strides of the first operand that is not broadcast; rows stay rows, and columns columns."""
     dims = range(len(space))
-    for tensor, given in zip(expanded, tensors):
-        if given.shape == space and all(given.stride(dim) for dim in dims if space[dim] > 1):
+    for tensor, tensor_as_passed in zip(expanded, tensors):
+        if tensor_as_passed.shape == space and all(tensor_as_passed.stride(dim) for dim in dims if space[dim] > 1):
             split = len(space) - columns if columns else 0
             return (*_by_stride(tensor, dims[:split]), *_by_stride(tensor, dims[split:]))
     return tuple(dims)

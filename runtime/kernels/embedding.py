@@ -86,11 +86,11 @@ def _pieces_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
         for start in range(0, length, ROWS):
             steps = start + tl.arange(0, ROWS)
-            taken = tl.load(places_ptr + place + steps, mask=steps < length, other=0).to(tl.int64)
+            row_places = tl.load(places_ptr + place + steps, mask=steps < length, other=0).to(tl.int64)
             exists = (steps < length)[:, None] & (columns < width)[None, :]
-            total += tl.load(grad_ptr + taken[:, None] * grad_stride + columns[None, :], mask=exists, other=0.0).to(
-                WIDE
-            )
+            total += tl.load(
+                grad_ptr + row_places[:, None] * grad_stride + columns[None, :], mask=exists, other=0.0
+            ).to(WIDE)
         piece = tl.sum(total, axis=0)
         after = tl.load(indices_ptr + place + length, mask=place + length < num_places, other=-1)
         if begins & (after != row):

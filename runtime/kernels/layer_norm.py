@@ -161,8 +161,8 @@ def _triton_backward(
     wants_weight: bool,
     wants_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wanted = RequestedGradients(input=wants_input, weight=wants_weight, bias=wants_bias)
-    return normalize_backward(Norm(eps, centered=True), wanted, grad, grad_sum, input, weight, bias)
+    requested = RequestedGradients(input=wants_input, weight=wants_weight, bias=wants_bias)
+    return normalize_backward(Norm(eps, centered=True), requested, grad, grad_sum, input, weight, bias)
 
 
 def _shape(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> torch.Tensor:
@@ -189,7 +189,8 @@ def _shapes_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     likes = (input, wants_input), (weight, wants_weight), (bias, wants_bias)
     shapes = [
-        input.new_empty(0) if like is None or not wanted else like.new_empty(like.shape) for like, wanted in likes
+        input.new_empty(0) if like is None or not is_requested else like.new_empty(like.shape)
+        for like, is_requested in likes
     ]
     return shapes[0], shapes[1], shapes[2]
 

@@ -110,16 +110,16 @@ def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> 
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors = [given if isinstance(given, torch.Tensor) else None for given in inputs]
+        tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in inputs]
         ctx.save_for_backward(*tensors)
-        ctx.constants = [None if isinstance(given, torch.Tensor) else given for given in inputs]
+        ctx.constants = [None if isinstance(argument, torch.Tensor) else argument for argument in inputs]
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         again = torch.is_grad_enabled()
         with torch.enable_grad():
-            given = [_apart(tensor, again=again) for tensor in ctx.saved_tensors]
-            arguments = [constant if tensor is None else tensor for tensor, constant in zip(given, ctx.constants)]
+            leaves = [_apart(tensor, again=again) for tensor in ctx.saved_tensors]
+            arguments = [constant if tensor is None else tensor for tensor, constant in zip(leaves, ctx.constants)]
             results = plain(*arguments)
             results = results if isinstance(results, tuple) else (results,)
             pairs = [
@@ -127,14 +127,14 @@ def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> 
                 for result, grad in zip(results, grads, strict=True)
                 if result is not None and grad is not None and result.requires_grad
             ]
-            wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
+            inputs_with_grad = [tensor for tensor in leaves if tensor is not None and tensor.requires_grad]
             outputs, upstream = [result for result, _ in pairs], [grad for _, grad in pairs]
-            found = iter(
-                torch.autograd.grad(outputs, wanted, upstream, create_graph=again, allow_unused=True)
+            gradients = iter(
+                torch.autograd.grad(outputs, inputs_with_grad, upstream, create_graph=again, allow_unused=True)
                 if pairs
-                else [None] * len(wanted)
+                else [None] * len(inputs_with_grad)
             )
-        return tuple(None if tensor is None or not tensor.requires_grad else next(found) for tensor in given)
+        return tuple(None if tensor is None or not tensor.requires_grad else next(gradients) for tensor in leaves)
 
     differentiable(operator, save=save, backward=backward)
 
@@ -150,12 +150,12 @@ def gradients_of(
     definition: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of ``definition(*tensors)``, which can be differentiated again; None for those that are not given."""
-    given = [
+    leaves = [
         tensor if tensor is None or tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors
     ]
-    wanted = [tensor for tensor in given if tensor is not None]
-    found = iter(torch.autograd.grad(definition(*given), wanted, grad, create_graph=True))
-    return tuple(None if tensor is None else next(found) for tensor in given)
+    inputs_with_grad = [tensor for tensor in leaves if tensor is not None]
+    gradients = iter(torch.autograd.grad(definition(*leaves), inputs_with_grad, grad, create_graph=True))
+    return tuple(None if tensor is None else next(gradients) for tensor in leaves)
 
 
 #: Dtypes in which fused operators compute without widening.

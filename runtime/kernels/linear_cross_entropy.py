@@ -114,8 +114,8 @@ def linear_gradients(
             without a statistic each chunk's own logits give it (then they must have all classes).
     """
     wanted = [needed and tensor is not None for needed, tensor in zip(wanted, saved)]
-    found = _backward(grad, *saved, *loss, chunk_tokens, wanted)
-    return tuple(gradient if needed else None for gradient, needed in zip(found, wanted))
+    gradients = _backward(grad, *saved, *loss, chunk_tokens, wanted)
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, wanted))
 
 
 def as_autocast(
@@ -168,8 +168,8 @@ def _sums_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
         rows, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
         with _without_autocast(hidden):
             for lines in _chunks(hidden, weight, chunk_tokens):
-                found = row_sums(F.linear(rows[lines], weight, bias), classes[lines], start, smoothing)
-                flat_largest[lines], flat_sums[:, lines] = found
+                largest_and_sums = row_sums(F.linear(rows[lines], weight, bias), classes[lines], start, smoothing)
+                flat_largest[lines], flat_sums[:, lines] = largest_and_sums
         return largest, sums
 
     return run
@@ -217,16 +217,16 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
     ) -> tuple[torch.Tensor, ...]:
         loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
         rows, classes, grads = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), grad.reshape(-1)
-        known = None if statistic is None else statistic.reshape(2, -1)
+        statistics = None if statistic is None else statistic.reshape(2, -1)
         by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, wanted)
         with _without_autocast(hidden):
             for lines in _chunks(hidden, weight, chunk_tokens):
                 logits = F.linear(rows[lines], weight, bias)
-                if known is None:
+                if statistics is None:
                     largest, sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
                     _, of_chunk = losses_of(largest, sums, classes[lines], loss)
                 else:
-                    of_chunk = known[:, lines]
+                    of_chunk = statistics[:, lines]
                 row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *loss)
                 if wanted[0]:
                     torch.mm(logits, weight, out=by_hidden.view(rows.shape)[lines])
@@ -304,13 +304,13 @@ def _aten_gradients(
 
 
 def _totals(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, requested: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Room for the gradients; those of weight and bias are added up in at least float32. Nothing if not wanted."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    by_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
-    by_weight = weight.new_zeros(weight.shape if wanted[1] else 0, dtype=wide)
-    return by_hidden, by_weight, weight.new_zeros(weight.shape[:1] if wanted[2] else 0, dtype=wide)
+    by_hidden = hidden.new_empty(hidden.shape if requested[0] else 0)
+    by_weight = weight.new_zeros(weight.shape if requested[1] else 0, dtype=wide)
+    return by_hidden, by_weight, weight.new_zeros(weight.shape[:1] if requested[2] else 0, dtype=wide)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -394,8 +394,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     saved = (*ctx.saved_tensors, None, None)
-    found = linear_gradients(ctx.needs_input_grad[:3], grad, saved, ctx.loss, chunk_tokens=ctx.chunk_tokens)
-    return *found, None, None, None, None, None, None
+    gradients = linear_gradients(ctx.needs_input_grad[:3], grad, saved, ctx.loss, chunk_tokens=ctx.chunk_tokens)
+    return *gradients, None, None, None, None, None, None
 
 
 def _plain_backward(
@@ -410,14 +410,14 @@ def _plain_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """With all logits at once."""
     check_whole(start)
-    *loss, _, wanted = options
+    *loss, _, requested = options
 
     def definition(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         with _without_autocast(hidden):
             return plain_losses(F.linear(hidden, weight, bias), target, LossOptions(*loss)).to(grad.dtype)
 
-    found = gradients_of(definition, (hidden, weight, bias), grad)
-    return tuple(gradient if needed else None for gradient, needed in zip(found, wanted, strict=True))
+    gradients = gradients_of(definition, (hidden, weight, bias), grad)
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, requested, strict=True))
 
 
 differentiable(_forward, save=_save, backward=_gradient)

@@ -119,12 +119,12 @@ def aten_gradient(
     even = label_smoothing / vocabulary
     columns = [tensor.reshape(-1, 1) for tensor in (largest, log_sum, weight, penalty, one, place)]
     direct = out.dtype == statistic.dtype
-    seen = rows_of(logits)
-    out_rows = seen if out is logits else out.view(seen.shape)
-    for rows, lines, (outer, inner) in _blocks(seen):
+    all_rows = rows_of(logits)
+    out_rows = all_rows if out is logits else out.view(all_rows.shape)
+    for rows, lines, (outer, inner) in _blocks(all_rows):
         top, spread, factor, extra, hit, where = (column[lines] for column in columns)
-        held = out_rows[outer, inner]
-        scores = torch.sub(rows, top, out=held) if direct else rows - top
+        out_block = out_rows[outer, inner]
+        scores = torch.sub(rows, top, out=out_block) if direct else rows - top
         scores.sub_(spread).exp_()
         # the target's own apart: of a likely one little is left, which must not be rounded away
         chosen = scores.gather(-1, where)
@@ -135,7 +135,7 @@ def aten_gradient(
             scores.sub_(even)
         scores.mul_(factor).scatter_(-1, where, chosen)
         if not direct:
-            held.copy_(scores)
+            out_block.copy_(scores)
 
 
 def _blocks(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice, tuple[int, slice]]]:
@@ -272,11 +272,11 @@ def triton_gradient(
         return
     # Both are seen as the logits' rows: with as many inner ones.
     rows = readable_rows(logits)
-    held = rows if out is logits else out.view(rows.shape)
+    rows_out = rows if out is logits else out.view(rows.shape)
     options = launch_options(rows)
     _gradient_kernel[(target.numel(), triton.cdiv(rows.shape[-1], options["BLOCK"]))](
-        held, grad.contiguous(), rows, target.contiguous(), start, statistic.contiguous(),
-        target.numel(), *layout_of(rows), held.stride(0), held.stride(1), ignore_index,
+        rows_out, grad.contiguous(), rows, target.contiguous(), start, statistic.contiguous(),
+        target.numel(), *layout_of(rows), rows_out.stride(0), rows_out.stride(1), ignore_index,
         HAS_START=start is not None, EVEN=label_smoothing / vocabulary, SMOOTHING=label_smoothing, Z_LOSS=z_loss,
         **options,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: May
 
 def wanted_grads(grads: Sequence[Maybe], wants: Sequence[bool]) -> tuple[Maybe, ...]:
     """What autograd is given: None for what nobody wants."""
-    return tuple(grad if wanted else None for grad, wanted in zip(grads, wants, strict=True))
+    return tuple(grad if is_requested else None for grad, is_requested in zip(grads, wants, strict=True))
 
 
 def sum_of(first: Maybe, second: Maybe) -> Maybe:
@@ -118,7 +118,7 @@ def normalize(norm: Norm, input: torch.Tensor, residual: Maybe, weight: Maybe, b
 
 def normalize_backward(
     norm: Norm,
-    wanted: RequestedGradients,
+    requested: RequestedGradients,
     grad: torch.Tensor,
     grad_sum: Maybe,
     input: torch.Tensor,
@@ -126,15 +126,15 @@ def normalize_backward(
     bias: Maybe,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the input (with ``grad_sum`` added), of the weight and of the bias (which is not read)."""
-    given = [None if tensor is None else tensor.contiguous() for tensor in (grad, grad_sum, input, weight)]
-    compute = promoted(*given, least=torch.float32)
-    grad_input = input.new_empty(input.shape) if wanted.input else None
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in (grad, grad_sum, input, weight)]
+    compute = promoted(*tensors, least=torch.float32)
+    grad_input = input.new_empty(input.shape) if requested.input else None
     if input.numel():
-        tile = tile_of(input.shape[-1], widest=_widest_backward(norm, given, compute))
+        tile = tile_of(input.shape[-1], widest=_widest_backward(norm, tensors, compute))
         launch = _launch_backward if tile.whole else _launch_wide_backward
-        partials = launch(norm, wanted, tile, given, grad_input, compute)
+        partials = launch(norm, requested, tile, tensors, grad_input, compute)
     else:
-        partials = _partials(input, 0, wanted, compute)
+        partials = _partials(input, 0, requested, compute)
     grads = [
         input.new_empty(0) if partial is None or like is None else sum_partials(partial, like.dtype)
         for partial, like in zip(partials, (weight, bias), strict=True)
@@ -143,30 +143,30 @@ def normalize_backward(
 
 
 def _launch_backward(
-    norm: Norm, wanted: RequestedGradients, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+    norm: Norm, requested: RequestedGradients, tile: Tile, tensors: list[Maybe], grad_input: Maybe, compute: torch.dtype
 ) -> list[Maybe]:
     """Fill ``grad_input``; gives the partial sums of the weight's and bias's gradients."""
-    input = _present(given[2])
+    input = _present(tensors[2])
     num_rows, width = size_of_rows(input)
     programs, stages = tiles_over(num_rows, tile), 1
     keeps_factor = tile.columns * compute.itemsize <= WIDEST_BACKWARD
-    if wanted.weight or wanted.bias:
+    if requested.weight or requested.bias:
         programs = walkers_over(num_rows, tile, input.device)
-        tile_bytes = tile.rows * tile.columns * max(tensor.itemsize for tensor in given if tensor is not None)
+        tile_bytes = tile.rows * tile.columns * max(tensor.itemsize for tensor in tensors if tensor is not None)
         stages = 2 if keeps_factor and tile_bytes <= _WIDEST_AHEAD else 1
-    partials = _partials(input, programs, wanted, compute)
+    partials = _partials(input, programs, requested, compute)
     kernels.backward_kernel[(programs,)](
-        *given, grad_input, *partials, num_rows, width, STAGES=stages,
+        *tensors, grad_input, *partials, num_rows, width, STAGES=stages,
         KEEPS_FACTOR=keeps_factor, **_options(norm, tile, compute),
     )  # fmt: skip
     return partials
 
 
-def _widest_backward(norm: Norm, given: Sequence[Maybe], compute: torch.dtype) -> int:
+def _widest_backward(norm: Norm, tensors: Sequence[Maybe], compute: torch.dtype) -> int:
     """Elements of the widest row that a program of backward holds without spilling registers."""
-    input = _present(given[2])
+    input = _present(tensors[2])
     widest = WIDEST_BACKWARD
-    if not norm.centered and all(tensor is None or tensor.itemsize == 2 for tensor in given):
+    if not norm.centered and all(tensor is None or tensor.itemsize == 2 for tensor in tensors):
         widest = _WIDEST_BACKWARD_RMS
     if input.shape[-1] % _ALIGNMENT:
         widest = WIDEST_BACKWARD // 2
@@ -174,21 +174,21 @@ def _widest_backward(norm: Norm, given: Sequence[Maybe], compute: torch.dtype) -
 
 
 def _launch_wide_backward(
-    norm: Norm, wanted: RequestedGradients, tile: Tile, given: list[Maybe], grad_input: Maybe, compute: torch.dtype
+    norm: Norm, requested: RequestedGradients, tile: Tile, tensors: list[Maybe], grad_input: Maybe, compute: torch.dtype
 ) -> list[Maybe]:
     """The same in two launches: row by row, which keeps the statistics, and then down the columns."""
-    grad, _, input, _ = given
+    grad, _, input, _ = tensors
     input = _present(input)
     num_rows, width = size_of_rows(input)
     statistics = [input.new_empty(num_rows, dtype=compute) for _ in range(2)]
     kernels.wide_backward_kernel[(num_rows,)](
-        *given, grad_input, *statistics, num_rows, width, **_options(norm, tile, compute)
+        *tensors, grad_input, *statistics, num_rows, width, **_options(norm, tile, compute)
     )
-    if not (wanted.weight or wanted.bias):
+    if not (requested.weight or requested.bias):
         return [None, None]
     columns = tiles_over(width, Tile(rows=_PARAMETERS_TILE.columns, columns=1, num_warps=1, whole=True))
     programs = max(1, walkers_over(num_rows, _PARAMETERS_TILE, input.device) // columns)
-    partials = _partials(input, programs, wanted, compute)
+    partials = _partials(input, programs, requested, compute)
     kernels.wide_parameters_kernel[(columns, programs)](
         grad, input, *statistics, *partials, num_rows, width, **_shape(_PARAMETERS_TILE, compute)
     )
@@ -200,9 +200,9 @@ def _present(tensor: Maybe) -> torch.Tensor:
     return tensor
 
 
-def _partials(like: torch.Tensor, programs: int, wanted: RequestedGradients, compute: torch.dtype) -> list[Maybe]:
+def _partials(like: torch.Tensor, programs: int, requested: RequestedGradients, compute: torch.dtype) -> list[Maybe]:
     shape = (programs, like.shape[-1])
-    return [like.new_empty(shape, dtype=compute) if wants else None for wants in (wanted.weight, wanted.bias)]
+    return [like.new_empty(shape, dtype=compute) if wants else None for wants in (requested.weight, requested.bias)]
 
 
 def _options(norm: Norm, tile: Tile, compute: torch.dtype) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def _triton_backward(
     wants_input: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted = RequestedGradients(input=wants_input, weight=wants_weight)
-    grad_input, grad_weight, _ = normalize_backward(Norm(eps, offset), wanted, grad, grad_sum, input, weight, None)
+    requested = RequestedGradients(input=wants_input, weight=wants_weight)
+    grad_input, grad_weight, _ = normalize_backward(Norm(eps, offset), requested, grad, grad_sum, input, weight, None)
     return grad_input, grad_weight
 
 

@@ -99,9 +99,9 @@ def aten_rotate(
     if dtype in WIDE and sin.dtype is dtype and all(_is_few(tensor, cos) for tensor in inputs):
         signed, turned = _signed(sin, rotation), _turned_pairs if rotation.interleaved else _turned_halves
         return [
-            in_dtype((tensor * cos).addcmul_(turned(tensor), signed), wanted) for tensor, wanted in zip(inputs, dtypes)
+            in_dtype((tensor * cos).addcmul_(turned(tensor), signed), dtype_of_result) for tensor, dtype_of_result in zip(inputs, dtypes)
         ]
-    return [_rotated(tensor, cos, sin, rotation, dtype=wanted) for tensor, wanted in zip(inputs, dtypes, strict=True)]
+    return [_rotated(tensor, cos, sin, rotation, dtype=dtype_of_result) for tensor, dtype_of_result in zip(inputs, dtypes, strict=True)]
 
 
 def _is_few(tensor: torch.Tensor, cos: torch.Tensor) -> bool:
@@ -241,11 +241,11 @@ def plain_backward(
 ) -> torch.Tensor:
     """As the backward operator, to be differentiated: whatever was rotated, its gradient is the same."""
     computed = wide_dtype(grad, cos, sin)
-    given = grad.to(computed)
+    upstream = grad.to(computed)
     (result,) = gradients_of(
         lambda input: _definition(input, cos.to(computed), sin.to(computed), interleaved),
-        (torch.zeros_like(given),),
-        given,
+        (torch.zeros_like(upstream),),
+        upstream,
     )
     assert result is not None
     return result.to(dtype)

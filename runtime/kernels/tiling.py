@@ -93,8 +93,8 @@ def _cost(tile: TileChoice, num_rows: int, width: int, *, item_bytes: int, tenso
     resident = max(1, _MOST_WARPS_OF_PROCESSOR // tile.num_warps)
     rounds = programs / (processors * resident)
     idle = math.ceil(rounds) / rounds if rounds > 1 else 1.0
-    held = min(resident, programs / processors) * elements * item_bytes
-    waiting = max(1.0, _IN_FLIGHT / max(1.0, held)) ** 0.5
+    bytes_in_flight = min(resident, programs / processors) * elements * item_bytes
+    waiting = max(1.0, _IN_FLIGHT / max(1.0, bytes_in_flight)) ** 0.5
     starting = 1 + _START / (elements * item_bytes)
     return outside * partly_used * idle * waiting * starting
 

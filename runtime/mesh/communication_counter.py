@@ -61,8 +61,10 @@ class CommunicationCounter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         collective, is_part = _COLLECTIVES[name]
-        named = (found for found in map(_group_name, (*args, *kwargs.values())) if found is not None)
-        group, axis = next(((found, axis) for found in named for axis in [self._axis_of(found)] if axis), ("", ""))
+        named = (group_name for group_name in map(_group_name, (*args, *kwargs.values())) if group_name is not None)
+        group, axis = next(
+            ((group_name, axis) for group_name in named for axis in [self._axis_of(group_name)] if axis), ("", "")
+        )
         if not axis:
             return
         num_bytes = _num_bytes(args[_INPUT_PLACE.get(name, 0)])
@@ -87,14 +89,14 @@ class CommunicationCounter(TorchDispatchMode):
         """Several axes side by side with the ranks of their groups; axes of one rank do not count."""
         names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
         several = [place for place, size in enumerate(ranks.shape) if size > 1]
-        found = []
+        groups = []
         for first, end in itertools.combinations(range(len(several) + 1), 2):
             places = several[first:end]
             if len(places) > 1:
                 rows = ranks.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
                 label = "_".join(names[place] for place in places)
-                found.append((label, rows.reshape(-1, rows.shape[-1]).tolist()))
-        return found
+                groups.append((label, rows.reshape(-1, rows.shape[-1]).tolist()))
+        return groups
 
     @property
     def collectives(self) -> tuple[CollectivePlan, ...]:

@@ -25,13 +25,13 @@ def from_first_rank(
     What the first rank has on the meta device stays there on all ranks. Besides what the caller keeps, a rank holds one
     whole tensor at a time; its own tensors are not changed.
     """
-    own = list(tensors)
+    own_tensors = list(tensors)
     if device_mesh.mesh.numel() == 1:
-        yield from own
+        yield from own_tensors
         return
-    message: list[Any] = [[tensor.is_meta for tensor in own]]
+    message: list[Any] = [[tensor.is_meta for tensor in own_tensors]]
     broadcast_objects(message, device_mesh)
-    for tensor, meta in zip(own, message[0], strict=True):
+    for tensor, meta in zip(own_tensors, message[0], strict=True):
         yield torch.empty_like(tensor, device="meta") if meta else _broadcast(tensor, device_mesh, device)
 
 
@@ -63,8 +63,8 @@ class FirstRanksState(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor, which all ranks must ask for at the same time."""
         shape, dtype = self._described[name]
-        own = self._own[name] if self._is_first else torch.empty(shape, dtype=dtype, device="meta")
-        return _broadcast(own, self._device_mesh, self._device)
+        tensor = self._own[name] if self._is_first else torch.empty(shape, dtype=dtype, device="meta")
+        return _broadcast(tensor, self._device_mesh, self._device)
 
 
 def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -137,12 +137,12 @@ def causal_without_mask(
     for group in groups_of(length_axes):
         place = place * dist.get_world_size(group) + dist.get_rank(group)
     rows = query.shape[-2]
-    seen = min((place + 1) * rows, key.shape[-2])
-    mask = causal_lower_right(rows, seen)
+    num_keys = min((place + 1) * rows, key.shape[-2])
+    mask = causal_lower_right(rows, num_keys)
     return F.scaled_dot_product_attention(
         query,
-        key[..., :seen, :],
-        value[..., :seen, :],
+        key[..., :num_keys, :],
+        value[..., :num_keys, :],
         attn_mask=mask,
         scale=scale,
         enable_gqa=enable_gqa,

@@ -150,20 +150,20 @@ class _Dropout(torch.autograd.Function):
         def mask(tensor: torch.Tensor, starts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
             return keep_mask(tensor, starts, shape, threshold, draw.seed, draw.number, draw.step)
 
-        kept = _on_shard(x, draw, mask)
-        ctx.save_for_backward(kept)
+        keep = _on_shard(x, draw, mask)
+        ctx.save_for_backward(keep)
         ctx.scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-        return _masked(x, kept, ctx.scale)
+        return _masked(x, keep, ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        (kept,) = ctx.saved_tensors
-        return _masked(grad, kept, ctx.scale), None, None
+        (keep,) = ctx.saved_tensors
+        return _masked(grad, keep, ctx.scale), None, None
 
 
-def _masked(x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+def _masked(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
     """``x · kept · scale``; a product with truth values takes a processor three times as long."""
-    return torch.where(kept, x, 0.0).mul_(scale)
+    return torch.where(keep, x, 0.0).mul_(scale)
 
 
 def rand_like(

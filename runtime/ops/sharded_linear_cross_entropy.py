@@ -95,9 +95,9 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        wanted = ctx.needs_input_grad[:3]
-        found = linear_gradients(wanted, grad, ctx.saved_tensors, ctx.loss, chunk_tokens=ctx.chunk_tokens)
-        return *found, None, None, None, None, None, None
+        requested = ctx.needs_input_grad[:3]
+        gradients = linear_gradients(requested, grad, ctx.saved_tensors, ctx.loss, chunk_tokens=ctx.chunk_tokens)
+        return *gradients, None, None, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(

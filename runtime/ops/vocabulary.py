@@ -49,10 +49,10 @@ def embedding(
     if padding_idx is not None:
         rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
     elsewhere = (local < 0) | (local >= weight.shape[0])
-    found = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    vectors = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
     for axis in axes:
-        found = spmd.reinterpret(found, axis, src=V, dst=P)
-    return found
+        vectors = spmd.reinterpret(vectors, axis, src=V, dst=P)
+    return vectors
 
 
 def cross_entropy(

@@ -54,10 +54,10 @@ def backward(
     roots, root_gradients = _differentiable(outputs, gradients)
     if roots:
         torch.autograd.backward(roots, root_gradients)
-    found = tuple(tensor.grad for tensor in received)
+    gradients_received = tuple(tensor.grad for tensor in received)
     for tensor in received:
         tensor.grad = None
-    return found
+    return gradients_received
 
 
 def input_backward(
@@ -68,11 +68,11 @@ def input_backward(
     Saved tensors are held until that function has run, which is to be called once.
     """
     roots, root_gradients = _differentiable(outputs, gradients)
-    wanted = [tensor for tensor in received if tensor.requires_grad]
-    if not roots or not wanted:
+    differentiable = [tensor for tensor in received if tensor.requires_grad]
+    if not roots or not differentiable:
         return (None,) * len(received), lambda: _whole_weight_backward(roots, root_gradients)
-    split = _Split(roots, root_gradients, wanted)
-    by_tensor = {id(tensor): gradient for tensor, gradient in zip(wanted, split.run_inputs())}
+    split = _Split(roots, root_gradients, differentiable)
+    by_tensor = {id(tensor): gradient for tensor, gradient in zip(differentiable, split.run_inputs())}
     return tuple(by_tensor.get(id(tensor)) for tensor in received), split.run_weights
 
 
@@ -107,10 +107,10 @@ class _Joint:
 class _Split:
     """One graph, split: what I runs at once, and what is left for W."""
 
-    def __init__(self, roots: list[torch.Tensor], gradients: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    def __init__(self, roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         starts = [(get_gradient_edge(root), gradient) for root, gradient in zip(roots, gradients)]
         graph = _graph([edge.node for edge, _ in starts])
-        inner = _leading_to(graph, {get_gradient_edge(tensor).node for tensor in wanted})
+        inner = _leading_to(graph, {get_gradient_edge(tensor).node for tensor in inputs})
         leaves = _leaves_behind(graph, inner)
         joints = _joints(graph, inner, leaves)
         loose = [edge.node for edge, _ in starts if edge.node not in inner]
@@ -120,7 +120,7 @@ class _Split:
         def in_first_run(node: Node) -> bool:
             return node in inner or leaves[node] <= at_once
 
-        self._wanted = wanted
+        self._wanted = inputs
         #: What keeps the nodes of autograd functions alive until W, where their Python objects do not; with them all
         #: that the activation side saved.
         self._owners = () if functions_keep_their_nodes() else tuple(edge for edge, _ in starts)
@@ -146,15 +146,15 @@ class _Split:
         targets: list[Any] = [*self._wanted, *self._leaves_at_once, *self._captured]
         edges, gradients = zip(*self._starts)
         try:
-            found = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
+            results = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
         leaves_end = len(self._wanted) + len(self._leaves_at_once)
-        _accumulate(list(zip(self._leaves_at_once, found[len(self._wanted) : leaves_end])))
-        self._arrived += zip(self._captured, found[leaves_end:])
+        _accumulate(list(zip(self._leaves_at_once, results[len(self._wanted) : leaves_end])))
+        self._arrived += zip(self._captured, results[leaves_end:])
         self._starts = []
-        return found[: len(self._wanted)]
+        return results[: len(self._wanted)]
 
     def run_weights(self) -> None:
         """Add what ``run_inputs`` left to the leaves' ``.grad``."""
@@ -192,17 +192,17 @@ def _accumulate(arrived: Sequence[tuple[GradientEdge, Gradient]]) -> None:
 def _graph(roots: Sequence[Node]) -> Graph:
     """Every node that the roots lead to."""
     graph: Graph = {}
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack: list[tuple[Node, tuple[Node, ...] | None]] = [(root, None) for root in reversed(roots)]
     while stack:
         node, children = stack.pop()
         if children is not None:
             graph[node] = children
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             children = tuple(child for child, _ in node.next_functions if child is not None)
             stack.append((node, children))
-            stack += [(child, None) for child in children if child not in seen]
+            stack += [(child, None) for child in children if child not in visited]
     return graph
 
 
@@ -256,17 +256,17 @@ def _leaves_taken_at_once(
         children = graph[node]
         hooked[node] = bool(behind) and (has_saved_tensors_hooks(node) or any(hooked[child] for child in children))
         passes[node] = any(child in crossed or passes[child] for child in children)
-    taken: set[Node] = set()
+    at_once: set[Node] = set()
     for node in crossed.union(loose):
         if hooked[node] or passes[node]:
-            taken |= leaves[node]
+            at_once |= leaves[node]
     for joint in joints:
         if has_saved_tensors_hooks(joint.node) or getattr(joint.node, "gradients_together", False):
-            taken = taken.union(*(leaves[edge.node] for edge in joint.crossings))
+            at_once = at_once.union(*(leaves[edge.node] for edge in joint.crossings))
     parts = {leaves[node] for node in crossed.union(loose)}
-    while touched := [part for part in parts if part & taken and not part <= taken]:
-        taken.update(*touched)
-    return frozenset(taken)
+    while touched := [part for part in parts if part & at_once and not part <= at_once]:
+        at_once.update(*touched)
+    return frozenset(at_once)
 
 
 def _shared(joints: Sequence[_Joint]) -> set[Node]:

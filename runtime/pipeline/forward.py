@@ -36,7 +36,7 @@ def forward_only(
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     check_chunks(stages, schedule=schedule, num_chunks=num_chunks, rank=rank, num_ranks=num_ranks)
-    held = [rank_of_chunk(schedule, k, num_ranks=num_ranks, num_chunks=num_chunks) for k in range(num_chunks)]
+    rank_of = [rank_of_chunk(schedule, k, num_ranks=num_ranks, num_chunks=num_chunks) for k in range(num_chunks)]
     transfers = _Transfers(group, device)
     runners = {stage.index: stage for stage in stages}
     received: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
@@ -46,7 +46,7 @@ def forward_only(
         if runner is None:
             # all ranks post transfers in the same order, so that no pair of them waits for each other
             if following is not None:
-                received[chunk + 1, microbatch] = transfers.start_receiving(following.received, held[chunk])
+                received[chunk + 1, microbatch] = transfers.start_receiving(following.received, rank_of[chunk])
             continue
         outputs = runner.run(transfers.wait_for(received.pop((chunk, microbatch), ())), microbatch)
         if chunk == num_chunks - 1:
@@ -56,7 +56,7 @@ def forward_only(
         if following is not None:
             received[chunk + 1, microbatch] = outputs
         else:
-            transfers.start_sending(outputs, held[chunk + 1])
+            transfers.start_sending(outputs, rank_of[chunk + 1])
     transfers.finish()
     return results
 
@@ -72,13 +72,13 @@ def broadcast_from_last(
 ) -> torch.Tensor:
     """The scalar ``value`` of the rank that holds the last chunk, on every rank of the pipeline, as ``dtype``."""
     source = rank_of_chunk(schedule, num_chunks - 1, num_ranks=dist.get_world_size(group), num_chunks=num_chunks)
-    known = torch.zeros((), dtype=dtype, device=device)
+    scalar = torch.zeros((), dtype=dtype, device=device)
     if dist.get_rank(group) == source:
         if value is None or value.numel() != 1:
             raise ValueError(f"the rank of the last chunk has a scalar to broadcast, not {value!r}")
-        known = value.detach().to(device, dtype).reshape(()).clone()
-    dist.broadcast(known, group=group, group_src=source)
-    return known
+        scalar = value.detach().to(device, dtype).reshape(()).clone()
+    dist.broadcast(scalar, group=group, group_src=source)
+    return scalar
 
 
 def _in_rounds(num_chunks: int, num_microbatches: int, per_round: int) -> Iterator[tuple[int, int]]:

@@ -62,10 +62,10 @@ def check_tensors(tensors: tuple[torch.Tensor, ...], specs: tuple[TensorSpec, ..
     Raises:
         RuntimeError: if they are not; the receiver would wait, or read something else.
     """
-    found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    actual = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
     expected = tuple((spec.shape, spec.dtype) for spec in specs)
-    if found != expected:
-        raise RuntimeError(f"chunk {chunk} returned tensors of shape and dtype {found}, expected {expected}")
+    if actual != expected:
+        raise RuntimeError(f"chunk {chunk} returned tensors of shape and dtype {actual}, expected {expected}")
 
 
 def check_chunks(stages: Sequence[StageRunner], *, schedule: str, num_chunks: int, rank: int, num_ranks: int) -> None:
@@ -79,9 +79,9 @@ def check_chunks(stages: Sequence[StageRunner], *, schedule: str, num_chunks: in
         for chunk in range(num_chunks)
         if rank_of_chunk(schedule, chunk, num_ranks=num_ranks, num_chunks=num_chunks) == rank
     ]
-    found = sorted(stage.index for stage in stages)
-    if found != expected:
+    actual = sorted(stage.index for stage in stages)
+    if actual != expected:
         raise ValueError(
-            f"pipeline rank {rank} of {num_ranks} was given chunks {found}, "
+            f"pipeline rank {rank} of {num_ranks} was given chunks {actual}, "
             f"but under {schedule} with {num_chunks} chunks it holds {expected}"
         )

@@ -91,11 +91,11 @@ class PipelineStage(PipelineStageBase):
         received, outputs = self._ran.pop(bwd_chunk_id)
         gradients = self._output_gradients(bwd_chunk_id, outputs)
         if full_backward:
-            found = backward(outputs, gradients, received)
+            input_gradients = backward(outputs, gradients, received)
         else:
-            found, self._weight_backwards[bwd_chunk_id] = input_backward(outputs, gradients, received)
+            input_gradients, self._weight_backwards[bwd_chunk_id] = input_backward(outputs, gradients, received)
         if not self.is_first:
-            self._input_gradients[bwd_chunk_id] = found
+            self._input_gradients[bwd_chunk_id] = input_gradients
         self.record(Action("B" if full_backward else "I", self.stage_index, bwd_chunk_id))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

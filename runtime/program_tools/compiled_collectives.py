@@ -53,8 +53,8 @@ def _reduce_scatter(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.T
 
 
 def _exchange(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
-    each = [1] * axis.size
-    parts = _c10d.all_to_all_single(torch.stack(x.chunk(axis.size, dst)), each, each, axis.group)
+    split_sizes = [1] * axis.size
+    parts = _c10d.all_to_all_single(torch.stack(x.chunk(axis.size, dst)), split_sizes, split_sizes, axis.group)
     return torch.cat(_c10d.wait_tensor(parts).unbind(), src)
 
 
@@ -86,7 +86,7 @@ _MOVES: dict[tuple[str, str], Callable[[torch.Tensor, _Axis, Any, Any], torch.Te
 
 
 def _move(x: torch.Tensor, axis: _Axis, src: Type, dst: Type) -> torch.Tensor:
-    letters = tuple("S" if isinstance(each, int) else each for each in (src, dst))
+    letters = tuple("S" if isinstance(spmd_type, int) else spmd_type for spmd_type in (src, dst))
     return _MOVES[letters](x, axis, src, dst)  # type: ignore[index]
 
 

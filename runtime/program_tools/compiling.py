@@ -63,14 +63,14 @@ def as_compiled(
 
 
 def _compiled_forward(block: type[Block], device_mesh: DeviceMesh, recompute: str, backend: str) -> Callable[..., Any]:
-    found = _compiled.setdefault(block, {})
+    by_setting = _compiled.setdefault(block, {})
     key = (device_mesh, recompute, backend)
-    if key not in found:
+    if key not in by_setting:
         forward = _traceable(block.forward, device_mesh)
-        found[key] = torch.compile(
+        by_setting[key] = torch.compile(
             _REMAKING[recompute](forward), fullgraph=_calls_no_operators(block), dynamic=False, backend=backend
         )
-    return found[key]
+    return by_setting[key]
 
 
 _GATHERS = frozenset({"all_gather_into_tensor", "all_to_all_single"})

@@ -120,11 +120,11 @@ class _ValueSource:
         if self.made is None:
             with torch.no_grad():
                 self.made, self.open = self.make(), self.kept
-        made = self.made
+        tensors = self.made
         self.open -= 1
         if not self.open:
             self.made = None
-        return made
+        return tensors
 
 
 class _Part:
@@ -135,9 +135,9 @@ class _Part:
         self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def tensor(self) -> torch.Tensor:
-        made = self.source.take()[self.index]
-        whole = (made.size(), made.stride(), made.storage_offset())
-        return made if self.geometry == whole else made.as_strided(*self.geometry)
+        base = self.source.take()[self.index]
+        whole = (base.size(), base.stride(), base.storage_offset())
+        return base if self.geometry == whole else base.as_strided(*self.geometry)
 
 
 class _Regathering(TorchFunctionMode):
@@ -156,8 +156,8 @@ class _Regathering(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in self.collectives and result is not args[0]:
             part = self.part(args[0])
-            given = args[0].detach() if part is None else part
-            self.add((result,), _ValueSource(lambda: (func(_unpack(given), *args[1:], **kwargs),), part))
+            operand = args[0].detach() if part is None else part
+            self.add((result,), _ValueSource(lambda: (func(_unpack(operand), *args[1:], **kwargs),), part))
         return result
 
     def part(self, tensor: torch.Tensor) -> _Part | None:
@@ -173,8 +173,8 @@ class _Regathering(TorchFunctionMode):
         return part
 
 
-def _unpack(kept: _Part | torch.Tensor) -> torch.Tensor:
-    return kept.tensor() if isinstance(kept, _Part) else kept
+def _unpack(packed: _Part | torch.Tensor) -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, _Part) else packed
 
 
 def _run_regathering(function: Callable[..., Any], collectives: Sequence[Callable[..., Any]], *tensors: Any) -> Any:
@@ -282,9 +282,9 @@ class _Sending(TorchFunctionMode):
             self.found[_storage(result)] = sent
         return result
 
-    def see(self, kept: torch.Tensor) -> None:
+    def see(self, saved: torch.Tensor) -> None:
         """Autograd would keep this tensor."""
-        sent = self.found.get(_storage(kept))
+        sent = self.found.get(_storage(saved))
         if sent is not None:
             sent.send_again()
 

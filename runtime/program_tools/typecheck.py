@@ -64,9 +64,9 @@ def _check(program: Program, entry: Any, *, mesh_shape: MeshShape) -> None:
         weights.put(state.path, tensor)
         tensors.append((tensor, state.placement))
     arguments = [_meta(spec.local_shape, spec.dtype) for spec in program.inputs]
-    for argument, given in zip(arguments, program.inputs):
-        argument.requires_grad_(given.requires_grad)
-        tensors.append((argument, given.placement))
+    for argument, input_spec in zip(arguments, program.inputs):
+        argument.requires_grad_(input_spec.requires_grad)
+        tensors.append((argument, input_spec.placement))
     constants = [_meta(spec.local_shape, spec.dtype) for spec in program.constants]
     tensors.extend((tensor, spec.placement) for tensor, spec in zip(constants, program.constants))
     with spmd.checker.typecheck(local=True):
@@ -83,14 +83,14 @@ def _check_output(spec: OutputSpec, output: torch.Tensor, program: Program) -> N
             f"output {spec.path!r} is {list(output.shape)} {output.dtype}, expected {list(spec.local_shape)} "
             f"torch.{spec.dtype}"
         )
-    wanted = local_types(spec.placement, program.mesh)
-    given = {axis: spmd.get_axis_local_type(output, axis) for axis in wanted}
-    for axis, wanted_type in wanted.items():
+    planned = local_types(spec.placement, program.mesh)
+    actual = {axis: spmd.get_axis_local_type(output, axis) for axis in planned}
+    for axis, wanted_type in planned.items():
         # Where no gradient flows, R and I are one.
-        alike = not output.requires_grad and {given[axis], wanted_type} == {spmd.R, spmd.I}
-        if given[axis] != wanted_type and not alike:
+        alike = not output.requires_grad and {actual[axis], wanted_type} == {spmd.R, spmd.I}
+        if actual[axis] != wanted_type and not alike:
             raise ProgramTypeError(
-                f"output {spec.path!r} is {given[axis]} on mesh axis {axis}, planned was "
+                f"output {spec.path!r} is {actual[axis]} on mesh axis {axis}, planned was "
                 f"{describe(spec.placement, program.mesh)}"
             )
 
@@ -110,10 +110,10 @@ def _meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 def _emitted_line(program: Program, error: BaseException) -> str:
     """The emitted line at which ``error`` came up."""
-    trace, found = error.__traceback__, ""
+    trace, line_text = error.__traceback__, ""
     lines = program.source.splitlines()
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == program.filename:
-            found = f"line {trace.tb_lineno} of the emitted program: {lines[trace.tb_lineno - 1].strip()}"
+            line_text = f"line {trace.tb_lineno} of the emitted program: {lines[trace.tb_lineno - 1].strip()}"
         trace = trace.tb_next
-    return found
+    return line_text

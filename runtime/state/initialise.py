@@ -23,15 +23,15 @@ def initialised_tensors(model: nn.Module, *, seed: int, names: Collection[str]) 
     initialise = initialiser_of_model(model)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        own = tensors_of(module)
-        asked = [name for name, tensor in own.items() if tensor is not None and prefix + name in names]
-        if not asked:
+        module_tensors = tensors_of(module)
+        requested = [name for name, tensor in module_tensors.items() if tensor is not None and prefix + name in names]
+        if not requested:
             continue
         real = _initialised(module, path, initialise, seed=seed, before=0)
         # Numbers that show what was not filled; other dtypes have none that could not be meant.
-        floating = all(getattr(real, name).is_floating_point() for name in asked)
+        floating = all(getattr(real, name).is_floating_point() for name in requested)
         other = real if floating else _initialised(module, path, initialise, seed=seed, before=1)
-        for name in asked:
+        for name in requested:
             tensor = getattr(real, name).detach()
             unfilled = tensor.isnan().any() if floating else not torch.equal(tensor, getattr(other, name))
             if not unfilled:

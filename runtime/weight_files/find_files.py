@@ -24,21 +24,23 @@ def files_by_name(path: str | Path) -> dict[str, Path] | Path:
     Raises:
         ValueError: if there is none, or more than one that could be meant, or the index names files that are missing.
     """
-    given = Path(path)
-    if given.is_dir():
-        given = _in_directory(given)
-    if not given.exists():
-        raise ValueError(f"there is no {given}: give a safetensors file, its index, or the directory they are in")
-    if not given.name.endswith(".json"):
-        return given
+    file_or_folder = Path(path)
+    if file_or_folder.is_dir():
+        file_or_folder = _in_directory(file_or_folder)
+    if not file_or_folder.exists():
+        raise ValueError(
+            f"there is no {file_or_folder}: give a safetensors file, its index, or the directory they are in"
+        )
+    if not file_or_folder.name.endswith(".json"):
+        return file_or_folder
     try:
-        weight_map = read_json(given)["weight_map"]
-        files = {str(name): given.parent / _plain_name(file) for name, file in weight_map.items()}
+        weight_map = read_json(file_or_folder)["weight_map"]
+        files = {str(name): file_or_folder.parent / _plain_name(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{given} is not an index of safetensors files ({error})") from error
+        raise ValueError(f"{file_or_folder} is not an index of safetensors files ({error})") from error
     absent = sorted({file.name for file in files.values() if not file.exists()})
     if absent:
-        raise ValueError(f"{given} names files that are not there: {', '.join(absent[:3])}")
+        raise ValueError(f"{file_or_folder} names files that are not there: {', '.join(absent[:3])}")
     return files
 
 
@@ -57,11 +59,11 @@ def _in_directory(directory: Path) -> Path:
     for preferred in (directory / (STEM + SUFFIX), directory / (STEM + INDEX_SUFFIX)):
         if preferred.exists():
             return preferred
-    found = sorted(directory.glob("*" + INDEX_SUFFIX)) or sorted(directory.glob("*" + SUFFIX))
-    if len(found) != 1:
-        what = "no safetensors files" if not found else f"several ({', '.join(file.name for file in found[:3])})"
+    matches = sorted(directory.glob("*" + INDEX_SUFFIX)) or sorted(directory.glob("*" + SUFFIX))
+    if len(matches) != 1:
+        what = "no safetensors files" if not matches else f"several ({', '.join(file.name for file in matches[:3])})"
         raise ValueError(f"{directory} has {what}: give the one to load, or the index of a set")
-    return found[0]
+    return matches[0]
 
 
 def model_names(stored: Collection[str], names: Collection[str], *, prefix: str | None = None) -> dict[str, str]:
@@ -70,38 +72,42 @@ def model_names(stored: Collection[str], names: Collection[str], *, prefix: str 
     A base model's file may be loaded into a model with a head (``layers.0`` for ``model.layers.0``), and the other way
     round. That prefix is taken which makes most stored names known; if two do as well, names stay as they are.
     """
-    known, given = set(names), set(stored)
-    if known <= given:
-        return {name: name for name in given}
-    adding = [_added(given, known, head) for head in _heads(known - given) if prefix in (None, head)]
-    stripping = [_stripped(given, known, head) for head in _heads(given - known) if prefix in (None, head)]
-    best, most, tied = {name: name for name in given}, len(given & known), False
+    own_names, stored_names = set(names), set(stored)
+    if own_names <= stored_names:
+        return {name: name for name in stored_names}
+    adding = [
+        _added(stored_names, own_names, head) for head in _heads(own_names - stored_names) if prefix in (None, head)
+    ]
+    stripping = [
+        _stripped(stored_names, own_names, head) for head in _heads(stored_names - own_names) if prefix in (None, head)
+    ]
+    best, most, tied = {name: name for name in stored_names}, len(stored_names & own_names), False
     for renamed in (*adding, *stripping):
         # Two stored names for one of the model's: not the same model under a prefix.
         if len(set(renamed.values())) < len(renamed):
             continue
-        count = len(set(renamed.values()) & known)
+        count = len(set(renamed.values()) & own_names)
         if count > most:
             best, most, tied = renamed, count, False
         elif count == most and renamed != best:
             tied = True
-    return {name: name for name in given} if tied else best
+    return {name: name for name in stored_names} if tied else best
 
 
 def _heads(names: Iterable[str]) -> list[str]:
     return sorted({name.partition(".")[0] for name in names if "." in name})
 
 
-def _added(given: set[str], known: set[str], prefix: str) -> dict[str, str]:
-    return {name: f"{prefix}.{name}" if name not in known and f"{prefix}.{name}" in known else name for name in given}
+def _added(stored: set[str], names: set[str], prefix: str) -> dict[str, str]:
+    return {name: f"{prefix}.{name}" if name not in names and f"{prefix}.{name}" in names else name for name in stored}
 
 
-def _stripped(given: set[str], known: set[str], prefix: str) -> dict[str, str]:
+def _stripped(stored: set[str], names: set[str], prefix: str) -> dict[str, str]:
     return {
         name: name.removeprefix(f"{prefix}.")
-        if name not in known and name.removeprefix(f"{prefix}.") in known
+        if name not in names and name.removeprefix(f"{prefix}.") in names
         else name
-        for name in given
+        for name in stored
     }
 
 

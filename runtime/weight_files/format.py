@@ -136,16 +136,16 @@ def read_exactly(descriptor: int, target: memoryview, begin: int) -> None:
     Raises:
         ValueError: if the file ends before.
     """
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], begin + done)
+    num_read = 0
+    while num_read < len(target):
+        count = os.preadv(descriptor, [target[num_read:]], begin + num_read)
         if count == 0:
             raise ValueError("the file was cut short while it was read")
-        done += count
+        num_read += count
 
 
 def write_exactly(descriptor: int, source: memoryview, begin: int) -> None:
     """Put all of ``source`` at ``begin`` in a file."""
-    done = 0
-    while done < len(source):
-        done += os.pwrite(descriptor, source[done:], begin + done)
+    num_written = 0
+    while num_written < len(source):
+        num_written += os.pwrite(descriptor, source[num_written:], begin + num_written)

@@ -19,9 +19,9 @@ from runtime.torch_compat.model_internals import tensors_to_ignore
 def hugging_face_names(model: nn.Module) -> dict[str, Any]:
     """Arguments ``prefix``, ``ignore`` and ``rename`` of ``load_weights``, as far as ``model`` tells them."""
     patterns = tensors_to_ignore(model)
-    kept = model.state_dict().keys()
+    saved_names = model.state_dict().keys()
     # Files of older versions hold buffers that are computed today.
-    patterns.extend(f"^{re.escape(name)}$" for name, _ in model.named_buffers() if name not in kept)
+    patterns.extend(f"^{re.escape(name)}$" for name, _ in model.named_buffers() if name not in saved_names)
     prefix = getattr(model, "base_model_prefix", None)
     return {"prefix": prefix, "ignore": patterns, "rename": _renaming(model)}
 

@@ -91,15 +91,15 @@ def _find(
 ) -> tuple[list[_FileSource], LoadedFiles]:
     headers = _Headers(files_by_name(path))
     stored_as = _stored_names(headers.names, names, prefix=prefix, rename=rename)
-    wanted, missing = {}, []
+    piece_of, missing = {}, []
     for piece in owned:
         if not piece.persistent:
             continue
-        found = next((stored_as[name] for name in (piece.name, *piece.aliases) if name in stored_as), None)
-        if found is None:
+        stored_name = next((stored_as[name] for name in (piece.name, *piece.aliases) if name in stored_as), None)
+        if stored_name is None:
             missing.append(piece.name)
         else:
-            wanted[found] = piece
+            piece_of[stored_name] = piece
     held_beside = {name for piece in owned for name in (piece.name, *piece.aliases)}
     unexpected = without((stored_as[name] for name in stored_as.keys() - set(names) - held_beside), ignore)
     if strict and (missing or unexpected):
@@ -107,8 +107,8 @@ def _find(
             f"{path} does not fit the model: missing {_few(missing)}, unexpected {_few(unexpected)}; "
             "strict=False takes what fits"
         )
-    stored_tensors = headers.tensors(wanted)
-    sources = [_FileSource(piece, stored_tensors[name]) for name, piece in wanted.items()]
+    stored_tensors = headers.tensors(piece_of)
+    sources = [_FileSource(piece, stored_tensors[name]) for name, piece in piece_of.items()]
     for source in sources:
         _check(source)
     return sources, LoadedFiles(headers.bytes_read, tuple(missing), tuple(unexpected))
@@ -118,22 +118,22 @@ def _stored_names(
     stored: Collection[str], names: Collection[str], *, prefix: str | None, rename: Callable[[str], str] | None
 ) -> dict[str, str]:
     """The stored name of every name of the model's that the files have, and of names that the model has not."""
-    known = set(names)
-    renamed = {name: name if rename is None or name in known else rename(name) for name in stored}
-    of_model = model_names(renamed.values(), known, prefix=prefix)
-    found: dict[str, str] = {}
+    own_names = set(names)
+    renamed = {name: name if rename is None or name in own_names else rename(name) for name in stored}
+    of_model = model_names(renamed.values(), own_names, prefix=prefix)
+    stored_as: dict[str, str] = {}
     for name, new in renamed.items():
-        found.setdefault(of_model[new], name)
-    return found
+        stored_as.setdefault(of_model[new], name)
+    return stored_as
 
 
 class _Headers:
     """The headers of a set of files, each read when it is asked for."""
 
-    def __init__(self, found: Mapping[str, Path] | Path) -> None:
+    def __init__(self, files: Mapping[str, Path] | Path) -> None:
         self.bytes_read = 0
         self._known: dict[Path, dict[str, Stored]] = {}
-        self.files = dict.fromkeys(self._header(found), found) if isinstance(found, Path) else dict(found)
+        self.files = dict.fromkeys(self._header(files), files) if isinstance(files, Path) else dict(files)
         self.names = self.files.keys()
 
     def _header(self, file: Path) -> dict[str, Stored]:
@@ -144,14 +144,14 @@ class _Headers:
 
     def tensors(self, names: Collection[str]) -> dict[str, Stored]:
         """Where the named tensors are."""
-        found: dict[str, Stored] = {}
+        tensors_by_name: dict[str, Stored] = {}
         for file, inside in tensors_by_file(self.files, names).items():
             header = self._header(file)
             absent = [name for name in inside if name not in header]
             if absent:
                 raise ValueError(f"{file} has no {_few(absent)}, though the index says so")
-            found.update((name, header[name]) for name in inside)
-        return found
+            tensors_by_name.update((name, header[name]) for name in inside)
+        return tensors_by_name
 
 
 def _check(source: _FileSource) -> None:

@@ -13,7 +13,7 @@ def named_alike(owned: Sequence[Owned], names: Sequence[str]) -> list[Owned]:
     places = {name: place for place, name in enumerate(names)}
 
     def renamed(piece: Owned) -> Owned:
-        known = sorted((piece.name, *piece.aliases), key=lambda name: places.get(name, len(places)))
-        return dataclasses.replace(piece, name=known[0], aliases=tuple(known[1:]))
+        ordered = sorted((piece.name, *piece.aliases), key=lambda name: places.get(name, len(places)))
+        return dataclasses.replace(piece, name=ordered[0], aliases=tuple(ordered[1:]))
 
     return [renamed(piece) if piece.aliases else piece for piece in owned]

@@ -119,20 +119,20 @@ def _stored_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtyp
 
 def _agreed(parts: Sequence[Sequence[tuple[_Tensor, int]]], order: Sequence[str]) -> list[_Tensor]:
     """All tensors of all ranks, in order."""
-    known: dict[str, _Tensor] = {}
+    by_name: dict[str, _Tensor] = {}
     elements: dict[str, int] = {}
     for tensor, count in (entry for part in parts for entry in part):
-        if known.setdefault(tensor.name, tensor) != tensor:
-            raise ValueError(f"ranks disagree on {tensor.name!r}: {known[tensor.name]} and {tensor}")
+        if by_name.setdefault(tensor.name, tensor) != tensor:
+            raise ValueError(f"ranks disagree on {tensor.name!r}: {by_name[tensor.name]} and {tensor}")
         elements[tensor.name] = elements.get(tensor.name, 0) + count
-    for name, tensor in known.items():
+    for name, tensor in by_name.items():
         if elements[name] != math.prod(tensor.shape):
             raise ValueError(
                 f"ranks write {elements[name]} elements of {name!r}, which has {math.prod(tensor.shape)}: "
                 "every part must have one primary owner"
             )
     places = {name: place for place, name in enumerate(order)}
-    return sorted(known.values(), key=lambda tensor: places.get(tensor.name, len(places)))
+    return sorted(by_name.values(), key=lambda tensor: places.get(tensor.name, len(places)))
 
 
 def _files(folder: Path, tensors: Sequence[_Tensor], max_file_bytes: int) -> list[_File]:
@@ -211,9 +211,9 @@ def _finish(files: Sequence[_File], folder: Path, tensors: Sequence[_Tensor]) ->
         write_text(index, _index(files, tensors))
     else:
         index.unlink(missing_ok=True)
-    kept = {file.path for file in files}
+    written = {file.path for file in files}
     for old in (*folder.glob(f"{STEM}-*-of-*{SUFFIX}"), folder / (STEM + SUFFIX)):
-        if old not in kept:
+        if old not in written:
             old.unlink(missing_ok=True)
 
 

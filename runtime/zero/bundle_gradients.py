@@ -59,8 +59,8 @@ class Gradients:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held from one micro-batch to the next."""
-        held = (self._buffer, self._reduced)
-        return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
+        buffers = (self._buffer, self._reduced)
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Add the whole gradients of some parameters, by place; without gradients of their own."""
@@ -152,12 +152,12 @@ class Gradients:
         self._reduced, self._reduced_of = None, set()
 
     def _pairs(
-        self, buffer: torch.Tensor, given: Mapping[int, torch.Tensor]
+        self, buffer: torch.Tensor, gradients: Mapping[int, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if self._pieces:
-            return self._layout.scatter_pairs(buffer, given)
+            return self._layout.scatter_pairs(buffer, gradients)
         wholes = self._wholes(buffer)
-        return [wholes[place] for place in given], [*given.values()]
+        return [wholes[place] for place in gradients], [*gradients.values()]
 
     def _wholes(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's whole gradient in a buffer."""

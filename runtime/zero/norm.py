@@ -34,20 +34,20 @@ def gradient_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above zero (or infinity), got {norm_type}")
-    own = list(parameters)
+    owners = list(parameters)
     counted = [
         (owner.grad, counts)
-        for owner, counts in own
+        for owner, counts in owners
         if counts is not False and owner.grad is not None and owner.grad.numel()
     ]
-    device = own[0][0].device if own else torch.device("cpu")
+    device = owners[0][0].device if owners else torch.device("cpu")
     norms = [norm.to(device, torch.float64) for norm in _norms([gradient for gradient, _ in counted], norm_type)]
     norms = [norm if counts is True else norm * counts for norm, (_, counts) in zip(norms, counted)]
-    each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         # The largest of a number and NaN depends on their order; infinity says as much.
-        return group.wait(group.all_reduce(each.max().nan_to_num(nan=math.inf, posinf=math.inf), "max"))
-    return group.wait(group.all_reduce(each.pow(norm_type).sum())).pow(1.0 / norm_type)
+        return group.wait(group.all_reduce(stacked.max().nan_to_num(nan=math.inf, posinf=math.inf), "max"))
+    return group.wait(group.all_reduce(stacked.pow(norm_type).sum())).pow(1.0 / norm_type)
 
 
 def clip_gradients(
@@ -67,15 +67,15 @@ def clip_gradients(
             also if the norm is not finite.
     """
     check_max_norm(max_norm)
-    own = list(parameters)
-    norm = gradient_norm(own, group, norm_type=norm_type)
+    owners = list(parameters)
+    norm = gradient_norm(owners, group, norm_type=norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise ValueError(
             f"the gradients' norm of order {norm_type} is {float(norm)}: some gradient is infinite or not a number; "
             "lower the learning rate or the loss scale, or pass error_if_nonfinite=False to clip all the same"
         )
     scale = (max_norm / (norm + _SMALL)).clamp(max=1.0)
-    for gradients in _by_kind([owner.grad for owner, _ in own if owner.grad is not None]):
+    for gradients in _by_kind([owner.grad for owner, _ in owners if owner.grad is not None]):
         scale_all(gradients, scale.to(gradients[0].device, gradients[0].dtype))
     return norm
 
@@ -91,11 +91,11 @@ def check_max_norm(max_norm: float, name: str = "max_norm") -> None:
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each, in order; narrow ones are added up in float32."""
-    found: dict[int, torch.Tensor] = {}
+    norm_of: dict[int, torch.Tensor] = {}
     for some in _by_kind(gradients):
         dtype = torch.promote_types(some[0].dtype, torch.float32)
-        found.update(zip(map(id, some), norm_of_all(some, norm_type, dtype=dtype)))
-    return [found[id(gradient)] for gradient in gradients]
+        norm_of.update(zip(map(id, some), norm_of_all(some, norm_type, dtype=dtype)))
+    return [norm_of[id(gradient)] for gradient in gradients]
 
 
 def _by_kind(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
