@@ -134,7 +134,7 @@ class Player:
         return self.compute - (self.first or 0.0) - self.occupied
 
     def advance(self, ends: list[float]) -> bool:
-        """Run actions until one waits for another rank; ``done`` has the times of all, −1 for not yet."""
+        """Run actions until one waits for another rank; ``ends`` has the end times of all actions, −1 for not yet."""
         order = self.program.order
         operations = self.operations
         place, compute, communication, issue = self.place, self.compute, self.communication, self.issue

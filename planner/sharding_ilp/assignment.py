@@ -18,7 +18,7 @@ PHASES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Conversion:
-    """One step of a stream's tree: how often it is done forward and backward (0: never)."""
+    """One step of a stream's tree, and how often it runs forward and backward (0: never)."""
 
     arc: Arc
     copies: int
@@ -36,7 +36,7 @@ class Assignment:
 
 
 def read_choices(ilp: ShardingIlp, values: list[float]) -> dict[str, Option]:
-    """The option of each element in a solution (of a fractional one, the largest)."""
+    """The option of each element in a solution; in a fractional one, the option with the largest share."""
     chosen = {}
     for name, columns in ilp.x.items():
         position = max(range(len(columns)), key=lambda index: (values[columns[index]], -index))
@@ -45,7 +45,7 @@ def read_choices(ilp: ShardingIlp, values: list[float]) -> dict[str, Option]:
 
 
 def whole_choices(problem: Problem) -> dict[str, Option]:
-    """Everything whole on every device, as far as the options allow it."""
+    """The option of every element that shards least."""
 
     def divided(option: Option) -> int:
         places = (*option.inputs, *option.outputs)
@@ -142,7 +142,7 @@ def stream_tree(
 
 
 class _Counts(dict[int, tuple[int, int]]):
-    """Mask of ends → how often a step before them is done, forward and backward."""
+    """Mask of ends → how often the step before them runs, forward and backward."""
 
     def __init__(self, parts: list[tuple[str, int, frozenset[int]]], users: list[frozenset[int]]) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ Bundles = Mapping[str, int]
 def bundles_of(graph: Graph) -> Bundles:
     """The bundles of a graph whose plan is on a given mesh; every copy of a repeated block is a unit.
 
-    A parameter that several units use is a bundle of its own. Priced are all plans alike, however they group copies.
+    A parameter that several units use is a bundle of its own. All plans are priced this way, however they group copies.
     """
     runs = find_blocks(graph)
     parameters = {

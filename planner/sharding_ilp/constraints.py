@@ -1,7 +1,7 @@
 """What the user demands of a plan, as filters on the options of elements.
 
-``{pattern: {axis: demand}}``. A pattern is a glob (``*`` matches dots too). The first of these that it matches
-anything of is meant:
+``{pattern: {axis: demand}}``. A pattern is a glob (``*`` matches dots too). It stands for the first of these kinds in
+which it matches anything:
 
 * paths of parameters and buffers: the placement they are stored in;
 * ``output``, ``output:<path>`` or an output path; ``input:<path>`` or an input path: its placement;
@@ -94,7 +94,7 @@ def _in_module(path: str, pattern: str) -> bool:
 
 
 def foldable_runs(graph: Graph, runs: Sequence[BlockRun], patterns: Collection[str]) -> tuple[BlockRun, ...]:
-    """The runs whose copies all stand under the same constraints; the others have to be planned one by one."""
+    """The runs whose copies all have the same constraints; copies of other runs are planned one by one."""
     matched = [match(graph, pattern) for pattern in patterns]
     foldable = []
     for run in runs:
@@ -108,7 +108,7 @@ def foldable_runs(graph: Graph, runs: Sequence[BlockRun], patterns: Collection[s
 
 
 def folded_as(runs: tuple[BlockRun, ...], graph: Graph, plan: Plan) -> tuple[BlockRun, ...]:
-    """``runs`` with so many copies as one that the others are placed as those are in ``plan``; dropped if none are."""
+    """``runs`` folded to the shortest group of copies that ``plan`` repeats; runs without such a group are dropped."""
     keys = {node.name: node.key for node in graph.nodes}
     paths = {state.value.name: state.path for state in graph.states}
     strategies = _pinned_nodes(plan)
@@ -150,7 +150,7 @@ def user_constraints(problem: Problem, mesh: MeshShape, demands: Demands) -> lis
 
 
 def _check_words(pattern: str, demand: Any) -> None:
-    """Refuse what can be neither a type nor the label of a choice; labels are in small letters."""
+    """Refuse what can be neither a type nor the label of a choice; labels are lower case."""
     words = [demand] if isinstance(demand, str) else demand
     for word in words if isinstance(words, Iterable) else [words]:
         if word == "S" or (isinstance(word, str) and any(letter.islower() for letter in word)):
@@ -234,7 +234,7 @@ def cut_every_matmul(problem: Problem, mesh: MeshShape) -> Constraint:
 
 
 def keep_plan(problem: Problem, plan: Plan) -> Constraint:
-    """Parameters where ``plan`` has them, and its strategies where an operator (still) has them to choose."""
+    """Keep the plan's parameter placements, and its strategies for operators that still offer them."""
     constraint = Constraint("pinned plan")
     nodes = _pinned_nodes(plan)
     for name, element in problem.elements.items():
@@ -272,7 +272,7 @@ def _same(option: Option, element: Element, planned: tuple[str, ...]) -> bool:
 
 
 def apply_constraints(problem: Problem, constraints: Iterable[Constraint]) -> dict[str, list[Option]]:
-    """The options left of every element under ``constraints``; the problem's own are not touched."""
+    """The options of every element that satisfy ``constraints``; the problem itself is unchanged."""
     options = {name: list(element.options) for name, element in problem.elements.items()}
     for constraint in constraints:
         for name, filters in constraint.filters.items():

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from planner.sharding_ilp.lattice import Arc, Lattice
 
-#: More distinct ends than this are joined one by one.
+#: Above this many distinct ends, ends are joined one by one.
 MAX_EXACT_ENDS = 7
-#: Of equally cheap trees the one with fewest steps is taken: a step costs this much of the dearest arc.
+#: Breaks ties in favour of fewer steps: each step adds this share of the dearest arc's cost.
 TIE_BREAK = 1e-12
 
 #: Cost of an arc for a set of ends (a bit mask) that go through it.
@@ -87,7 +87,7 @@ class _TreeSearch:
         return costs, choice
 
     def _join(self, tree: dict[int, tuple[Arc, int]], arc: Arc, mask: int) -> None:
-        """Add an arc; a node that two branches reach keeps its first way in, which then serves both."""
+        """Add an arc; a node that two branches reach keeps its first incoming arc, which then serves both."""
         node, present = arc.target, tree.get(arc.target)
         tree[node] = (arc, mask) if present is None else (present[0], present[1] | mask)
 

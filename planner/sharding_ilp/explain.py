@@ -34,7 +34,7 @@ class ShardingDemands:
         return texts
 
     def keep(self, parts: Collection[str]) -> ShardingDemands:
-        """Only the parts named."""
+        """The demands with only the named parts."""
         return ShardingDemands(
             tuple(constraint for constraint in self.constraints if constraint.text in parts),
             tuple(name for name in self.forbidden if f"forbid_collectives={name!r}" in parts),
@@ -96,7 +96,7 @@ def _advice(problem: Problem, demands: ShardingDemands, conflict: Sequence[str],
 
 
 def least_memory(problem: Problem, demands: ShardingDemands, pricing: Pricing) -> float | None:
-    """Bytes that a plan takes at least under ``demands`` (its own memory limit left aside), None if there is none."""
+    """Least bytes that a plan takes under ``demands`` without their memory limit; None if no plan meets them."""
     restricted_problem = restricted(problem, demands)
     if restricted_problem is None:
         return None

@@ -3,7 +3,7 @@
 Folding every copy into one makes depth cost nothing, but forbids what differs from copy to copy, such as columns and
 rows that alternate. The relaxation of ``unfolded`` bounds what that may cost. Where it may cost much, two, three and
 four copies are tried as one, then (if the program stays small) every copy by itself; the first that comes near the
-bound is taken. Sizes and bounds decide, so that the same inputs give the same plan; the clock only ends it.
+bound is taken. Sizes and bounds decide, so that the same inputs give the same plan; the clock only stops the search.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NEAR_BOUND = 1e-3
 PERIODS = (2, 3, 4)
 #: Programs of more variables than this are not tried.
 MAX_VARIABLES = 30_000
-#: A plan must be so much better (relatively) to be taken over one that repeats shorter blocks.
+#: Relative improvement that a plan needs to replace one that repeats shorter blocks.
 BETTER = 1e-6
-#: Status of a plan that is the best with the copies of its blocks alike, where unlike copies are not proved worse.
+#: Status of a plan that is proved best among those with equal copies, but not among those with unequal copies.
 BEST_OF_ALIKE = "optimal with alike copies"
 
 
@@ -56,7 +56,7 @@ class Solved:
         return BEST_OF_ALIKE if is_folded else self.solution.status
 
 
-#: Solves with these runs folded, in at most so many seconds; None if that has no solution.
+#: Solves the program with these runs folded, within so many seconds; None if it has no solution.
 SolveFolded = Callable[[tuple[BlockRun, ...], float], Solved | None]
 
 
@@ -68,7 +68,7 @@ def unfolded_bound(ilp: ShardingIlp, lattices: Lattices, *, memory_limit: float 
 
 
 def best_folding(first: Solved, runs: tuple[BlockRun, ...], solve_folded: SolveFolded, *, time_limit: float) -> Solved:
-    """``first`` (every copy alike), or what is better with longer blocks; ``bound`` stays the best that is known."""
+    """``first`` (every copy alike), or a better solution with longer blocks; ``bound`` stays the best one proved."""
     best, bound = first, first.bound
     ends = time.monotonic() + time_limit
     for coarser in _coarser(runs, first.ilp.program.num_variables):

@@ -16,9 +16,9 @@ from planner.sharding_ilp.sharding_prices import Pricing
 if TYPE_CHECKING:
     import numpy as np
 
-#: Values with more placements than this have none looked for between those of their ends.
+#: For values with more placements than this, no placements between those of their ends are searched.
 MAX_PLACEMENTS = 256
-#: A way must be cheaper by this share to count as cheaper.
+#: A path must be cheaper by this share to count as cheaper.
 CHEAPER = 1e-9
 
 

@@ -1,4 +1,4 @@
-"""What each operator may choose from: every combination of one choice per mesh axis that divides, priced."""
+"""The priced options of each operator: every combination of one choice per mesh axis that divides evenly."""
 
 from __future__ import annotations
 

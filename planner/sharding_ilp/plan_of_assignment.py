@@ -40,7 +40,7 @@ def make_plan(
     step: StepPlan | None = None,
     memory_limit: float | None = None,
 ) -> Plan:
-    """The plan that says what ``assignment`` decided, with its costs by part.
+    """The plan that records what ``assignment`` decided, with its costs by part.
 
     Without ``step``, of the whole batch at once; ``memory_limit``: bytes that it was then allowed on a device.
     """
@@ -105,7 +105,7 @@ def _states(problem: Problem, assignment: Assignment, pricing: Pricing) -> dict[
 
 
 def _outputs(problem: Problem, assignment: Assignment) -> dict[str, TensorPlan]:
-    """Outputs in the placement that was asked for, or (beside a loss) as they are made."""
+    """Outputs in the requested placement, or (beside a loss) as they are computed."""
     values, streams = problem.graph.values, problem.streams
     outputs = {}
     for path, name in problem.graph.outputs.items():

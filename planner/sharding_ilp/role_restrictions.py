@@ -137,7 +137,7 @@ def _tensor_axis(mesh: MeshShape) -> int:
 
 
 def _demand(constraint: Constraint, name: str, element: Element, allowed: Filter | None) -> None:
-    """Add a filter unless it (with those before it) leaves nothing."""
+    """Add a filter, unless no option passes it and all earlier filters."""
     if allowed is None:
         return
     filters = [*constraint.filters.get(name, []), allowed]
@@ -196,7 +196,7 @@ def _is_view_of_parameter(problem: Problem, name: str) -> bool:
 def _store_as_used(
     problem: Problem, constraint: Constraint, role_of: Mapping[str, Role], axis: int, baseline: Baseline
 ) -> None:
-    """On the tensor axis a parameter is stored the way its first layer takes it; all others are whole."""
+    """On the tensor axis, store a parameter as its first layer uses it; all other parameters are whole."""
     types_used: dict[str, set[SpmdType]] = {}
     for name in role_of:
         if name not in problem.elements or (role_of[name] == "embedding" and not baseline.vocabulary):

@@ -20,7 +20,7 @@ from passes.rules.rule import AxisChoice, ShardingRule
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
-#: Operators that read as many bytes of a table as they write, however large that is: its place among their inputs.
+#: Operators that read only as many bytes of a table as they write: the table's place among their inputs.
 READS_ROWS = {
     "aten.embedding": 0, "meshwright.embedding": 1, "aten.index_select": 0, "aten.gather": 0, "aten.index": 0,
 }  # fmt: skip
@@ -52,7 +52,7 @@ class Collective:
 
 
 class Pricing:
-    """Prices under one cost model and mesh, remembered.
+    """Prices under one cost model and mesh, cached.
 
     Args:
         bundles: of parameters whose gradients are reduced together, the bytes of all: each is priced as its share of
@@ -73,7 +73,7 @@ class Pricing:
         return self._collectives[key]
 
     def family(self, value: Value) -> str:
-        """Tells values apart whose conversions are priced differently though their shapes are the same."""
+        """A key that differs between values of equal shape whose conversions have different prices."""
         return str(self.bundles.get(value.name, ""))
 
     def step_bytes(self, step: Step, value: Value) -> int:

@@ -88,7 +88,7 @@ class Problem:
         return self.last_to_first.get(name, name)
 
     def needed(self, use: Use) -> list[Placement]:
-        """What ``use`` needs under each option of its element."""
+        """The placement that ``use`` needs under each option of its element."""
         return [option.inputs[use.index] for option in self.elements[use.element].options]
 
     def parts(self, stream: ValueStream) -> list[tuple[str, int, frozenset[int]]]:
@@ -108,7 +108,7 @@ class Problem:
         return [(phase, copies, uses) for (phase, uses), copies in copies_of.items()]
 
     def given(self, stream: ValueStream) -> list[Placement]:
-        """What the source of ``stream`` gives under each of its options."""
+        """The placement that the source of ``stream`` produces under each of its options."""
         return [option.outputs[stream.output] for option in self.elements[stream.source].options]
 
 

@@ -44,7 +44,7 @@ from planner.solvers.linear import LinearProgram
 
 @dataclass
 class ShardingIlp:
-    """The program and where to find its variables.
+    """The program and the columns of its variables.
 
     ``x[element]`` are the columns of its options; ``arcs[stream]`` the columns that say whether an arc of the
     stream's lattice is used.
@@ -141,7 +141,7 @@ class StreamParts:
 
 
 def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
-    """Gather them."""
+    """Compute the parts of ``stream``."""
     roots, needs = problem.given(stream), _needs(problem, stream)
     groups = _groups(problem, stream, needs)
     representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]

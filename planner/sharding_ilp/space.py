@@ -47,7 +47,7 @@ def fill_options(
 
     ``bound_frozen``: where parameters without gradient are stored matters (to a memory limit or a constraint).
 
-    Operators first, then what hands values on, then where values come from: those follow what is asked of them.
+    Operators come first, then carries, then sources: the options of each follow from what its users need.
     """
     filler = _Filler(problem, pricing, offers, bound_frozen, roles or Roles())
     for kind in ("op", "output", "carry", "input", "parameter", "buffer", "constant"):
@@ -121,7 +121,7 @@ class _Filler:
         return [Option(where, (where,), ()) for where in allowed]
 
     def _carry(self, name: str, element: Element) -> list[Option]:
-        """Any type that the block's users ask for or its makers give."""
+        """Any type that a user of the block's value needs or its producer gives."""
         value = self.problem.streams[name].value
         makers = [stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)]
         produced = [where for stream in makers for where in self.problem.given(stream)]

@@ -77,7 +77,7 @@ def step_on_mesh(
 
 
 def _limits(cluster: Mapping[str, Any], dtype: str) -> tuple[float, float]:
-    """Flops per second and bytes of one device, as far as ``cluster`` tells."""
+    """Flops per second and bytes of one device; None for what ``cluster`` does not say."""
     try:
         device = Cluster.from_dict(dict(cluster)).device
     except ValueError:
@@ -86,7 +86,7 @@ def _limits(cluster: Mapping[str, Any], dtype: str) -> tuple[float, float]:
 
 
 def _local_batch(samples: int, mesh: MeshShape, inputs: Mapping[str, TensorPlan]) -> int:
-    """The most samples of any input that a device has."""
+    """The largest number of samples that a device holds of any input."""
     local = [samples]
     for tensor in inputs.values():
         if tensor.shape and tensor.shape[0] == samples:

@@ -11,7 +11,8 @@ OPTIMAL, EFFORT_LIMIT, TIME_LIMIT = "optimal", "stopped by effort limit", "stopp
 STOPPED = (EFFORT_LIMIT, TIME_LIMIT)
 #: ``Solution.status`` where the solver ended by itself, but not at the bound.
 UNPROVED = "not proved to be the best"
-#: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About so much takes a second.
+#: Effort of a solver: simplex iterations × entries of the program, which needs no clock. About this much takes a
+#: second.
 SECOND = 1.6e8
 
 

@@ -22,11 +22,11 @@ from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, TIME_LIMIT, UNPROVED, 
 HIGHS = "HiGHS"
 #: PuLP's names of the solver that users call ``{}``: as it is, then the ways to call it that PuLP tells apart.
 SPELLINGS = ("{}", "PULP_{}_CMD", "{}_CMD", "{}_PY")
-#: How far from an integer, and from the bound of a row relative to it, an answer may be.
+#: Tolerance of an answer: absolute to integers, relative to the bounds of rows.
 TOLERANCE = 1e-5
-#: Relative distance of a cost to a bound at which they are equal, for numbers that were written as text.
+#: Relative difference at which a cost equals a bound, since numbers pass through text files.
 PRECISION = 1e-6
-#: PuLP writes no longer names of variables.
+#: The longest variable name that PuLP writes.
 LONGEST_NAME = 100
 
 
@@ -77,7 +77,7 @@ def solve_with_pulp(
     nodes: float,
     gap: float,
 ) -> LinearSolution:
-    """What ``solver`` (PuLP's name) answers, once checked, with the bound of the ``relaxed`` program.
+    """The checked answer of ``solver`` (PuLP's name), with the bound of the ``relaxed`` program.
 
     Args:
         scale: factor of the costs that are handed over.
@@ -173,7 +173,7 @@ def to_pulp(
 
 
 def _variable_name(column: int, names: Mapping[int, str]) -> str:
-    """A name that LP files allow, which begins with the column's number and so stands once."""
+    """A name that LP files allow, unique because it begins with the column's number."""
     label = re.sub(r"[^A-Za-z0-9.]+", "_", names.get(column, "")).strip("_")
     return f"v{column}_{label}"[:LONGEST_NAME].rstrip("_")
 

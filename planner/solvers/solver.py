@@ -26,7 +26,7 @@ SLOW_HEURISTICS = ("mip_heuristic_run_rins", "mip_heuristic_run_rens", "mip_heur
 #: Simplex iterations that take about as long as branch and bound between two points where it may be interrupted,
 #: at the root and below it.
 ROOT, NODE = 1000.0, 100.0
-#: The most iterations or nodes that solvers take for a limit.
+#: The largest limit on iterations or nodes that solvers accept.
 MOST = 2**31 - 1
 #: The largest cost is scaled to this, so that seconds (1e-6 …) stand well above the solver's tolerances.
 LARGEST_COST = 1e5
@@ -141,7 +141,7 @@ def _solve_highs(
         highspy.HighsModelStatus.kUnboundedOrInfeasible,
         highspy.HighsModelStatus.kObjectiveBound,
     )
-    optimal = status == highspy.HighsModelStatus.kOptimal  # what simplex has when it is stopped bounds nothing
+    optimal = status == highspy.HighsModelStatus.kOptimal  # the objective of a stopped simplex run is no bound
     bound = info.mip_dual_bound if is_integer else info.objective_function_value if optimal else 0.0
     return LinearSolution(
         values=list(highs.getSolution().col_value) if has_solution else None,
@@ -176,7 +176,7 @@ def _highs_model(program: LinearProgram, scale: float) -> Any:
 
 @dataclass
 class _Branching:
-    """Interrupts branch and bound after ``limit`` iterations, as it is reckoned here."""
+    """Interrupts branch and bound after ``limit`` iterations, counted as in ``count``."""
 
     limit: float
     iterations: float = 0.0

@@ -83,7 +83,7 @@ def digest(tensor: torch.Tensor) -> int:
 def passed_together(
     own_call: ModelCall, action: str, by_rank: Sequence[Mapping[int | str, Argument]]
 ) -> tuple[int, ModelCall]:
-    """What the ranks pass together, and a number for it: ``own`` if this rank passes all of it in that order."""
+    """What the ranks pass together, and its number: ``own_call`` itself if this rank passes all of it in that order."""
     arguments: dict[int | str, Argument] = {}
     for passed in by_rank:
         for name, argument in passed.items():

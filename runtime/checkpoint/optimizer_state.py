@@ -132,7 +132,7 @@ def _described(value: Any) -> str:
 
 
 def _holds_the_first_element(piece: Owned) -> bool:
-    """One rank does: it writes what is known of the whole parameter."""
+    """Exactly one rank does: it writes what concerns the whole parameter."""
     return piece.primary and piece.tensor.numel() > 0 and not any(piece.offsets)
 
 
@@ -180,14 +180,14 @@ def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]
 
 
 def with_state_memory(requested: RequestedState, device: torch.device | str) -> None:
-    """Give memory to the pieces of ``wanted``."""
+    """Allocate memory for the requested pieces that are on meta."""
     for full, piece in requested.content.items():
         if piece.tensor.is_meta:
             requested.content[full] = Piece(torch.empty_like(piece.tensor, device=device), piece.shape, piece.offsets)
 
 
 def put_state(requested: RequestedState, optimizer: torch.optim.Optimizer) -> None:
-    """Make what was read the optimizer's state, in the place of all it had."""
+    """Replace the optimizer's whole state by what was read."""
     optimizer.state.clear()
     for parameter, keys in requested.states.items():
         optimizer.state[parameter] = {

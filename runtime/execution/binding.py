@@ -80,7 +80,7 @@ class BoundUnit:
         self._is_filled = True
 
     def lend(self, tree: WeightTree) -> None:
-        """Put the weights into a program's own tree, for what it computes outside of its units."""
+        """Put the weights into a program's own tree for operators outside of its units."""
         for path, weight in zip(self._names, self._weights()):
             tree.put(path, None)
             parent, _, name = path.rpartition(".")
@@ -122,7 +122,7 @@ class UnitTable:
                 self.gathered_apart.add(path)
 
     def in_turn(self, units: Sequence[Unit]) -> list[Unit]:
-        """Those of ``units`` that a micro-batch uses once, one after the other."""
+        """The members of ``units`` that a micro-batch uses exactly once."""
         several = {id(unit) for (chunk, _, _), unit in self._exact.items() if chunk is None}
         return [unit for unit in units if id(unit) not in several]
 

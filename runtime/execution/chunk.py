@@ -21,7 +21,7 @@ from runtime.state.weight_tree import WeightTree
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.zero.unit import Unit
 
-#: Gives a program's input of this name for a micro-batch: of the model, or a total.
+#: Returns a program's input of this name (a model input or a total) for a micro-batch.
 InputOf = Callable[[InputSpec, int], torch.Tensor]
 
 
@@ -129,7 +129,7 @@ class ChunkRunner:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Each unit once."""
+        """The chunk's units, each once."""
         return tuple(self.uses())
 
     def uses(self) -> dict[Unit, int]:
@@ -141,11 +141,11 @@ class ChunkRunner:
         return counts
 
     def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:
-        """What the chunk gives for a micro-batch."""
+        """The chunk's results for a micro-batch."""
         return tuple(self.outputs(received, microbatch).values())
 
     def outputs(self, received: Sequence[torch.Tensor], microbatch: int) -> dict[str, torch.Tensor]:
-        """The same by path."""
+        """The chunk's outputs for a micro-batch, by path."""
         specs = self.runner.program.inputs[len(received) :]
         tensors = [*received, *(self.input_of(spec, microbatch) for spec in specs)]
         self.chunk_units.restart()

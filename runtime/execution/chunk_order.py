@@ -1,4 +1,4 @@
-"""Who runs the chunks of a step, and in which order: one rank after the other's messages, or all in this process."""
+"""Runs the chunks of a step in order: on several ranks that send messages, or all in this process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Pipelined:
 
     @property
     def executor(self) -> PipelineExecutor:
-        """What runs training steps."""
+        """The executor that runs training steps."""
         if self._executor is None:
             self._executor = PipelineExecutor(self.stages, **self.setting)
         return self._executor
@@ -107,7 +107,7 @@ class Pipelined:
 def execution_of(
     stages: Sequence[ChunkRunner], step: StepPlan, places: Places, last: Program, *, num_microbatches: int
 ) -> Execution:
-    """What runs these chunks here."""
+    """The execution for these chunks."""
     if places.stage is None or places.num_stages == 1:
         return InOrder(stages, num_microbatches=num_microbatches)
     return Pipelined(stages, step, places, last, num_microbatches=num_microbatches)

@@ -89,7 +89,7 @@ class Engine:
         )
 
     def _data_rank(self) -> int:
-        """The same for ranks that pass the same local inputs."""
+        """A number that is the same for ranks that pass the same local inputs."""
         names = self.layout.mesh.names
         return self.layout.coordinate[names.index(BATCH_AXIS)] if BATCH_AXIS in names else rank_in()
 
@@ -115,7 +115,7 @@ class Engine:
         return everyone_of(self.places.device_mesh)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
-        """A call as the programs are made for."""
+        """A call in the form that programs are made for."""
         return self._read(args, kwargs, plan=self.plan)
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None) -> ModelCall:
@@ -153,7 +153,7 @@ class Engine:
             if self._stale:
                 for unit in in_order_of_use(prepared.stages):
                     unit.refresh_needed()
-            # Whoever computes gradients will change the weights.
+            # A call that computes gradients invalidates cached weights: the optimizer will update them.
             self._stale = torch.is_grad_enabled()
             outputs = prepared.execution.forward()
         return wrap_outputs(prepared.last, outputs, self.layout)
@@ -161,7 +161,7 @@ class Engine:
     def _prepare(
         self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, weight: float = 1.0
     ) -> tuple[ModelCall, Prepared]:
-        """What this rank passes, and the programs of the call that all ranks make."""
+        """This rank's call, and the programs for the call that all ranks make together."""
 
         def read() -> ModelCall:
             self.watch.check(self.state.trains)
@@ -184,7 +184,7 @@ class Engine:
         return own_call, prepared
 
     def weights_changed(self) -> None:
-        """What this rank owns was changed other than by training: gather and compute anew what depends on it."""
+        """This rank's state was changed other than by training: recompute what depends on it."""
         self._stale = True
         for prepared in self._maker.all_made:
             prepared.forget_constants()

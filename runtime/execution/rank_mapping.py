@@ -131,7 +131,7 @@ class RankPlaces:
         return from_first_rank(tensors, self.device_mesh, self.layout.device)
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that have other samples."""
+        """The sum over the ranks that have different samples."""
         return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
@@ -154,7 +154,7 @@ class RankPlaces:
         return self._stage_groups[stages]
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:
-        """This rank's."""
+        """The rectangle of this rank."""
         return rectangle(self.layout.coordinate)
 
     def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
@@ -188,7 +188,7 @@ class RankPlaces:
         return part_of(tensor, placement, mesh, at(self.layout.coordinate))
 
     def to_device(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of an input where programs run."""
+        """Move a part of an input to the device on which programs run."""
         return part.to(self.layout.device).contiguous()
 
 
@@ -214,7 +214,7 @@ class VirtualPlaces:
         return iter(tensors)
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:
-        """The first rank's."""
+        """The rectangle of the first rank."""
         return rectangle(self.layout.coordinate)
 
     def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
@@ -305,7 +305,7 @@ def _group_over(
 def piece_axes(mesh: MeshShape, data_axes: Sequence[str]) -> tuple[str, ...]:
     """The axes of ``Places.parameter_mesh`` besides that of the data ranks."""
     axes = tuple(axis for axis in mesh.names if axis not in data_axes and mesh.size(axis) > 1)
-    # A mesh needs an axis.
+    # A mesh needs at least one axis.
     return axes or (mesh.names[:1] if all(mesh.size(axis) == 1 for axis in data_axes) else ())
 
 

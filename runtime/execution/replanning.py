@@ -1,4 +1,4 @@
-"""Planning for calls that a plan does not cover: what is decided already stays."""
+"""Planning for calls that a plan does not cover: earlier decisions stay."""
 
 from __future__ import annotations
 

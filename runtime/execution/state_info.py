@@ -1,4 +1,4 @@
-"""What is known of one tensor of the model: its names, dtypes, placement, and who reduces its gradient."""
+"""One tensor of the model: its names, dtypes and placement, and who reduces its gradient."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StateInfo:
 
 
 def unplanned(names: tuple[str, ...], tensor: torch.Tensor, mesh: MeshShape, *, persistent: bool) -> StateInfo:
-    """A tensor before there is a plan: whole on every rank."""
+    """The info of a tensor before there is a plan: whole on every rank."""
     trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
     return StateInfo(
         names=names,

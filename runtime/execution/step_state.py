@@ -283,7 +283,7 @@ class StepState:
                 self.load(name, whole)
 
     def disagreement(self) -> float:
-        """Of virtual ranks: the largest difference between those that should hold the same."""
+        """The largest difference between virtual ranks that should hold the same values."""
         assert isinstance(self.places, VirtualPlaces)
         differences = (
             self.places.disagreement(self.find(i.names[0]), i.rectangle(self._mesh)) for i in self.everything()

@@ -99,9 +99,13 @@ def aten_rotate(
     if dtype in WIDE and sin.dtype is dtype and all(_is_few(tensor, cos) for tensor in inputs):
         signed, turned = _signed(sin, rotation), _turned_pairs if rotation.interleaved else _turned_halves
         return [
-            in_dtype((tensor * cos).addcmul_(turned(tensor), signed), dtype_of_result) for tensor, dtype_of_result in zip(inputs, dtypes)
+            in_dtype((tensor * cos).addcmul_(turned(tensor), signed), dtype_of_result)
+            for tensor, dtype_of_result in zip(inputs, dtypes)
         ]
-    return [_rotated(tensor, cos, sin, rotation, dtype=dtype_of_result) for tensor, dtype_of_result in zip(inputs, dtypes, strict=True)]
+    return [
+        _rotated(tensor, cos, sin, rotation, dtype=dtype_of_result)
+        for tensor, dtype_of_result in zip(inputs, dtypes, strict=True)
+    ]
 
 
 def _is_few(tensor: torch.Tensor, cos: torch.Tensor) -> bool:

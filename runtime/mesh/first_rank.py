@@ -61,7 +61,7 @@ class FirstRanksState(Mapping[str, torch.Tensor]):
         return len(self._described)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor, which all ranks must ask for at the same time."""
+        """The first rank's tensor; all ranks must ask for it at the same time."""
         shape, dtype = self._described[name]
         tensor = self._own[name] if self._is_first else torch.empty(shape, dtype=dtype, device="meta")
         return _broadcast(tensor, self._device_mesh, self._device)
@@ -102,7 +102,7 @@ def _groups_from_first(device_mesh: DeviceMesh) -> Iterator[tuple[dist.ProcessGr
     """The groups in which this rank hears from the mesh's first, or passes it on: one axis after the other."""
     coordinate = device_mesh.get_coordinate() or ()
     for axis in range(device_mesh.mesh.ndim):
-        # Ranks behind the first on a later axis have not heard yet.
+        # Ranks beyond the first on a later axis have not received yet.
         if any(coordinate[axis + 1 :]) or device_mesh.mesh.shape[axis] == 1:
             continue
         group = device_mesh.get_group(axis)

@@ -24,7 +24,7 @@ def remember(device_mesh: DeviceMesh) -> None:
 
 
 def forget(device_mesh: DeviceMesh) -> None:
-    """Its groups are gone."""
+    """Forget the joint groups of ``device_mesh``: its groups are destroyed."""
     for name in device_mesh.mesh_dim_names or ():
         _meshes.pop(device_mesh.get_group(name), None)
 
@@ -36,7 +36,7 @@ def joint(*names: str) -> ProcessGroup:
     """
     device_mesh, groups = _meshes[group_of_axis(names[0])]
     if names not in groups:
-        # Making a group is no part of the program, whatever looks on at that.
+        # Making a group is not part of the program: dispatch modes must not see it.
         with DisableTorchFunction(), without_dispatch_modes():
             groups[names] = flattened_group(device_mesh[names], "_".join(names))
     return groups[names]

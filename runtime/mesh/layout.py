@@ -37,7 +37,7 @@ class Layout(Protocol):
     copies: HostCopies | None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Each of ``tensors`` as the first rank has it."""
+        """Yield each of ``tensors`` as the first rank has it."""
 
     def split(self, whole: torch.Tensor, placement: Placement) -> torch.Tensor: ...
 
@@ -176,7 +176,7 @@ class VirtualLayout:
         return rank
 
     def disagreement(self, local: torch.Tensor, placement: Placement) -> float:
-        """Largest difference between ranks that should hold the same."""
+        """Largest difference between ranks that should hold the same values."""
         from runtime.torch_compat.local_tensors import parts_of_ranks
 
         parts = parts_of_ranks(local)

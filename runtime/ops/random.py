@@ -162,7 +162,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-    """``x · kept · scale``; a product with truth values takes a processor three times as long."""
+    """``x · keep · scale``; a product with truth values takes a processor three times as long."""
     return torch.where(keep, x, 0.0).mul_(scale)
 
 

@@ -141,7 +141,7 @@ class _Split:
         self._captured = list(dict.fromkeys(self._captured))
 
     def run_inputs(self) -> tuple[Gradient, ...]:
-        """Gradients of the wanted tensors."""
+        """Gradients of the received tensors."""
         handles = [joint.node.register_prehook(_remember(joint)) for joint in self._joints]
         targets: list[Any] = [*self._wanted, *self._leaves_at_once, *self._captured]
         edges, gradients = zip(*self._starts)
@@ -182,7 +182,7 @@ def _remember(joint: _Joint) -> Callable[[tuple[Gradient, ...]], None]:
 
 
 def _accumulate(arrived: Sequence[tuple[GradientEdge, Gradient]]) -> None:
-    """Run what is behind the edges, into ``.grad`` of its leaves."""
+    """Run the graph behind the edges and accumulate into ``.grad`` of its leaves."""
     pairs = [(edge, gradient) for edge, gradient in arrived if gradient is not None]
     if pairs:
         edges, gradients = zip(*pairs)
@@ -190,7 +190,7 @@ def _accumulate(arrived: Sequence[tuple[GradientEdge, Gradient]]) -> None:
 
 
 def _graph(roots: Sequence[Node]) -> Graph:
-    """Every node that the roots lead to."""
+    """Every node reachable from the roots."""
     graph: Graph = {}
     visited: set[Node] = set()
     stack: list[tuple[Node, tuple[Node, ...] | None]] = [(root, None) for root in reversed(roots)]
@@ -248,7 +248,7 @@ def _joints(graph: Graph, inner: set[Node], leaves: dict[Node, frozenset[Node]])
 def _leaves_taken_at_once(
     joints: Sequence[_Joint], loose: Sequence[Node], graph: Graph, leaves: dict[Node, frozenset[Node]]
 ) -> frozenset[Node]:
-    """Leaves that W cannot reach on their own, and all that hang together with them."""
+    """Leaves that W cannot reach separately, and all leaves connected with them."""
     crossed = {edge.node for joint in joints for edge in joint.crossings}
     hooked: dict[Node, bool] = {}
     passes: dict[Node, bool] = {}  # whether a crossing is behind it

@@ -90,7 +90,7 @@ def _in_rounds(num_chunks: int, num_microbatches: int, per_round: int) -> Iterat
 
 
 class _Transfers:
-    """Tensors on their way between ranks."""
+    """Tensors in transfer between ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -98,7 +98,7 @@ class _Transfers:
         self.receiving: dict[int, dist.Work] = {}
 
     def start_receiving(self, specs: Sequence[TensorSpec], source: int) -> tuple[torch.Tensor, ...]:
-        """Tensors to be filled: see ``wait_for``."""
+        """Tensors that the transfer will fill: see ``wait_for``."""
         buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
         for buffer in buffers:
             work = dist.irecv(buffer, group=self.group, group_src=source)
@@ -107,7 +107,7 @@ class _Transfers:
         return buffers
 
     def wait_for(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The tensors, once they are there (those from this rank are)."""
+        """The tensors, once received (those from this rank are there already)."""
         for tensor in tensors:
             work = self.receiving.pop(id(tensor), None)
             if work is not None:

@@ -57,7 +57,7 @@ class StageRunner(Protocol):
 
 
 def check_tensors(tensors: tuple[torch.Tensor, ...], specs: tuple[TensorSpec, ...], *, chunk: int) -> None:
-    """That ``tensors`` are what the chunk was said to send.
+    """Check that ``tensors`` match what the chunk declares that it sends.
 
     Raises:
         RuntimeError: if they are not; the receiver would wait, or read something else.
@@ -69,7 +69,7 @@ def check_tensors(tensors: tuple[torch.Tensor, ...], specs: tuple[TensorSpec, ..
 
 
 def check_chunks(stages: Sequence[StageRunner], *, schedule: str, num_chunks: int, rank: int, num_ranks: int) -> None:
-    """That ``stages`` are the chunks of ``rank``.
+    """Check that ``stages`` are the chunks of ``rank``.
 
     Raises:
         ValueError: if they are not.

@@ -163,7 +163,7 @@ class PipelineStage(PipelineStageBase):
             work.wait()
 
     def wait_for_sends(self) -> None:
-        """Until all that this stage sent itself has gone."""
+        """Wait until all sends of this stage have completed."""
         for key in list(self._works):
             self._wait_for_send(*key)
 

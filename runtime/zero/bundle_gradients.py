@@ -58,7 +58,7 @@ class Gradients:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held from one micro-batch to the next."""
+        """Bytes held from one micro-batch to the next."""
         buffers = (self._buffer, self._reduced)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
 
@@ -130,7 +130,7 @@ class Gradients:
         """Add reduced gradients to the owners' ``grad``."""
         if self._pieces:
             totals = self._layout.pieces(reduced, self._owners)
-        else:  # Of their own: who keeps them is counted, see ``_fresh_buffer``.
+        else:  # Separate views: ``_fresh_buffer`` counts who keeps them.
             totals = [whole.detach() for whole in self._wholes(reduced)]
         for place in sorted(places):
             owner, total = self._owners[place], totals[place].to(self._owners[place].dtype)

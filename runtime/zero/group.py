@@ -27,7 +27,7 @@ class StateGroup:
 
     @staticmethod
     def of(group: ProcessGroup | None) -> StateGroup:
-        """That of a process group; None for one rank alone."""
+        """The state group of a process group; None for one rank alone."""
         return StateGroup(group.group_name, group.size(), group.rank()) if group is not None else StateGroup()
 
     def all_gather(self, row: torch.Tensor) -> Any:
@@ -37,7 +37,7 @@ class StateGroup:
         return _COLLECTIVES.reduce_scatter_tensor(rows, "sum", self.size, self.name) if self.size > 1 else rows
 
     def all_reduce(self, buffer: torch.Tensor, operation: str = "sum") -> Any:
-        """In place; ``buffer`` may be read after ``wait``."""
+        """Reduce ``buffer`` in place; it may be read after ``wait``."""
         return _COLLECTIVES.all_reduce_(buffer, operation, self.name) if self.size > 1 else buffer
 
     def wait(self, result: Any) -> Any:

@@ -90,7 +90,7 @@ def check_max_norm(max_norm: float, name: str = "max_norm") -> None:
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each, in order; narrow ones are added up in float32."""
+    """The norm of each gradient, in order; narrow dtypes are summed in float32."""
     norm_of: dict[int, torch.Tensor] = {}
     for some in _by_kind(gradients):
         dtype = torch.promote_types(some[0].dtype, torch.float32)
