@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: The node that stands for all other parts.
 OUTSIDE = "outside"
-#: What a link weighs more than one of the level inside: no route inside has so many links.
+#: Factor by which a link outweighs one of the level inside: no inner route has that many links.
 _WEIGHT = 10_000
 
 #: Two nodes, bandwidth, latency, index of the level.
@@ -85,7 +85,7 @@ def num_parts(levels: Sequence[LinkLevel], index: int) -> int:
 
 
 def sharers(levels: Sequence[LinkLevel], index: int) -> int:
-    """Devices that share one link of a level: no more than are in a part (of the innermost level: in its group)."""
+    """Devices that share one link of a level: at most those of one part (at the innermost level: of its group)."""
     return min(levels[index].shared_by, inner_size(levels, index) if index else levels[index].group_size)
 
 

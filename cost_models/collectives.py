@@ -25,7 +25,7 @@ SENT_SHARE: dict[str, Callable[[int], float]] = {
     "send_recv": lambda n: 1.0,
 }
 
-#: Times that an algorithm passes around the group.
+#: Number of times that an algorithm passes around the group.
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -210,7 +210,7 @@ def _alpha(protocols: Sequence[Protocol]) -> float:
 
 
 def _bandwidth(pattern: str, spans: Sequence[Span], protocols: Sequence[Protocol], num_bytes: float) -> float:
-    """What a part of the group sends per second, in a ``"ring"`` or ``"tree"``, over the level tightest for it."""
+    """Bytes per second that a part of the group sends in a ``"ring"`` or ``"tree"`` over its tightest level."""
     return min(
         span.inside * getattr(span.bandwidth, pattern) * item.bandwidth_efficiency(num_bytes)
         for span, item in zip(spans, protocols)

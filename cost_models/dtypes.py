@@ -12,7 +12,7 @@ ITEM_SIZE = {
 #: Not a dtype but a rate: float32 matmuls on tensor cores, once torch's float32 matmul precision is below "highest".
 TFLOAT32 = "tfloat32"
 
-#: Whose rate a device computes at where its table has none for a dtype; "float32" for all others.
+#: The dtype whose rate stands in where a device's table has none; "float32" for dtypes not listed.
 RATE_STAND_IN = {
     "float8_e4m3fn": "bfloat16", "float8_e5m2": "bfloat16", "float8_e4m3fnuz": "bfloat16",
     "float8_e5m2fnuz": "bfloat16", "bfloat16": "float16", "complex128": "float64",

@@ -13,19 +13,19 @@ from cost_models.text import printable
 Table = Mapping[str, Any]
 #: Names are shown in tables.
 MAX_TEXT = 1000
-#: Larger counts are no counts of anything, and cost time and memory to work with.
+#: Larger counts are mistakes, and cost time and memory to compute with.
 MAX_COUNT = 2**40
 MAX_FLOAT = sys.float_info.max
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` if something known is spelt like ``word``, else nothing."""
+    """``", did you mean 'x'?"`` if a candidate is spelt like ``word``, else an empty text."""
     close = difflib.get_close_matches(word, list(candidates), n=1)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in an error: in one line, and not all of it."""
+    """A value as error messages show it: on one line, shortened."""
     text = "a number of many digits" if isinstance(value, int) and abs(value) >= 10**40 else printable(repr(value))
     return text if len(text) <= 100 else f"{text[:100]}…"
 

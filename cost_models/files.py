@@ -17,12 +17,12 @@ from typing import Any
 
 from cost_models.text import printable
 
-#: A text file of ours is far smaller; a larger one is another file, or meant to fill the memory.
+#: Largest text file that is read: ours are far smaller, and a larger one might be meant to fill the memory.
 MAX_TEXT_BYTES = 2**30
 
 
 def read_json(path: str | Path, *, what: str = "file") -> Any:
-    """The content of a JSON file; ``what`` it should be, for errors.
+    """The content of a JSON file; ``what`` names the expected content in errors.
 
     Raises:
         ValueError: if it cannot be read, or is not JSON of a sensible depth without duplicate names.
@@ -35,7 +35,7 @@ def read_json(path: str | Path, *, what: str = "file") -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """The value that a JSON text describes.
 
     Raises:
         ValueError: if it is no JSON, names something twice in one object, or is nested too deep to be read.
@@ -60,7 +60,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_toml(path: str | Path, *, what: str = "file") -> dict[str, Any]:
-    """The content of a TOML file; ``what`` it should be, for errors.
+    """The content of a TOML file; ``what`` names the expected content in errors.
 
     Raises:
         ValueError: if it cannot be read, or is not TOML of a sensible depth.
@@ -84,7 +84,7 @@ def read_text(path: str | Path, *, what: str = "file") -> str:
     if "\0" in str(path):
         raise ValueError(f"cannot read {what} '{name}': no file has such a name")
     try:
-        # Not to wait for a pipe that nobody writes to.
+        # Do not wait for a pipe that nobody writes to.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as stream:
             status = os.fstat(descriptor)

@@ -110,7 +110,7 @@ class Wire:
     latency: float
 
 
-#: How a level's links run, see ``LinkLevel.wiring``.
+#: The ways to wire a level's links, see ``LinkLevel.wiring``.
 WIRINGS = ("switch", "uplink", "rail", "ring", "line", "links")
 
 
@@ -224,7 +224,7 @@ def crossed_levels(levels: Sequence[LinkLevel], *, stride: int, size: int) -> tu
 
 
 def placement(levels: Sequence[LinkLevel], *, stride: int, size: int) -> tuple[tuple[str, int, int], ...]:
-    """What the prices of an axis depend on beside its size: the levels it crosses, and how it lies on them.
+    """A key of an axis's prices beside its size: the levels that it crosses, and its position on them.
 
     Of each level its name, the ``stride``-th devices in one group, and where its links are no switch's of all devices
     the stride.

@@ -1,4 +1,4 @@
-"""What flows put on the links of a network, along its shortest routes."""
+"""The load that flows put on the links of a network along its shortest routes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Routing:
         return loads
 
     def bandwidth(self, flows: Flows) -> float:
-        """Units of ``flows`` per second that the link allows which is busiest for its bandwidth."""
+        """Units of ``flows`` per second that the bottleneck link allows."""
         edges = self.graph.edges
         return min(edges[edge]["bandwidth"] / load for edge, load in self.loads(flows).items())
 
     def hops(self, source: Node, target: Node) -> int:
-        """Links that a message passes."""
+        """Number of links that a message passes."""
         return sum(1 for _ in self._route(source, target))
 
     def latency(self, source: Node, target: Node) -> float:

@@ -15,10 +15,10 @@ from cost_models.presets import load_efficiency, load_preset, preset_names
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Drivers report a little more or less from version to version.
+#: Relative tolerance: reported memory varies a little between driver versions.
 MEMORY_TOLERANCE = 0.03
 
-#: What a CUDA context takes of the device's memory.
+#: Bytes of the device's memory that a CUDA context takes.
 CONTEXT_BYTES = 0.6e9
 
 #: By compute capability: float32 units, and half-precision tensor core multiply-adds per clock, of one

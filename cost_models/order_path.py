@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from cost_models.schedules import actions
 
-#: Micro-batches for each rank that are played, by which the pipeline is full.
+#: Micro-batches per rank that are played: enough to fill the pipeline.
 PLAYED = 3
 #: By chunk: forwards, input gradients and weight gradients on a path.
 Counts = tuple[tuple[int, int, int], ...]
-#: What an action of each kind adds to a path: forwards, input gradients, weight gradients.
+#: What an action of each kind adds to a path's counts: forwards, input gradients, weight gradients.
 _COUNTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
 
 

@@ -62,7 +62,7 @@ class _Operation:
         seconds: from its input to its end, None where communication plays a part in that.
         lead: seconds until its last layer starts, by then the next action's first gather may be under way.
         compute: seconds of its layers alone.
-        maps: as a (max, +) map, by the seconds of the reduction that the action before left.
+        maps: as a (max, +) map, by the seconds of the reduction that the previous action left.
     """
 
     tasks: tuple[LayerTask, ...]
@@ -94,7 +94,7 @@ def _operation(chunk: ChunkCosts, kind: str, last: bool) -> _Operation:
 
 
 class Played(NamedTuple):
-    """From where an action was played: its input was there at ``start``; then ``streams``, after the receive."""
+    """The state before an action: its input arrived at ``start``; ``streams`` are those after the receive."""
 
     start: float
     streams: Streams
@@ -102,7 +102,7 @@ class Played(NamedTuple):
 
 
 class Player:
-    """One rank while the step plays: how far it is, and when its streams are free.
+    """One rank while the step plays: its position in the order, and when its streams are free.
 
     ``occupied`` is the seconds of its actions, waits for communication included; ``first`` when the first one started;
     ``kept`` every action as played, if asked for.

@@ -68,7 +68,7 @@ class Span:
 
     @staticmethod
     def of_link(size: int, *, latency: float, bandwidth: float) -> Span:
-        """``size`` ranks on equal links of their own."""
+        """A span of ``size`` ranks, each with a link of its own."""
         everywhere = GroupBandwidth(bandwidth, bandwidth, bandwidth, bandwidth)
         return Span(size, 1, everywhere, latency, (Protocol("simple", latency),), 1, _tree_depth(size))
 

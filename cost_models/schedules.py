@@ -37,7 +37,7 @@ __all__ = [
     "reason_not",
 ]
 
-#: What one rank holds: (chunk, micro-batches in flight) of each of its chunks.
+#: (chunk, micro-batches in flight) of each chunk of one rank.
 Held = tuple[tuple[int, int], ...]
 
 

@@ -1,4 +1,4 @@
-"""Text that came from a file or a model, made fit for a terminal."""
+"""Text from a file or a model, made safe to print on a terminal."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from runtime.calls.model_watch import ModelWatch
 
 Result = TypeVar("Result")
 
-#: After so many calls values are compared each time that many more were made.
+#: The longest interval, in calls, between two comparisons of values.
 _RARELY = 256
-#: Kinds of calls that are remembered.
+#: The largest number of kinds of calls that are remembered.
 _MAX_KINDS = 1024
 TRAIN_STEP, FORWARD = "runs train_step", "calls the model"
 _NOTHING = ModelCall((), {}, (Container(tuple, (), ()), Container(dict, (), ())), {})
@@ -54,7 +54,7 @@ class AgreedCall:
 
 @dataclass(frozen=True)
 class _Message:
-    """What a rank tells the others of its call.
+    """The message by which a rank describes its call to the others.
 
     Attributes:
         count: calls that it has made.
@@ -126,7 +126,7 @@ class CallAgreement:
         except Exception as error:
             if not self.ranks.is_alone and self._broken is None:
                 self.settle()
-                # Where the others have ended there is nobody to tell.
+                # If the other ranks have ended, nobody can be told.
                 with contextlib.suppress(RuntimeError):
                     self._vote(None, 1.0).is_unanimous()
                     self._compare(self._message("raises", _NOTHING, error=error), _NOTHING, local=False, error=error)
@@ -281,7 +281,7 @@ class CallAgreement:
         return number, whole
 
     def _note_broken(self, error: Exception) -> None:
-        """What ranks that ran ahead have queued waits for ranks that will not come."""
+        """Mark the module unusable: the queued work of ranks that ran ahead waits for ranks that will not come."""
         if self._some_ran_ahead:
             self._broken = str(error)
 
@@ -346,7 +346,7 @@ _GLOBAL = "every rank must pass the same global batch (with local_inputs=True, i
 
 
 def _with_values(call: ModelCall, reads: Collection[str] | None) -> ModelCall:
-    """``call``, or ValueError if an input that is read has no values."""
+    """Return ``call``; raise ValueError if an input that is read has no values."""
     for path, tensor in call.tensors.items():
         if tensor.is_meta and (reads is None or str(path[0]) in reads):
             raise ValueError(

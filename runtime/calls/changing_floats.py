@@ -17,7 +17,7 @@ from passes.capture.nested_values import flatten
 from passes.emit import Program
 from runtime.calls.model_call import ModelCall
 
-#: Of an argument: its position or its name.
+#: The key of an argument: its position or its name.
 _Place = int | str
 
 

@@ -37,7 +37,7 @@ class CodeReads:
 
 @functools.cache
 def reads_of(code: types.CodeType) -> CodeReads:
-    """What ``code`` reads."""
+    """The names that ``code`` reads."""
     reads, chain, is_global = CodeReads(), list[str](), False
     sets_entries = False
 
@@ -79,7 +79,7 @@ def reads_of(code: types.CodeType) -> CodeReads:
             reads.written |= inner.written
             reads.rebound |= inner.rebound
             reads.filled |= inner.filled
-    # Its own variables are not around it.
+    # Its own variables are not enclosing variables.
     reads.rebound -= set(code.co_cellvars)
     reads.enclosing = {names for names in reads.enclosing if names[0] not in code.co_cellvars}
     return reads

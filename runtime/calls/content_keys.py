@@ -47,7 +47,7 @@ def structure_key(structure: Structure, name: str) -> Hashable:
 
 
 def content_key(value: Any, name: str) -> Hashable:
-    """The key of a value that is no tensor of the call.
+    """The key of a value that is not a tensor of the call.
 
     Raises:
         ValueError: as ``structure_key``.

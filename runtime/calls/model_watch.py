@@ -45,9 +45,9 @@ class _Owner:
     names: tuple[str, ...]
     values: tuple[Any, ...]
     num_hooks: int
-    #: Another one when an attribute was set.
+    #: Changes whenever an attribute is set.
     version: Any
-    #: Whether what stands there may change without that.
+    #: Whether the value may change without a new version.
     changes_inside: bool
 
 
@@ -82,13 +82,13 @@ class ModelWatch:
 
     @property
     def key(self) -> Hashable:
-        """Equal as long as programs that are traced with the copy are."""
+        """A key that is equal as long as programs traced with the copy stay the same."""
         attributes = tuple((place, type(value), repr(value)) for place, value in self.changed.items())
         return attributes, self.other_modes, self._surroundings.key
 
     @property
     def differences(self) -> list[str]:
-        """What is other than when the model was compiled, in words that are the same in every process."""
+        """The changes since the model was compiled, in words that are the same in every process."""
         attributes = [f"{'.'.join(filter(None, place))}={value!r}" for place, value in self.changed.items()]
         around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
         modes = [f"{path!r} in the other mode" for path in self.other_modes]
@@ -113,7 +113,7 @@ class ModelWatch:
 
     def _update_owner(self, owner: _Owner, attributes: dict[str, Any]) -> None:
         version = dict_version(attributes)
-        # Tuples compare what is not the same object by value.
+        # Comparing tuples compares entries by identity first, then by value.
         if version != owner.version or tuple(map(attributes.get, owner.names)) != owner.values:
             self._take(owner, attributes)
             self._original_modes = None
@@ -212,7 +212,7 @@ def _same(value: Any, before: Any) -> bool:
 
 
 def _watched(attributes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of a module's own attributes that may be held on to."""
+    """Names of a module's own attributes that may be kept alive."""
     return tuple(name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and _is_light(value))
 
 
@@ -236,7 +236,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _snapshot(value: Any) -> Any:
-    """A list, dict or set as it is now; anything else itself."""
+    """A copy of a list, dict or set; any other value itself."""
     return type(value)(value) if type(value) in (list, dict, set) else value
 
 

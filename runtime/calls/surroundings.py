@@ -74,7 +74,7 @@ class Surroundings:
 
     @property
     def key(self) -> Hashable:
-        """Equal as long as the variables are."""
+        """A key that is equal as long as the variables' values are."""
         return tuple((words, type(value), _key(value)) for words, value in self.changed.items())
 
     def update(self) -> None:
@@ -111,7 +111,7 @@ class Surroundings:
 
 
 def in_words(value: Any) -> str:
-    """A value in words that are the same in every process."""
+    """A text of a value that is the same in every process."""
     if isinstance(value, types.FunctionType):
         return f"function {value.__qualname__}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if _is_watched(value) else f"a {type(value).__name__}"
@@ -121,7 +121,7 @@ def _variables(roots: list[Any], classes: tuple[type, ...]) -> Iterator[_Variabl
     """What the code of ``roots``, and of all functions that they lead to, reads and does not set."""
     functions = list(_functions(roots, classes))
     reads = [reads_of(function.__code__) for function in functions]
-    # Constructors set attributes of what is new.
+    # Constructors only set attributes of new objects.
     written = set[str]().union(
         *(read.written for of, read in zip(functions, reads) if of.__name__ not in _CONSTRUCTORS)
     )
@@ -225,7 +225,7 @@ def _entry(holder: Any, name: str) -> Any:
 
 
 def _follow(value: Any, names: Chain) -> Any:
-    """Attributes of attributes, without running any code."""
+    """Look up attributes of attributes without running any code."""
     for name in names:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and name in attributes:

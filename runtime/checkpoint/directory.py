@@ -127,7 +127,7 @@ def _prune(directory: Path, latest: str, keep_last: int) -> None:
     """Remove all but the last ones, and never the latest, which may be of an earlier step than others."""
     names = [name for name in complete_names(directory) if name != latest]
     for name in names[: max(len(names) - keep_last + 1, 0)]:
-        # Half a folder must not look like a checkpoint.
+        # A half-removed folder must not look like a checkpoint.
         gone = directory / (UNFINISHED + name)
         os.rename(directory / name, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -142,7 +142,7 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names in a folder are on disk only once the folder itself is."""
+    """Sync a folder: the names in it are on disk only once the folder itself is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -298,7 +298,7 @@ class _FolderReader(StorageReader):
         return future
 
     def _by_file(self, plan: LoadPlan) -> Iterator[tuple[str, list[tuple[StoredPlace, ReadItem]]]]:
-        """What is read of each file, in its order."""
+        """The requested reads grouped by file, in file order."""
         assert self._stored.metadata.storage_data is not None
         by_file: dict[str, list[tuple[StoredPlace, ReadItem]]] = {}
         for item in plan.items:

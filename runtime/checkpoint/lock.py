@@ -22,7 +22,7 @@ from typing import Any
 from cost_models.text import printable
 
 NAME = ".lock"
-#: What the kernel says of a file system without locks.
+#: Error numbers of file systems without locks.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 #: File systems whose locks may hold on one host alone.
 _LOCAL_LOCKS = ("fuse", "9p", "virtiofs", "lustre")
@@ -91,7 +91,7 @@ def _is_still_ours(file: Path, descriptor: int, token: str) -> bool:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """What stands in the file; nothing where it is empty or damaged."""
+    """The file's content; an empty dict if it is empty or damaged."""
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return owner if isinstance(owner, dict) else {}

@@ -286,7 +286,7 @@ class CheckpointManager:
         metadata: Metadata,
         training: dict[str, Any],
     ) -> tuple[RequestedState, Sequence[dict[str, Any]]]:
-        """What to ask of the checkpoint for the optimizer, once all is found to fit."""
+        """The optimizer state to read and its groups' options, after checking that everything fits."""
         check_model_names(metadata, parallel.state_names)
         check_pieces(model, metadata)
         if scheduler is not None and training["scheduler"] is None:

@@ -31,7 +31,7 @@ def model_to_save(owned: Sequence[Owned]) -> Content:
 
 
 def model_to_load(owned: Sequence[Owned]) -> Content:
-    """The pieces that this rank wants; tensors are the model's own, maybe still on meta."""
+    """The pieces that this rank requests; tensors are the model's own, possibly still on meta."""
     return {PREFIX + piece.name: Piece(piece.tensor, piece.shape, piece.offsets) for piece in owned if piece.persistent}
 
 

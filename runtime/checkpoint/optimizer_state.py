@@ -145,7 +145,7 @@ class RequestedState:
 
 
 def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, metadata: Metadata) -> RequestedState:
-    """What this rank asks for."""
+    """The optimizer state that this rank requests."""
     owners = _owners(owned, optimizer)
     keys: dict[str, list[str]] = {}
     for prefix in (TENSORS, NUMBERS):

@@ -13,7 +13,7 @@ _ALIGNMENT = 256
 
 
 class CopyEngine(Protocol):
-    """What a device's copies need of it."""
+    """The operations that copies need of a device."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device can read by itself, not to be given out again while it is being read."""

@@ -18,7 +18,8 @@ _OURS = ("sampler", "batch_sampler", "generator")
 
 
 class DataRanks(Protocol):
-    """What a loader asks of a parallel module. It may also have ``needed_inputs``: names of the inputs that this rank
+    """The interface of a parallel module that a loader uses. It may also have ``needed_inputs``: names of the inputs
+    that this rank
     uses, or None for all."""
 
     @property
@@ -192,7 +193,7 @@ class DataLoader:
         yield from self._loader
 
     def _needed(self) -> frozenset[str] | None:
-        """Names of what this rank's programs take of a batch; None: all."""
+        """Names of the batch fields that this rank's programs use; None: all."""
         needed = getattr(self._parallel, "needed_inputs", None)
         return None if needed is None else frozenset(needed)
 
@@ -253,7 +254,7 @@ def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_last(order: Order, num_samples: int) -> None:
-    """What an epoch's last batch would raise or leave out, said at once."""
+    """Raise or warn now about what the epoch's last batch would raise or leave out."""
     dropped = order.num_dropped(num_samples)
     if dropped == num_samples:
         raise ValueError(

@@ -67,7 +67,7 @@ class Order:
         return full + (1 if rest and self.last != "drop" else 0)
 
     def num_dropped(self, num_samples: int) -> int:
-        """Samples that no batch has."""
+        """The number of samples that no batch contains."""
         return num_samples % self.batch_size if self.last == "drop" else 0
 
     def part(self, num_samples: int) -> SampleRange:

@@ -56,7 +56,7 @@ class Prepared:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All that this rank runs."""
+        """All programs that this rank runs."""
         return (*(stage.program for stage in self.stages), *([self.totals.program] if self.totals is not None else []))
 
     @property
@@ -155,7 +155,7 @@ class Maker:
 
     @property
     def all_made(self) -> tuple[Prepared, ...]:
-        """Every kind's programs that there are."""
+        """The programs of every kind of call made so far."""
         return tuple(self._made.values())
 
     @property
@@ -190,7 +190,7 @@ class Maker:
         left_out = {name for name in example.kwargs if name not in call.kwargs and name not in self._inputs_read}
         specs = {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in example.tensors.items()}
         if any(specs.get(path) != (tuple(tensor.shape), tensor.dtype) for path, tensor in call.tensors.items()):
-            # Of other shapes than the example: only what the model cannot do without.
+            # The shapes differ from the example's: complete only the arguments that the model requires.
             left_out = {
                 name for name in left_out if name in parameters and parameters[name].default is inspect.Parameter.empty
             }
@@ -253,7 +253,7 @@ class Maker:
             return cut(self._planned_again(graph))
 
     def _planned_again(self, graph: Graph) -> Plan:
-        """A plan for a graph with nodes that the plan does not know; what that decided stays."""
+        """A plan for a graph with nodes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
         plan = self.planner(graph, as_seen_by(graph, self.plan))
         if self.plan.step.decides_units:

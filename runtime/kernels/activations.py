@@ -79,7 +79,7 @@ def activation_gradient(grad: torch.Tensor, tensor: torch.Tensor, name: str, *, 
 
 @triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    """The sigmoid and what is left to 1, which a subtraction would round away."""
+    """The sigmoid and its complement to 1, which a subtraction would round away."""
     return 1 / (1 + tl.exp(-x)), 1 / (1 + tl.exp(x))
 
 

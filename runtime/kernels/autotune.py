@@ -27,7 +27,7 @@ VARIABLE = "MESHWRIGHT_CACHE"
 _ROUNDS = 5
 _RUNS_A_ROUND = 10
 
-#: What distinguishes one kind of call from another.
+#: The key that distinguishes one kind of call from another.
 Key = Mapping[str, Any]
 #: Launch options, as JSON can hold them: numbers, and tuples of numbers.
 Choice = TypeVar("Choice", bound=tuple[int, ...])
@@ -36,13 +36,13 @@ _known: dict[str, tuple[int, ...]] = {}
 
 
 def cache_folder() -> Path:
-    """Where answers are kept."""
+    """The folder in which answers are cached."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else Path.home() / ".cache" / "meshwright"
 
 
 def best(key: Key, candidates: Sequence[Choice], time_of: Callable[[Choice], float]) -> Choice:
-    """The candidate of the least time: as known to this process or the cache, else measured and noted.
+    """The fastest candidate: from this process or the cache, else measured and stored.
 
     Args:
         key: what the answer depends on: source, device, versions, shapes, dtypes (``environment_of`` gives some).
@@ -62,7 +62,7 @@ def best(key: Key, candidates: Sequence[Choice], time_of: Callable[[Choice], flo
 
 
 def environment_of(device: torch.device) -> dict[str, str]:
-    """What every answer depends on besides the kernel and its operands."""
+    """The environment that every answer depends on besides the kernel and its operands."""
     import triton
 
     return {"device": torch.cuda.get_device_name(device), "triton": triton.__version__}
@@ -117,7 +117,7 @@ def _read(name: str, key: Key) -> tuple[int, ...] | None:
 
 
 def _write(name: str, key: Key, choice: tuple[int, ...]) -> None:
-    """Put the answer in place; where nothing can be written, it is measured again next time."""
+    """Write the answer to the cache; where nothing can be written, it is measured again next time."""
     path = _path_of(name)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

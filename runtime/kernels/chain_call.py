@@ -28,7 +28,7 @@ _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SUMMED = (ROW, COLUMN, SCALAR)
 #: Kernels count rows in 32 bits.
 _MOST_ROWS = 2**31
-#: Kinds of launches that a chain keeps: more come of lengths that never repeat.
+#: The largest number of kinds of launches that a chain caches: more arise from lengths that never repeat.
 _MOST_KINDS = 1024
 
 
@@ -129,7 +129,7 @@ class Chain:
 
     @staticmethod
     def _key(tensors: Sequence[torch.Tensor], space: Shape | None) -> tuple[Any, ...]:
-        """What the geometry of a launch depends on."""
+        """The key of a launch's geometry."""
         return space, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
 
     def layout(self, tensors: Sequence[torch.Tensor], space: Shape | None = None) -> OperandLayout | None:
@@ -278,13 +278,13 @@ class _ChainRun(torch.autograd.Function):
 
 
 def _make_room(kinds: dict[Any, Any]) -> None:
-    """Forget all kinds of launches where there are many; what is used is soon there again."""
+    """Clear a cache that is full; what is in use is soon cached again."""
     if len(kinds) >= _MOST_KINDS:
         kinds.clear()
 
 
 def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no room."""
+    """Zeros that take no memory."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -293,5 +293,5 @@ def _dtypes(dtype_names: Mapping[str, str] | None) -> dict[str, torch.dtype]:
 
 
 def _are_real(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are tensors of torch's own with data, not what stands for them."""
+    """Whether these are torch's own tensors with data, not stand-ins."""
     return all(type(tensor) in _OWN_TYPES and not tensor.is_meta for tensor in tensors)

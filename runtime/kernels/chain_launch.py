@@ -71,7 +71,7 @@ class Launch:
         prepared = self._fixed
         if prepared is None:
             prepared = self._prepared(self._tuned(operands, results))
-            if not _is_captured(operands[0].device):  # in a graph nothing can be measured: perhaps next time
+            if not _is_captured(operands[0].device):  # nothing can be measured in a CUDA graph: perhaps next time
                 self._fixed = prepared
         self._run(prepared, operands, results)
 

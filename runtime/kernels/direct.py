@@ -36,9 +36,9 @@ def _plain_keys() -> frozenset[int]:
 
 
 def nobody_listens() -> bool:
-    """Whether nothing on this thread looks at operators; to be asked before ``are_plain``."""
+    """Whether nothing on this thread observes operators; check this before ``are_plain``."""
     return not (
-        # Whatever else traces has a dispatch mode.
+        # Other tracers have a dispatch mode.
         is_dynamo_compiling()
         or num_dispatch_modes()
         or (num_function_modes() and not _functions_only_place())

@@ -50,7 +50,7 @@ def aten_backward(
 def plain_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
 ) -> tuple[torch.Tensor | None, ...]:
-    """As ``aten_backward``, to be differentiated."""
+    """``aten_backward`` in differentiable operators."""
 
     def definition(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         dtype = wide_dtype(gate, up)
@@ -110,10 +110,10 @@ def triton_backward(
 
 
 def shape(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Room for the output."""
+    """An empty tensor for the output."""
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 def shapes_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for the gradients of gate and up."""
+    """Empty tensors for the gradients of gate and up."""
     return gate.new_empty(gate.shape), up.new_empty(up.shape)

@@ -105,7 +105,7 @@ def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> 
     It is that of ``plain``, which is run again: second derivatives are rare, and may cost what torch's operators do.
 
     Args:
-        plain: takes the operator's arguments and gives its outputs (None for those that nobody wants) by operators of
+        plain: takes the operator's arguments and gives its outputs (None for those not requested) by operators of
             torch alone, with whatever they depend on computed from the arguments; see ``gradients_of``.
     """
 
@@ -140,7 +140,7 @@ def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> 
 
 
 def _apart(tensor: torch.Tensor | None, *, again: bool) -> torch.Tensor | None:
-    """A tensor of its own for autograd: gradients are not passed on to what it was made of."""
+    """A new autograd leaf: gradients do not pass on to the tensor's history."""
     if tensor is None or not tensor.requires_grad:
         return tensor
     return tensor.view_as(tensor) if again else tensor.detach().requires_grad_()
@@ -149,7 +149,7 @@ def _apart(tensor: torch.Tensor | None, *, again: bool) -> torch.Tensor | None:
 def gradients_of(
     definition: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of ``definition(*tensors)``, which can be differentiated again; None for those that are not given."""
+    """Gradients of ``definition(*tensors)``, which can be differentiated again; None for tensors that are None."""
     leaves = [
         tensor if tensor is None or tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors
     ]

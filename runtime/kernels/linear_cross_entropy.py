@@ -106,7 +106,7 @@ def linear_gradients(
     *,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of hidden, weight and bias, None for those not ``wanted``.
+    """Gradients of hidden, weight and bias; None for those not ``wanted``.
 
     Args:
         grad: of the losses.
@@ -408,7 +408,7 @@ def _plain_backward(
     start: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """With all logits at once."""
+    """The gradients with all logits held at once."""
     check_whole(start)
     *loss, _, requested = options
 

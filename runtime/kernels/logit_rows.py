@@ -289,7 +289,7 @@ def readable_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(rows: torch.Tensor) -> tuple[int, int, int]:
-    """Arguments ``inner, outer_stride, inner_stride`` of a kernel."""
+    """The arguments ``inner, outer_stride, inner_stride`` of a kernel."""
     return rows.shape[1], rows.stride(0), rows.stride(1)
 
 

@@ -49,7 +49,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class RequestedGradients:
-    """Which gradients somebody needs; the others are given as empty tensors."""
+    """Which gradients are requested; the others are returned as empty tensors."""
 
     input: bool
     weight: bool
@@ -78,12 +78,12 @@ def check_rows(input: torch.Tensor, *, residual: Maybe = None, **parameters: May
 
 
 def wanted_grads(grads: Sequence[Maybe], wants: Sequence[bool]) -> tuple[Maybe, ...]:
-    """What autograd is given: None for what nobody wants."""
+    """The gradients for autograd: None for those not requested."""
     return tuple(grad if is_requested else None for grad, is_requested in zip(grads, wants, strict=True))
 
 
 def sum_of(first: Maybe, second: Maybe) -> Maybe:
-    """The sum of what is given, in the dtype of the first."""
+    """The sum of the tensors that are not None, in the dtype of the first."""
     return first if first is None or second is None else first + second.to(first.dtype)
 
 

@@ -142,12 +142,12 @@ def _rotated(
 
 
 def _turned_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """Both entries of every pair in each other's place."""
+    """The tensor with the entries of every pair swapped."""
     return tensor.roll(tensor.shape[-1] // 2, -1)
 
 
 def _turned_pairs(tensor: torch.Tensor) -> torch.Tensor:
-    """The same where pairs are neighbours."""
+    """The same for pairs of neighbouring entries."""
     return tensor.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 

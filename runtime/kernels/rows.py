@@ -23,7 +23,7 @@ _MOST_WARPS = 32
 _WALKING_WARPS = 16
 #: Multiprocessors of a device without any: few, so that every program walks through several tiles.
 _INTERPRETED_PROCESSORS = 1
-#: Elements that the ATen versions treat at a time: few enough for a cache, enough for every core to have some.
+#: Elements that the ATen versions process at once: few enough for a cache, enough to occupy every core.
 ATEN_BLOCK = 2**18
 #: Rows and columns of the partial sums that one step of their reduction takes.
 _PARTIAL_ROWS, _PARTIAL_COLUMNS = 64, 32

@@ -1,4 +1,4 @@
-"""What emitted programs have in common: a function written alike in several is compiled once, for all of them.
+"""Sharing between emitted programs: a function with the same source in several is compiled once for all.
 
 A program is made for each length of its inputs, and each loads functions of its own: without this, a kernel would be
 compiled for each length, though its code is the same.

@@ -14,7 +14,7 @@ class _BufferThread(threading.local):
 
 
 _thread = _BufferThread()
-#: Writes of the call that is being run, which it does when it ends; None outside of calls. The backward pass has
+#: Pending writes of the current call, applied when it ends; None outside of calls. The backward pass has
 #: threads of its own, which write nothing.
 _waiting: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 

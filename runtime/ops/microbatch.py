@@ -36,7 +36,7 @@ def current_microbatch() -> Microbatch | None:
 
 @contextlib.contextmanager
 def in_microbatch(microbatch: Microbatch | None) -> Iterator[None]:
-    """Run what is inside for ``microbatch``."""
+    """Run the block's code for ``microbatch``."""
     before, _MicrobatchState.current = _MicrobatchState.current, microbatch
     try:
         yield

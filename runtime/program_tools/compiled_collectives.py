@@ -76,7 +76,8 @@ def _same(x: torch.Tensor, axis: _Axis, src: Any, dst: Any) -> torch.Tensor:
     return x.view_as(x)
 
 
-#: (source, target), "S" for any S(d) → what is done. The gradient is converted from the target's to the source's.
+#: (source, target), "S" for any S(d) → the conversion's operation. The gradient is converted from the target's to the
+#: source's.
 _MOVES: dict[tuple[str, str], Callable[[torch.Tensor, _Axis, Any, Any], torch.Tensor]] = {
     ("S", R): _gather, ("S", I): _gather, ("S", "S"): _exchange, ("S", P): _pad,
     (P, R): _reduce, (P, I): _reduce, (P, "S"): _reduce_scatter,

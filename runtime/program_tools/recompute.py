@@ -39,7 +39,7 @@ from runtime.torch_compat.dispatcher import without_innermost_mode
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 
 POLICIES = ("none", "selective", "regather", "full")
-#: What programs call to send.
+#: The functions by which programs communicate.
 _COLLECTIVES = (spmd.all_gather, spmd.all_reduce, spmd.reduce_scatter, spmd.all_to_all, spmd.redistribute)
 
 
@@ -116,7 +116,7 @@ class _ValueSource:
             self.given.source.keep()
 
     def take(self) -> Sequence[torch.Tensor]:
-        """The tensors, one of which is needed now."""
+        """The tensors, made now if they are not there."""
         if self.made is None:
             with torch.no_grad():
                 self.made, self.open = self.make(), self.kept
@@ -190,7 +190,7 @@ def _run_regathering(function: Callable[..., Any], collectives: Sequence[Callabl
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Names the memory of a tensor, also once it is freed."""
+    """A key of a tensor's memory that stays valid after it is freed."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -283,7 +283,7 @@ class _Sending(TorchFunctionMode):
         return result
 
     def see(self, saved: torch.Tensor) -> None:
-        """Autograd would keep this tensor."""
+        """Note that autograd would keep this tensor."""
         sent = self.found.get(_storage(saved))
         if sent is not None:
             sent.send_again()

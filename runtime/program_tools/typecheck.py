@@ -109,7 +109,7 @@ def _meta(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 
 
 def _emitted_line(program: Program, error: BaseException) -> str:
-    """The emitted line at which ``error`` came up."""
+    """The emitted line that raised ``error``."""
     trace, line_text = error.__traceback__, ""
     lines = program.source.splitlines()
     while trace is not None:

@@ -18,7 +18,7 @@ class WeightTree(nn.Module):
     anything.
     """
 
-    #: With this many copies of a repeated block a check sees all there is to see (None: all of them).
+    #: Number of copies of a repeated block that checks visit (None: all).
     max_copies: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class WeightTree(nn.Module):
             node.__dict__.update({**children_of(node), **buffers_of(node)})
 
     def find(self, path: str) -> Any:
-        """What stands at ``path``."""
+        """The tensor or list at ``path``."""
         node: Any = self
         for part in path.split("."):
             node = node[part]

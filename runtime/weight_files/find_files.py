@@ -70,7 +70,7 @@ def model_names(stored: Collection[str], names: Collection[str], *, prefix: str 
     """The model's name of every stored name, which differ where one has the base model's prefix and the other not.
 
     A base model's file may be loaded into a model with a head (``layers.0`` for ``model.layers.0``), and the other way
-    round. That prefix is taken which makes most stored names known; if two do as well, names stay as they are.
+    round. The prefix that matches most stored names is used; on a tie, names stay as they are.
     """
     own_names, stored_names = set(names), set(stored)
     if own_names <= stored_names:
@@ -112,7 +112,7 @@ def _stripped(stored: set[str], names: set[str], prefix: str) -> dict[str, str]:
 
 
 def without(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Those names in which none of the regular expressions is found, sorted."""
+    """The names that match none of the regular expressions, sorted."""
     compiled = [re.compile(pattern) for pattern in patterns]
     return sorted(name for name in names if not any(pattern.search(name) for pattern in compiled))
 

@@ -18,7 +18,7 @@ import torch
 from cost_models.files import parse_json
 
 LENGTH_BYTES = 8
-#: The reference implementation reads no longer header.
+#: The longest header that the reference implementation reads.
 MAX_HEADER_BYTES = 100_000_000
 
 DTYPES = {

@@ -1,4 +1,4 @@
-"""Memory for tensors that are still on meta."""
+"""Allocates memory for tensors that are still on meta."""
 
 from __future__ import annotations
 

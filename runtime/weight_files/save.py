@@ -29,7 +29,7 @@ from runtime.weight_files.rectangles import runs
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to be stored: what all ranks agree on."""
+    """A tensor to be stored, as all ranks agree on it."""
 
     name: str
     dtype: torch.dtype
@@ -101,7 +101,7 @@ def save_weights(
 
 
 def _own_tensors(owned: Sequence[Owned], dtype: torch.dtype | None) -> list[tuple[_Tensor, int]]:
-    """What this rank will write: tensors, and how many elements of each."""
+    """The tensors that this rank will write, and how many elements of each."""
     written = []
     for piece in owned:
         if not piece.persistent or not piece.primary:

@@ -19,7 +19,7 @@ from runtime.zero.uses import used_at_once, used_one_by_one
 from runtime.zero.working_weights import Gathered, WorkingWeights
 
 _REDUCED_PER_USE, _GATHERED_PER_USE = 2, 3
-#: Gradients of so many bytes together may wait for one another: that takes less time than to take each on its own.
+#: Up to this many bytes, gradients are taken together, which takes less time than one by one.
 _SMALL_BYTES = 2**20
 
 
@@ -98,7 +98,7 @@ class Unit:
             for weight in (self.weights[place] for place in bundle.places)
         )
         self._is_small = sum(bundle.weights.num_bytes for bundle in self._bundles) <= _SMALL_BYTES
-        # The neighbours, set by a chain.
+        # The neighbours in the order of use, set by ``chained``.
         self.before: Unit | None = None
         self.after: Unit | None = None
         self._expected: int | None = None
@@ -140,7 +140,7 @@ class Unit:
         """Start a step in which ``use`` is called ``num_uses`` times with gradients."""
         if self.uses_owners:
             return
-        # A step that failed halfway may have left something.
+        # A step that failed halfway may have left gradients.
         for bundle in self._bundles:
             bundle.gradients.discard()
         self._backward, self._callback_queued = None, False
@@ -148,7 +148,7 @@ class Unit:
         self.refresh_needed()
 
     def refresh_needed(self) -> None:
-        """The owners have changed: weights are made anew at their next use. All ranks must call it."""
+        """The owners have changed: compute the working weights again at their next use. All ranks must call it."""
         for bundle in self._bundles:
             bundle.weights.stale()
 
@@ -252,7 +252,7 @@ class Unit:
             start = end
 
     def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        """The gradients of one use are complete, with these."""
+        """These gradients complete one use."""
         self._backward = None
         self._needed_backward, self._gathered_backward = self._gathered_backward, False
         if self.zero >= _REDUCED_PER_USE and self.after is not None:

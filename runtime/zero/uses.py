@@ -12,7 +12,7 @@ from runtime.kernels.direct import apply_of
 
 
 class Taker(Protocol):
-    """What takes gradients."""
+    """The receiver of a unit's gradients."""
 
     @property
     def token(self) -> nn.Parameter:

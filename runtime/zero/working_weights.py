@@ -78,7 +78,7 @@ class WorkingWeights:
             self._running = None
 
     def prefetch(self) -> None:
-        """Start gathering, unless that has been done."""
+        """Start gathering, unless it has started."""
         if self._pieces and self._running is None and (self._per_use or not self._fresh):
             owners = [owner.detach() for owner in self.owners]
             row = torch.empty(self.layout.row, dtype=self._compute, device=owners[0].device)
