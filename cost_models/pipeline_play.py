@@ -105,7 +105,7 @@ class Player:
     """One rank while the step plays: its position in the order, and when its streams are free.
 
     ``occupied`` is the seconds of its actions, waits for communication included; ``first`` when the first one started;
-    ``kept`` every action as played, if asked for.
+    ``played`` every action as played, if asked for.
     """
 
     def __init__(self, chunks: tuple[ChunkCosts, ...], program: PipelineActions, *, keep: bool) -> None:
@@ -119,7 +119,7 @@ class Player:
         self.occupied = 0.0
         self.first: float | None = None
         self.keep = keep
-        self.kept: list[Played] = []
+        self.played: list[Played] = []
 
     def compute_seconds(self) -> float:
         """Seconds that the rank computes, all its actions together."""
@@ -156,7 +156,7 @@ class Player:
             operation = operations[index]
             ready = start + operation.receive
             if self.keep:
-                self.kept.append(Played(start, Streams(ready, compute, communication, issue), pending))
+                self.played.append(Played(start, Streams(ready, compute, communication, issue), pending))
             busy_until = compute
             if operation.seconds is not None and not pending:
                 compute = ready + operation.seconds

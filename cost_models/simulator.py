@@ -165,8 +165,8 @@ def _bytes_by_action(
 
 def _bytes_over_time(player: Player, curve: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     points = [(0.0, curve[0][0])]
-    ends = [played.streams.before for played in player.kept[1:]] + [player.compute]
-    for played, end, (running, after) in zip(player.kept, ends, curve[1:]):
+    ends = [played.streams.before for played in player.played[1:]] + [player.compute]
+    for played, end, (running, after) in zip(player.played, ends, curve[1:]):
         points += [(played.start, running), (end, after)]
     return tuple(points)
 
@@ -178,7 +178,7 @@ def _events(players: list[Player], reduced: float, updates: list[float], gathers
         record = _recorder(rank, rank_events)
         label = ""
         for action, (index, _, _), (start, streams, pending) in zip(
-            player.program.actions, player.program.order, player.kept
+            player.program.actions, player.program.order, player.played
         ):
             before, label = label, f"{action.kind}{action.chunk}.{action.microbatch}"
             record("receive", label, start, streams.ready)

@@ -238,7 +238,7 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
     constraint = Constraint("pinned plan")
     nodes = _pinned_nodes(plan)
     for name, element in problem.elements.items():
-        planned = _wanted(element, plan, nodes)
+        planned = _planned_choice(element, plan, nodes)
         if planned is None:
             continue
         if any(_same(option, element, planned) for option in element.options):
@@ -259,7 +259,7 @@ def _pinned_nodes(plan: Plan) -> dict[str, tuple[str, ...]]:
     return strategies
 
 
-def _wanted(element: Element, plan: Plan, nodes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] | None:
+def _planned_choice(element: Element, plan: Plan, nodes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...] | None:
     path = element.key.partition(":")[2]
     if element.kind == "op":
         return nodes.get(element.key)

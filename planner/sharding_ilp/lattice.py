@@ -84,7 +84,7 @@ class Lattices:
     def __init__(self, pricing: Pricing, forbidden: frozenset[str] = frozenset()) -> None:
         self.pricing = pricing
         self.forbidden = forbidden
-        self._known: dict[tuple[object, ...], Lattice] = {}
+        self._cache: dict[tuple[object, ...], Lattice] = {}
         self._ways: dict[tuple[object, ...], _Ways] = {}
 
     def of(
@@ -106,7 +106,7 @@ class Lattices:
         open_axes = tuple(axis for axis, size in enumerate(self.pricing.mesh.sizes) if size > 1 and axis not in settled)
         kind = (value.shape, value.dtype, value.requires_grad, live, self.pricing.family(value))
         key = (kind, types, open_axes, saved)
-        if (*key, detours) not in self._known:
+        if (*key, detours) not in self._cache:
             ends = tuple(placements_of(value, types, self.pricing.mesh))
             arcs = self._arcs(value, ends, live=live, saved=saved)
             between = self._between(value, kind, ends, arcs, open_axes, live=live) if len(open_axes) > 1 else ()
@@ -114,9 +114,9 @@ class Lattices:
                 arcs = self._arcs(value, (*ends, *between), live=live, saved=saved)
             placements = (*ends, *between)
             index = {placement: position for position, placement in enumerate(placements)}
-            self._known[*key, True] = Lattice(placements, index, tuple(arcs.values()))
-            self._known[*key, False] = Lattice(placements, index, _without_detours(arcs))
-        return self._known[*key, detours]
+            self._cache[*key, True] = Lattice(placements, index, tuple(arcs.values()))
+            self._cache[*key, False] = Lattice(placements, index, _without_detours(arcs))
+        return self._cache[*key, detours]
 
     def _between(
         self,

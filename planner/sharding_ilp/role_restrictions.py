@@ -203,10 +203,10 @@ def _store_as_used(
             continue
         for index, stream in enumerate(problem.elements[name].streams):
             source = problem.streams[stream].source
-            types = {option.inputs[index][axis] for option in _left(problem, constraint, name)}
+            types = {option.inputs[index][axis] for option in _allowed_options(problem, constraint, name)}
             if _is_view_of_parameter(problem, source):
                 _demand(constraint, source, problem.elements[source], _gives_one_of(axis, types))
-                types = {option.inputs[0][axis] for option in _left(problem, constraint, source)}
+                types = {option.inputs[0][axis] for option in _allowed_options(problem, constraint, source)}
                 source = problem.streams[problem.elements[source].streams[0]].source
             if problem.elements[source].kind == "parameter":
                 types_used.setdefault(source, types)
@@ -216,7 +216,7 @@ def _store_as_used(
             _demand(constraint, name, element, _gives_one_of(axis, shards or {I, R}))
 
 
-def _left(problem: Problem, constraint: Constraint, name: str) -> list[Option]:
+def _allowed_options(problem: Problem, constraint: Constraint, name: str) -> list[Option]:
     """The options of an element that the filters so far allow."""
     filters = constraint.filters.get(name, [])
     return [option for option in problem.elements[name].options if all(allowed(option) for allowed in filters)]

@@ -107,7 +107,7 @@ class Problem:
                     copies_of[phase, uses] = copies_of.get((phase, uses), 0) + copies
         return [(phase, copies, uses) for (phase, uses), copies in copies_of.items()]
 
-    def given(self, stream: ValueStream) -> list[Placement]:
+    def produced(self, stream: ValueStream) -> list[Placement]:
         """The placement that the source of ``stream`` produces under each of its options."""
         return [option.outputs[stream.output] for option in self.elements[stream.source].options]
 

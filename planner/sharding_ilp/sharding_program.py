@@ -98,13 +98,13 @@ def is_free(problem: Problem, stream: ValueStream) -> bool:
     """Whether every conversion of the stream is free: it has no gradient and is (or may be) whole on every rank."""
     if stream.value.requires_grad:
         return False
-    whole = [set(placement) == {R} for placement in problem.given(stream)]
+    whole = [set(placement) == {R} for placement in problem.produced(stream)]
     return all(whole) or (any(whole) and problem.elements[stream.source].follows)
 
 
 def stream_lattice(problem: Problem, stream: ValueStream, lattices: Lattices, *, detours: bool = False) -> Lattice:
     """The lattice of a stream, over the types that its source gives and its uses need."""
-    return _lattice(problem, stream, problem.given(stream), _needs(problem, stream), lattices, detours=detours)
+    return _lattice(problem, stream, problem.produced(stream), _needs(problem, stream), lattices, detours=detours)
 
 
 def _needs(problem: Problem, stream: ValueStream) -> list[list[Placement]]:
@@ -142,7 +142,7 @@ class StreamParts:
 
 def stream_parts(problem: Problem, stream: ValueStream, lattices: Lattices) -> StreamParts:
     """Compute the parts of ``stream``."""
-    roots, needs = problem.given(stream), _needs(problem, stream)
+    roots, needs = problem.produced(stream), _needs(problem, stream)
     groups = _groups(problem, stream, needs)
     representatives = [(stream.uses[use], needs[use]) for use in groups.representatives]
     return StreamParts(_lattice(problem, stream, roots, needs, lattices), representatives, groups.parts)
@@ -152,7 +152,7 @@ def add_stream(ilp: ShardingIlp, name: str, stream: ValueStream, lattices: Latti
     """Flows of all uses of a stream, shared by group."""
     parts = stream_parts(ilp.problem, stream, lattices)
     lattice = ilp.lattices[name] = parts.lattice
-    roots = ilp.problem.given(stream)
+    roots = ilp.problem.produced(stream)
     source = [(lattice.index[where], column) for where, column in zip(roots, ilp.x[stream.source])]
     flows = []
     for use, needs in parts.representatives:

@@ -124,15 +124,15 @@ class _Filler:
         """Any type that a user of the block's value needs or its producer gives."""
         value = self.problem.streams[name].value
         makers = [stream for stream in self.problem.streams.values() if any(use.element == name for use in stream.uses)]
-        produced = [where for stream in makers for where in self.problem.given(stream)]
-        candidates = [*self._asked(name), *produced]
+        produced = [where for stream in makers for where in self.problem.produced(stream)]
+        candidates = [*self._needed_placements(name), *produced]
         types = [
             sorted({whole_type(value), R, *(where[axis] for where in candidates)}) if size > 1 else [whole_type(value)]
             for axis, size in enumerate(self.mesh.sizes)
         ]
         return [Option(where, (where,), (where,)) for where in placements_of(value, types, self.mesh)]
 
-    def _asked(self, stream: str) -> list[Placement]:
+    def _needed_placements(self, stream: str) -> list[Placement]:
         """Placements that the uses of a stream need, under any option."""
         return [where for use in self.problem.streams[stream].uses for where in self.problem.needed(use)]
 
@@ -152,7 +152,7 @@ class _Filler:
 
     def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
         """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""
-        needed = self._asked(name)
+        needed = self._needed_placements(name)
         types: list[tuple[SpmdType, ...]] = []
         for axis, size in enumerate(self.mesh.sizes):
             if value.kind == "parameter" and self.mesh.names[axis] in self.roles.whole_states:

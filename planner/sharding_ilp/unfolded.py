@@ -96,18 +96,18 @@ class _BoundBuilder:
 
     def add_stream(self, name: str) -> None:
         stream = self.problem.streams[name]
-        roots = self.problem.given(stream)
+        roots = self.problem.produced(stream)
         parts = stream_parts(self.problem, stream, self.lattices)
         lattice = parts.lattice
         flows = []
         for use, needs in parts.representatives:
-            source = zip(map(lattice.index.__getitem__, roots), self._given(stream.source, use.scope))
+            source = zip(map(lattice.index.__getitem__, roots), self._source_columns(stream.source, use.scope))
             target = zip(map(lattice.index.__getitem__, needs), self._needed(use.element, use.scope))
             flows.append(add_flow(self.ilp.program, lattice, source, target))
         scopes = [use.scope for use, _ in parts.representatives]
         self._share(lattice, flows, scopes, parts.groups)
 
-    def _given(self, source: str, scope: Scope) -> Columns:
+    def _source_columns(self, source: str, scope: Scope) -> Columns:
         leaving = {"next": self.early, "exit": self.last}.get(scope, {})
         return leaving.get(source, self.ilp.x[source])
 

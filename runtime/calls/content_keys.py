@@ -89,7 +89,7 @@ class _Keys:
     def __init__(self, name: str) -> None:
         self.name = name
         self._numbers: dict[int, int] = {}
-        self._held: list[Any] = []
+        self._visited: list[Any] = []
 
     def of(self, value: Any) -> Hashable:
         if isinstance(value, _PLAIN):
@@ -101,7 +101,7 @@ class _Keys:
         if id(value) in self._numbers:
             return "again", self._numbers[id(value)]
         self._numbers[id(value)] = len(self._numbers)
-        self._held.append(value)
+        self._visited.append(value)
         return type(value), self._inside(value)
 
     def _inside(self, value: Any) -> Hashable:
@@ -152,7 +152,7 @@ class _Keys:
         return tuple((name, self.of(entry)) for name, entry in entries.items())
 
     def _refusal(self, reason: str) -> ValueError:
-        kind = type(self._held[-1]).__name__
+        kind = type(self._visited[-1]).__name__
         return ValueError(f"argument {self.name!r} holds a {kind}, which becomes part of the program, but {reason}")
 
 

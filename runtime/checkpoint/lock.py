@@ -31,7 +31,7 @@ _JOB = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 
 #: Locks of this process, by the directory's real path: (process, descriptor, token). The kernel's locks are a
 #: process's, whatever opened the file, and end when it closes the file even once: so each is opened once.
-_held: dict[str, tuple[int, int, str]] = {}
+_locks: dict[str, tuple[int, int, str]] = {}
 
 
 def lock(directory: Path) -> None:
@@ -42,11 +42,11 @@ def lock(directory: Path) -> None:
     """
     path = os.path.realpath(directory)
     file = directory / NAME
-    lock_of_path = _held.get(path)
+    lock_of_path = _locks.get(path)
     if lock_of_path is not None and lock_of_path[0] == os.getpid():
         if _is_still_ours(file, lock_of_path[1], lock_of_path[2]):
             return
-        os.close(_held.pop(path)[1])
+        os.close(_locks.pop(path)[1])
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         _take(file, descriptor, path)
@@ -71,7 +71,7 @@ def _take(file: Path, descriptor: int, path: str) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({**process, "token": token}).encode(), 0)
     os.fsync(descriptor)
-    _held[path] = (os.getpid(), descriptor, token)
+    _locks[path] = (os.getpid(), descriptor, token)
 
 
 def _in_use(file: Path, owner: Mapping[str, Any]) -> ValueError:
@@ -142,7 +142,7 @@ def _is_local(path: str) -> bool:
 @atexit.register
 def _release() -> None:
     """Empty the files of this process, so that other hosts see that it is gone, too."""
-    for pid, descriptor, _ in _held.values():
+    for pid, descriptor, _ in _locks.values():
         if pid == os.getpid():
             with suppress(OSError):
                 os.ftruncate(descriptor, 0)

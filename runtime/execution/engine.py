@@ -130,7 +130,7 @@ class Engine:
         call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
         ops.begin_step(training=True)
         with (
-            self._given(call, prepared, local_inputs),
+            self._inputs_of(call, prepared, local_inputs),
             ops.stored_at_end(),
             self.state.tied_gradients_summed(),
             torch.enable_grad(),
@@ -149,7 +149,7 @@ class Engine:
         """The model's outputs; with a pipeline, without gradients."""
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
         ops.begin_step(training=False)
-        with self._given(call, prepared, local_inputs), ops.stored_at_end():
+        with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             if self._stale:
                 for unit in in_order_of_use(prepared.stages):
                     unit.refresh_needed()
@@ -192,7 +192,7 @@ class Engine:
     forget_constants = weights_changed
 
     @contextlib.contextmanager
-    def _given(self, call: ModelCall, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
+    def _inputs_of(self, call: ModelCall, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
         self._inputs, self._local_inputs = dict(call.tensors), local_inputs
         try:
             if self.layout.copies is not None:

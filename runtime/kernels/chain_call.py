@@ -83,7 +83,7 @@ class Chain:
         self.gradients = dict(gradients or {})
         self.passed, self.shared = dict(passed or {}), dict(shared or {})
         self._differentiable = bool(self.gradients or self.passed)
-        self._known = frozenset((*self.gradients, *self.passed, *self.shared, *fixed))
+        self._handled_inputs = frozenset((*self.gradients, *self.passed, *self.shared, *fixed))
         self._layouts: dict[Any, OperandLayout | None] = {}
         self._launches: dict[Any, Launch] = {}
         self._compiled: Plain | None = None
@@ -122,7 +122,7 @@ class Chain:
         """Whether the kernels were written for such tensors and their gradients."""
         keeps = torch.is_grad_enabled()
         for tensor, (name, dtype) in zip(tensors, self.inputs.items(), strict=True):
-            if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._known):
+            if tensor.dtype != dtype or (keeps and tensor.requires_grad and name not in self._handled_inputs):
                 return False
         layout = self.layout(tensors)
         return layout is not None and 0 < layout.num_rows < _MOST_ROWS and layout.width > 0

@@ -50,7 +50,7 @@ def aten_backward(
 def plain_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, activation: str
 ) -> tuple[torch.Tensor | None, ...]:
-    """``aten_backward`` in differentiable operators."""
+    """``aten_backward`` from operators that autograd differentiates."""
 
     def definition(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         dtype = wide_dtype(gate, up)

@@ -140,7 +140,7 @@ def differentiable_again(operator: FusedOperator, plain: Callable[..., Any]) -> 
 
 
 def _apart(tensor: torch.Tensor | None, *, again: bool) -> torch.Tensor | None:
-    """A new autograd leaf: gradients do not pass on to the tensor's history."""
+    """A separate tensor for autograd: its gradients are not passed on to the tensor it was made of."""
     if tensor is None or not tensor.requires_grad:
         return tensor
     return tensor.view_as(tensor) if again else tensor.detach().requires_grad_()

@@ -120,7 +120,7 @@ class _Split:
         def in_first_run(node: Node) -> bool:
             return node in inner or leaves[node] <= at_once
 
-        self._wanted = inputs
+        self._inputs = inputs
         #: What keeps the nodes of autograd functions alive until W, where their Python objects do not; with them all
         #: that the activation side saved.
         self._owners = () if functions_keep_their_nodes() else tuple(edge for edge, _ in starts)
@@ -143,18 +143,18 @@ class _Split:
     def run_inputs(self) -> tuple[Gradient, ...]:
         """Gradients of the received tensors."""
         handles = [joint.node.register_prehook(_remember(joint)) for joint in self._joints]
-        targets: list[Any] = [*self._wanted, *self._leaves_at_once, *self._captured]
+        targets: list[Any] = [*self._inputs, *self._leaves_at_once, *self._captured]
         edges, gradients = zip(*self._starts)
         try:
             results = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        leaves_end = len(self._wanted) + len(self._leaves_at_once)
-        _accumulate(list(zip(self._leaves_at_once, results[len(self._wanted) : leaves_end])))
+        leaves_end = len(self._inputs) + len(self._leaves_at_once)
+        _accumulate(list(zip(self._leaves_at_once, results[len(self._inputs) : leaves_end])))
         self._arrived += zip(self._captured, results[leaves_end:])
         self._starts = []
-        return results[: len(self._wanted)]
+        return results[: len(self._inputs)]
 
     def run_weights(self) -> None:
         """Add what ``run_inputs`` left to the leaves' ``.grad``."""

@@ -78,14 +78,14 @@ _REDUCTIONS = frozenset({"all_reduce", "reduce_scatter_tensor"})
 
 
 def _selective(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _kept(operator.overloadpacket.__name__ in EXPENSIVE | _REDUCTIONS)
+    return _policy_of(operator.overloadpacket.__name__ in EXPENSIVE | _REDUCTIONS)
 
 
 def _regather(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _kept(operator.overloadpacket.__name__ not in _GATHERS | {"wait_tensor", "cat", "split"})
+    return _policy_of(operator.overloadpacket.__name__ not in _GATHERS | {"wait_tensor", "cat", "split"})
 
 
-def _kept(is_kept: bool) -> CheckpointPolicy:
+def _policy_of(is_kept: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -101,29 +101,29 @@ def can_be_made_again(tensors: Sequence[torch.Tensor], make: Callable[[], Sequen
 class _ValueSource:
     """Where tensors come from that are not kept: made again when the first is needed, let go after the last.
 
-    ``given`` is what they are made from, if that is itself part of a source.
+    ``origin`` is what they are made from, if that is itself part of a source.
     """
 
-    def __init__(self, make: Callable[[], Sequence[torch.Tensor]], given: _Part | None = None) -> None:
-        self.make, self.given = make, given
-        self.kept = self.open = 0
-        self.made: Sequence[torch.Tensor] | None = None
+    def __init__(self, make: Callable[[], Sequence[torch.Tensor]], origin: _Part | None = None) -> None:
+        self.make, self.origin = make, origin
+        self.num_kept = self.open = 0
+        self.tensors: Sequence[torch.Tensor] | None = None
 
     def keep(self) -> None:
         """One more of the tensors will be needed."""
-        self.kept += 1
-        if self.kept == 1 and self.given is not None:
-            self.given.source.keep()
+        self.num_kept += 1
+        if self.num_kept == 1 and self.origin is not None:
+            self.origin.source.keep()
 
     def take(self) -> Sequence[torch.Tensor]:
         """The tensors, made now if they are not there."""
-        if self.made is None:
+        if self.tensors is None:
             with torch.no_grad():
-                self.made, self.open = self.make(), self.kept
-        tensors = self.made
+                self.tensors, self.open = self.make(), self.num_kept
+        tensors = self.tensors
         self.open -= 1
         if not self.open:
-            self.made = None
+            self.tensors = None
         return tensors
 
 
@@ -146,10 +146,10 @@ class _Regathering(TorchFunctionMode):
     def __init__(self, collectives: Sequence[Callable[..., Any]]) -> None:
         super().__init__()
         self.collectives = frozenset(collectives)
-        self.found: dict[StorageWeakRef, tuple[_ValueSource, int, torch.dtype]] = {}
+        self.sources: dict[StorageWeakRef, tuple[_ValueSource, int, torch.dtype]] = {}
 
     def add(self, tensors: Sequence[torch.Tensor], source: _ValueSource) -> None:
-        self.found |= {_storage(tensor): (source, index, tensor.dtype) for index, tensor in enumerate(tensors)}
+        self.sources |= {_storage(tensor): (source, index, tensor.dtype) for index, tensor in enumerate(tensors)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,7 +162,7 @@ class _Regathering(TorchFunctionMode):
 
     def part(self, tensor: torch.Tensor) -> _Part | None:
         """``tensor`` as part of a source, if it is one."""
-        source, index, dtype = self.found.get(_storage(tensor), (None, 0, None))
+        source, index, dtype = self.sources.get(_storage(tensor), (None, 0, None))
         return None if source is None or dtype != tensor.dtype else _Part(source, index, tensor)
 
     def pack(self, tensor: torch.Tensor) -> _Part | torch.Tensor:
@@ -186,7 +186,7 @@ def _run_regathering(function: Callable[..., Any], collectives: Sequence[Callabl
             return function(*tensors)
     finally:
         _thread.regathering = outer
-        region.found.clear()  # the hooks live as long as the graph, what nobody keeps must not
+        region.sources.clear()  # the hooks live as long as the graph, what nobody keeps must not
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
@@ -267,24 +267,24 @@ class _Sending(TorchFunctionMode):
     def __init__(self, sent: list[_Sent]) -> None:
         super().__init__()
         self.sent = sent
-        self.found: dict[StorageWeakRef, _Sent] = {}
+        self.sent_of: dict[StorageWeakRef, _Sent] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _COLLECTIVES or _thread.always_again:
             return func(*args, **(kwargs or {}))
         with without_innermost_mode():  # its operators are not torch's to keep
             result = func(*args, **(kwargs or {}))
-        sent = _Sent(result, self.found.get(_storage(args[0])))
+        sent = _Sent(result, self.sent_of.get(_storage(args[0])))
         self.sent.append(sent)
         if result is args[0]:
             sent.result = None  # nothing was sent, and nothing has to be kept
         else:
-            self.found[_storage(result)] = sent
+            self.sent_of[_storage(result)] = sent
         return result
 
     def see(self, saved: torch.Tensor) -> None:
         """Note that autograd would keep this tensor."""
-        sent = self.found.get(_storage(saved))
+        sent = self.sent_of.get(_storage(saved))
         if sent is not None:
             sent.send_again()
 
@@ -302,7 +302,7 @@ def _sending(sent: list[_Sent], keep: Any) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(seen, unpack), mode, keep:
         yield
-    mode.found.clear()  # the hooks live as long as the graph
+    mode.sent_of.clear()  # the hooks live as long as the graph
 
 
 class _Replaying(TorchFunctionMode):

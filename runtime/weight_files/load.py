@@ -132,15 +132,15 @@ class _Headers:
 
     def __init__(self, files: Mapping[str, Path] | Path) -> None:
         self.bytes_read = 0
-        self._known: dict[Path, dict[str, Stored]] = {}
+        self._headers: dict[Path, dict[str, Stored]] = {}
         self.files = dict.fromkeys(self._header(files), files) if isinstance(files, Path) else dict(files)
         self.names = self.files.keys()
 
     def _header(self, file: Path) -> dict[str, Stored]:
-        if file not in self._known:
-            self._known[file], count = read_header(file)
+        if file not in self._headers:
+            self._headers[file], count = read_header(file)
             self.bytes_read += count
-        return self._known[file]
+        return self._headers[file]
 
     def tensors(self, names: Collection[str]) -> dict[str, Stored]:
         """Where the named tensors are."""
