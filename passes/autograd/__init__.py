@@ -1,4 +1,4 @@
-"""What the backward pass needs: kept values, what can be computed again, and the peak of memory in between."""
+"""What the backward pass needs: saved values, what can be recomputed, and the peak of memory in between."""
 
 from passes.autograd.peak import working_peak
 from passes.autograd.recompute_policies import POLICIES, Activations, Recompute, kept_under

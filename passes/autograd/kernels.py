@@ -1,6 +1,6 @@
-"""Which kernels run on a processor that memory is counted for, where that differs from what shapes alone choose.
+"""Which kernels run on the device that memory is counted for, where torch chooses others on the meta device.
 
-On the meta device torch takes the way that always works: attention that forms its probabilities, dropout that draws a
+On the meta device torch takes the generic kernels: attention that forms its probabilities, dropout that draws a
 mask of the input's dtype. These tables say which fused operators stand in for them, ``"gpu"`` or ``"cpu"``.
 """
 
@@ -99,7 +99,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask of truth values as the one to add that torch makes of it at each call."""
+    """A boolean mask as the additive one that torch makes of it at each call."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -math.inf, dtype=query.dtype, device=mask.device))

@@ -36,7 +36,7 @@ def _is_alone(
     users: Mapping[str, Sequence[Node]],
     results: Collection[str],
 ) -> bool:
-    """Whether all that leads from whoever makes the memory of the logits to ``loss`` is one chain of views."""
+    """Whether a single chain of views leads from the node that allocates the logits to ``loss``."""
     values, reader, name = graph.values, loss, loss.inputs[0]
     num_elements = values[name].num_elements
     while True:

@@ -1,4 +1,4 @@
-"""What autograd does in one operator call, found by making the call on the meta device.
+"""What autograd does in one operator call, observed by making the call on the meta device.
 
 No data is touched: the call runs on tensors that have shapes, strides and storages but no memory, under hooks that see
 every tensor that autograd packs away, and every kernel that torch dispatches to. Records are remembered per distinct
@@ -101,10 +101,10 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = list(_tensors_in(result))
-        self.outputs += made
+        outputs = list(_tensors_in(result))
+        self.outputs += outputs
         if func.overloadpacket.__name__ in EXPENSIVE:
-            self.expensive += made
+            self.expensive += outputs
         return result
 
 
@@ -139,13 +139,13 @@ class _Matched:
         )
 
     def _largest_temporary(self, packed: _Tensors, outputs: _Tensors) -> Made | None:
-        kept = {storage_id(tensor) for tensor in packed}
-        _, made = self._split([tensor for tensor in outputs if storage_id(tensor) not in kept])
-        return max(made, key=lambda entry: entry.num_bytes, default=None)
+        saved_storages = {storage_id(tensor) for tensor in packed}
+        _, temporaries = self._split([tensor for tensor in outputs if storage_id(tensor) not in saved_storages])
+        return max(temporaries, key=lambda entry: entry.num_bytes, default=None)
 
     def _split(self, tensors: _Tensors) -> tuple[tuple[int, ...], tuple[Made, ...]]:
         outputs: set[int] = set()
-        made: dict[int, torch.Tensor] = {}
+        internal: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             storage = storage_id(tensor)
             if storage in self.input_of:
@@ -153,12 +153,12 @@ class _Matched:
             if storage in self.output_of:
                 outputs.add(self.output_of[storage])
             else:
-                made.setdefault(storage, tensor)
+                internal.setdefault(storage, tensor)
         return (
             tuple(sorted(outputs)),
             tuple(
                 Made(tensor.untyped_storage().nbytes(), *self._like(tensor))
-                for tensor in made.values()
+                for tensor in internal.values()
                 if tensor.numel()
             ),
         )

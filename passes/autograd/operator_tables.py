@@ -1,4 +1,4 @@
-"""Tables for operators by name: what is known of them without making the call."""
+"""Tables of operators by name: what can be told without making the call."""
 
 from __future__ import annotations
 

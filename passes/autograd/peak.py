@@ -1,4 +1,4 @@
-"""The most memory alive while a stretch of the model runs, beyond its state and what it keeps for the backward pass.
+"""Peak memory while a stretch of the model runs, beyond its state and what it saves for the backward pass.
 
 Forward: storages live from the node that makes them to the last that takes them; what leaves the stretch lives to its
 end; what is made inside an operator lives while that runs. What is kept anyway is not counted twice.
@@ -24,7 +24,7 @@ ExtraBytes = Callable[[Extra], float]
 
 
 def working_peak(
-    known: Activations,
+    saved_activations: Activations,
     nodes: Sequence[str],
     policy: str = "none",
     *,
@@ -36,12 +36,12 @@ def working_peak(
     """Bytes on one device, forward or backward, whichever is more.
 
     Args:
-        known, nodes, policy, compiled: as for ``kept_under``.
+        saved_activations, nodes, policy, compiled: as for ``kept_under``.
         local_bytes, extra_bytes: bytes on one device of a value, and of a tensor made inside an operator.
-        weight_gradients: count each parameter's gradient as it is made, before it is added to the one held (wanted from
-            the second micro-batch on).
+        weight_gradients: count each parameter's gradient before it is added to the accumulated one (needed from the
+            second micro-batch on).
     """
-    walk = _Walk(known, nodes, policy, local_bytes, extra_bytes, compiled=compiled)
+    walk = _Walk(saved_activations, nodes, policy, local_bytes, extra_bytes, compiled=compiled)
     return max(walk.forward(), walk.backward(weight_gradients=weight_gradients))
 
 
@@ -50,7 +50,7 @@ class _Walk:
 
     def __init__(
         self,
-        known: Activations,
+        saved_activations: Activations,
         nodes: Sequence[str],
         policy: str,
         local_bytes: LocalBytes,
@@ -58,15 +58,15 @@ class _Walk:
         *,
         compiled: bool,
     ) -> None:
-        self.known = known
-        self.stretch = Stretch(known, nodes)
-        self.recompute: Recompute = kept_under(known, nodes, policy, compiled=compiled)
+        self.known = saved_activations
+        self.stretch = Stretch(saved_activations, nodes)
+        self.recompute: Recompute = kept_under(saved_activations, nodes, policy, compiled=compiled)
         self.local_bytes, self.extra_bytes = local_bytes, extra_bytes
         self.compiled = compiled
         self.written = self._written()
 
     def _written(self) -> frozenset[str]:
-        """Storages that really stand in memory: all, or those that fused kernels write."""
+        """Storages that are written to memory: all, or those that fused kernels write."""
         inside = set(self.stretch.names)
         if not self.compiled:
             return frozenset(self.known.made)
@@ -83,20 +83,20 @@ class _Walk:
         return self.local_bytes(self.known.values[root]) if root in self.written else 0.0
 
     def inside_bytes(self, node: str, held: Collection[Extra] = (), *, backward: bool = False) -> float:
-        """Bytes made inside an operator beyond its output and what is ``held`` anyway, while it runs."""
-        kept = self.stretch.kept[node]
-        own = working(self.known.nodes[node], self.known.values, self.local_bytes)[backward]
-        if self.compiled and not kept.is_expensive:
-            return own
-        made = (*kept.temporaries, *(extra for extra in kept.extras if extra not in held))
-        return max(own, max(map(self.extra_bytes, made), default=0.0))
+        """Bytes that an operator allocates while it runs, beyond its output and the ``held`` extras."""
+        saved = self.stretch.kept[node]
+        working_bytes = working(self.known.nodes[node], self.known.values, self.local_bytes)[backward]
+        if self.compiled and not saved.is_expensive:
+            return working_bytes
+        internal = (*saved.temporaries, *(extra for extra in saved.extras if extra not in held))
+        return max(working_bytes, max(map(self.extra_bytes, internal), default=0.0))
 
     def taken(self, node: str) -> frozenset[str]:
         """Storages of activations that a node takes."""
         return self.stretch.roots(self.known.nodes[node].inputs)
 
     def given(self, node: str) -> frozenset[str]:
-        """Storages of its own that a node gives."""
+        """Storages that a node allocates for its outputs."""
         outputs = {value.name for value in self.known.nodes[node].outputs}
         return self.stretch.roots(outputs) & outputs
 
@@ -109,7 +109,7 @@ class _Walk:
         """The peak of running ``nodes`` forward, beyond what is kept.
 
         Args:
-            stays: storages that are not let go of.
+            stays: storages that are not freed.
             extras: tensors made inside operators that are kept, so that they are not counted while those run.
         """
         held = self.recompute.values
@@ -156,7 +156,7 @@ class _Walk:
         return self.stretch.saved(expensive=True if self.compiled else None) & self.written
 
     def _back(self, needed: frozenset[str], *, weight_gradients: bool) -> float:
-        """The peak of gradients over the walk back, less what of ``needed`` is no longer there."""
+        """The peak of gradients over the walk back, less the storages of ``needed`` that are freed on the way."""
         nodes = [node for node in self.stretch.names if node in self.known.live]
         first = self._first_reader(nodes)
         grads = {root: self.bytes_of(root) for root in self._leaving() if self._has_gradient(root)}
@@ -191,9 +191,9 @@ class _Walk:
         return self.stretch.roots((self.known.nodes[node].inputs[0],)) & self.stretch.maker.keys()
 
     def _held_extras(self, node: str) -> tuple[Extra, ...]:
-        """Tensors made inside a node's forward that are there when its backward starts."""
-        kept = self.stretch.kept[node]
-        return tuple(extra for extra in kept.extras if not self.compiled or extra in kept.expensive_extras)
+        """Tensors made inside a node's forward that are still held when its backward starts."""
+        saved = self.stretch.kept[node]
+        return tuple(extra for extra in saved.extras if not self.compiled or extra in saved.expensive_extras)
 
     def _first_reader(self, nodes: Sequence[str]) -> dict[str, str]:
         """Storage made inside → the earliest node whose backward reads it."""

@@ -49,7 +49,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Activations:
-    """What the policies look at, gathered once for a graph (or for the nodes of interest).
+    """The facts that policies need, gathered once for a graph (or for the nodes of interest).
 
     ``kept`` is by node, ``roots`` by value; ``made`` are the values that are activations, ``users`` the nodes that take
     each value, ``live`` the nodes that a gradient comes back to, ``reusing`` the cross-entropies that write the
@@ -73,7 +73,7 @@ class Activations:
         *,
         kernels: Kernels = "gpu",
     ) -> Activations:
-        """Gather them; the arguments are those of ``kept_by_autograd``. Beside a loss no output is wanted."""
+        """Gather them; the arguments are those of ``kept_by_autograd``. Beside a loss, outputs need not be kept."""
         users: dict[str, list[str]] = defaultdict(list)
         for node in graph.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -91,11 +91,13 @@ class Activations:
         )
 
 
-def kept_under(known: Activations, nodes: Sequence[str], policy: str, *, compiled: bool = False) -> Recompute:
+def kept_under(
+    saved_activations: Activations, nodes: Sequence[str], policy: str, *, compiled: bool = False
+) -> Recompute:
     """What the stretch ``nodes`` (names, consecutive, in graph order) keeps under ``policy``.
 
     Args:
-        known: what is kept by node, from ``Activations.of`` on a graph that has these nodes.
+        saved_activations: what is kept by node, from ``Activations.of`` on a graph that has these nodes.
         policy: one of ``POLICIES``.
         compiled: as ``torch.compile`` does it, rather than operator by operator.
 
@@ -104,7 +106,7 @@ def kept_under(known: Activations, nodes: Sequence[str], policy: str, *, compile
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown recompute policy {policy!r}: expected one of {', '.join(POLICIES)}")
-    stretch = Stretch(known, nodes)
+    stretch = Stretch(saved_activations, nodes)
     return (_COMPILED if compiled else _EAGER)[policy](stretch)
 
 
@@ -119,66 +121,68 @@ class Stretch:
 
     def roots(self, values: Collection[str]) -> frozenset[str]:
         """Storages of ``values`` that are activations."""
-        found = (self.known.roots[name] for name in values)
-        return frozenset(name for name in found if name in self.known.made)
+        storages = (self.known.roots[name] for name in values)
+        return frozenset(name for name in storages if name in self.known.made)
 
     def inputs(self) -> frozenset[str]:
         """Storages of what the stretch takes from outside."""
-        taken = {name for node in self.names for name in self.known.nodes[node].inputs if name not in self.maker}
-        return self.roots(taken)
+        consumed = {name for node in self.names for name in self.known.nodes[node].inputs if name not in self.maker}
+        return self.roots(consumed)
 
     def saved(self, expensive: bool | None = None) -> frozenset[str]:
         """Storages that autograd keeps, for all nodes or for the expensive or the cheap ones."""
-        chosen = (kept for kept in self.kept.values() if expensive is None or kept.is_expensive == expensive)
-        return self.roots({name for kept in chosen for name in kept.values})
+        selected = (entry for entry in self.kept.values() if expensive is None or entry.is_expensive == expensive)
+        return self.roots({name for entry in selected for name in entry.values})
 
     def extras(self) -> tuple[Extra, ...]:
         """Tensors made inside operators that autograd keeps."""
-        return tuple(extra for kept in self.kept.values() for extra in kept.extras)
+        return tuple(extra for saved in self.kept.values() for extra in saved.extras)
 
     def kept_expensive_extras(self) -> tuple[Extra, ...]:
         """Those of them that expensive kernels give."""
-        return tuple(extra for kept in self.kept.values() for extra in kept.extras if extra in kept.expensive_extras)
+        return tuple(extra for saved in self.kept.values() for extra in saved.extras if extra in saved.expensive_extras)
 
     def remade_from(self) -> frozenset[str]:
         """What cheap operators make kept tensors of their own from (random masks apart: a seed makes those)."""
         nodes = self.known.nodes
         return frozenset(
             value
-            for name, kept in self.kept.items()
-            if kept.extras and not kept.is_expensive and "dropout" not in nodes[name].op
+            for name, saved in self.kept.items()
+            if saved.extras and not saved.is_expensive and "dropout" not in nodes[name].op
             for value in nodes[name].inputs
         )
 
     def expensive_values(self) -> frozenset[str]:
-        return self.roots({name for kept in self.kept.values() for name in kept.expensive_values})
+        return self.roots({name for saved in self.kept.values() for name in saved.expensive_values})
 
     def expensive_extras(self) -> tuple[Extra, ...]:
-        return tuple(extra for kept in self.kept.values() for extra in kept.expensive_extras)
+        return tuple(extra for saved in self.kept.values() for extra in saved.expensive_extras)
 
     def until_all_is_there(self) -> tuple[str, ...]:
         """The nodes up to the last one that keeps something; that one too unless it keeps its inputs alone."""
         for place in reversed(range(len(self.names))):
-            kept = self.kept[self.names[place]]
-            if kept.values or kept.extras:
+            saved = self.kept[self.names[place]]
+            if saved.values or saved.extras:
                 outputs = {value.name for value in self.known.nodes[self.names[place]].outputs}
-                runs = bool(kept.extras) or not outputs.isdisjoint(kept.values)
+                runs = bool(saved.extras) or not outputs.isdisjoint(saved.values)
                 return self.names[: place + runs]
         return ()
 
-    def computed_from(self, wanted: Collection[str], given: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """What of ``given`` and of what comes from outside ``wanted`` follows from, and the nodes between."""
+    def computed_from(
+        self, values: Collection[str], available: frozenset[str]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """The storages, ``available`` or from outside, that ``values`` are computed from, and the nodes between."""
         needed: set[str] = set()
         between: set[str] = set()
-        seen: set[str] = set()
-        stack = list(wanted)
+        visited: set[str] = set()
+        stack = list(values)
         while stack:
             name = stack.pop()
-            if name in seen:
+            if name in visited:
                 continue
-            seen.add(name)
+            visited.add(name)
             root = self.known.roots[name]
-            if root in given or name not in self.maker:
+            if root in available or name not in self.maker:
                 needed |= self.roots((name,))
                 continue
             between.add(self.maker[name])
@@ -205,8 +209,8 @@ def _full(stretch: Stretch) -> Recompute:
 
 def _none_compiled(stretch: Stretch) -> Recompute:
     written = stretch.saved(expensive=True)
-    given = written | stretch.expensive_values()
-    needed, _ = stretch.computed_from(stretch.saved(expensive=False) | stretch.remade_from(), given)
+    available = written | stretch.expensive_values()
+    needed, _ = stretch.computed_from(stretch.saved(expensive=False) | stretch.remade_from(), available)
     return Recompute(written | needed, stretch.kept_expensive_extras(), ())
 
 

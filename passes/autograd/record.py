@@ -31,7 +31,7 @@ class CallRecord:
     Attributes:
         kept_inputs, kept_outputs: whose storage autograd keeps.
         made: what autograd keeps beyond them.
-        expensive_outputs, expensive_made: what the expensive kernels of the call give.
+        expensive_outputs, expensive_made: outputs of the call's expensive kernels.
         is_expensive: whether it has any.
         temporary: the largest tensor made inside that is gone when the call returns, None if there is none.
         strides: of each output, in elements.

@@ -22,14 +22,14 @@ class Extra:
 
 @dataclass(frozen=True)
 class SavedForBackward:
-    """What one operator keeps, and what its expensive kernels give.
+    """What one operator saves, and the outputs of its expensive kernels.
 
     Attributes:
         values: inputs and outputs of the node that autograd keeps (several may share one storage).
         extras: what it keeps beyond them.
         is_expensive: whether a matrix product, convolution or fused attention runs inside.
-        expensive_values: outputs that such a kernel gives.
-        expensive_extras: what such a kernel gives beyond them (a log-sum-exp; the scores of unfused attention).
+        expensive_values: outputs of such a kernel.
+        expensive_extras: what such a kernel returns beyond them (a log-sum-exp; the scores of unfused attention).
         temporaries: the largest tensor made inside that is not kept, if there is any.
     """
 

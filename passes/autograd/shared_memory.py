@@ -25,14 +25,14 @@ def storage_roots(graph: Graph, nodes: Collection[str] | None = None, *, kernels
 
 
 def activations(graph: Graph) -> frozenset[str]:
-    """Names of the values that a step makes anew: outputs of nodes that depend on more than shapes and constants.
+    """Names of the values that every step computes: outputs of nodes that depend on more than shapes and constants.
 
-    Parameters, buffers, literals and graph inputs are not; nor are masks and positions, made once for all steps.
+    Parameters, buffers, literals and graph inputs are not; nor are masks and positions, computed once for all steps.
     """
     return frozenset(value.name for node in graph.nodes if not node.constant for value in node.outputs)
 
 
 def held_constants(graph: Graph) -> frozenset[str]:
-    """Names of the values that depend on shapes alone and that other nodes take: made once, held for all steps."""
-    made = {value.name for node in graph.nodes if node.constant for value in node.outputs}
-    return frozenset(name for node in graph.nodes if not node.constant for name in node.inputs if name in made)
+    """Names of the values that depend on shapes alone and that other nodes take: computed once, held for all steps."""
+    constants = {value.name for node in graph.nodes if node.constant for value in node.outputs}
+    return frozenset(name for node in graph.nodes if not node.constant for name in node.inputs if name in constants)

@@ -1,4 +1,4 @@
-"""What fused operators hold while they run and let go again, by operator: no record of their call shows it.
+"""Workspace of fused operators while they run, by operator: no record of their call shows it.
 
 All sizes are of one device.
 """
@@ -26,8 +26,8 @@ class Working(NamedTuple):
 
 def working(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes) -> Working:
     """What ``node`` holds while it runs; nothing if it is not in the table."""
-    found = _OPERATORS.get(node.op)
-    return Working() if found is None else found(node, values, local_bytes)
+    workspace_of = _OPERATORS.get(node.op)
+    return Working() if workspace_of is None else workspace_of(node, values, local_bytes)
 
 
 def _linear_cross_entropy(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes) -> Working:

@@ -1,6 +1,6 @@
 """Finding chains: groups of elementwise operators of a section that one kernel can compute.
 
-Two operators belong together if one uses what the other makes, or if both read the same tensor, all of the space's
+Two operators belong together if one uses the other's output, or if both read the same tensor, all of the space's
 shape. What lies on a way from one to the other comes along if it computes on the same space, rows included; if not,
 the two stay apart, since neither could then run before the other. Operators of one shape are one kernel of Triton,
 with row reductions that nothing in the chain uses; a chain with anything else is left to a compiler.
@@ -115,24 +115,24 @@ class Groups:
 
     def _after(self, groups: set[int], end: int) -> set[int]:
         """Groups up to the place ``end`` that need one of ``groups``."""
-        found: set[int] = set()
+        followers: set[int] = set()
         stack = list(groups)
         while stack:
             for after in self._next(stack.pop()):
-                if self.place[after] <= end and after not in found and after not in groups:
-                    found.add(after)
+                if self.place[after] <= end and after not in followers and after not in groups:
+                    followers.add(after)
                     stack.append(after)
-        return found
+        return followers
 
     def _between(self, start: int, end: int) -> set[int]:
         """Groups on a way from ``start`` to ``end``, these two left out."""
         after = self._after({start}, self.place[end]) - {end}
-        found: set[int] = set()
+        on_the_way: set[int] = set()
         # In the reverse of the order: whatever leads to what leads to the end.
         for group in sorted(after, key=self.place.__getitem__, reverse=True):
-            if any(following == end or following in found for following in self._next(group)):
-                found.add(group)
-        return found
+            if any(following == end or following in on_the_way for following in self._next(group)):
+                on_the_way.add(group)
+        return on_the_way
 
     def _next(self, group: int) -> list[int]:
         return list(dict.fromkeys(self.of[user] for index in self.members[group] for user in self.users[index]))

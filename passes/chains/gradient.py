@@ -81,16 +81,16 @@ def backward_of(chain: OperatorChain) -> Backward | None:
         return None
     passed, shared = _same(ends, outputs, members)
     columns = columns_of(chain)
-    own = [local for local in ends if local not in passed and local not in shared]
-    inputs = {local: kind_of(local.shape, chain.space, columns=columns) for local in own}
+    computed_ends = [local for local in ends if local not in passed and local not in shared]
+    inputs = {local: kind_of(local.shape, chain.space, columns=columns) for local in computed_ends}
     members = _towards(members, inputs)
     used = {member.output for member in members}
     users = {local for member in members for _, local in gradients_of(member)}
     outputs = tuple(local for local in outputs if local in used | users)
     saved, again = _kept(chain, _needed(members, {*inputs, *used}))
-    known = (*chain.inputs, *chain.outputs)
-    ordered = [local for local in known if local in saved]
-    extra = tuple(local for local in saved if local not in known)
+    boundary = (*chain.inputs, *chain.outputs)
+    ordered = [local for local in boundary if local in saved]
+    extra = tuple(local for local in saved if local not in boundary)
     return Backward(outputs, inputs, passed, shared, (*dict.fromkeys(ordered), *extra), extra, again, tuple(members))
 
 
@@ -117,21 +117,21 @@ def _same(
         if local in outputs and not parts.get(local) and local.value.dtype == end.value.dtype:
             passed[end] = local
         elif local is not end:
-            known = first.setdefault((local, end.value.dtype), end)
-            if known is not end:
-                shared[end] = known
+            earlier = first.setdefault((local, end.value.dtype), end)
+            if earlier is not end:
+                shared[end] = earlier
     return passed, shared
 
 
 def _towards(members: Sequence[Member], inputs: Collection[Local]) -> list[Member]:
     """Members through which a gradient gets to one of these inputs."""
     leading = set(inputs)
-    found = []
+    leading_members = []
     for member in members:
         if any(local in leading for _, local in gradients_of(member)):
             leading.add(member.output)
-            found.append(member)
-    return found
+            leading_members.append(member)
+    return leading_members
 
 
 def gradients_of(member: Member) -> Iterator[tuple[str, Local]]:
@@ -149,41 +149,41 @@ def fields_of(template: str) -> set[str]:
 
 def _needed(members: Collection[Member], flowing: Collection[Local]) -> dict[Local, None]:
     """Values that the derivatives name."""
-    found: dict[Local, None] = {}
+    values: dict[Local, None] = {}
     for member in members:
         assert member.formula is not None
         for name, local in gradients_of(member):
             if local not in flowing:
                 continue
             used = fields_of(member.formula.gradients[name])
-            found.update((other, None) for field, other in member.operands.items() if field in used)
+            values.update((other, None) for field, other in member.operands.items() if field in used)
             if "out" in used:
-                found[member.output] = None
-    return found
+                values[member.output] = None
+    return values
 
 
 def _kept(chain: OperatorChain, needed: dict[Local, None]) -> tuple[tuple[Local, ...], tuple[Member, ...]]:
     choices = [
-        _computed_from(chain, needed, given)
-        for given in (chain.inputs, (*chain.inputs, *chain.outputs), (*chain.inputs, *needed))
+        _computed_from(chain, needed, available)
+        for available in (chain.inputs, (*chain.inputs, *chain.outputs), (*chain.inputs, *needed))
     ]
     return min(choices, key=lambda choice: bytes_of(*choice[0]))
 
 
 def _computed_from(
-    chain: OperatorChain, needed: dict[Local, None], given: Collection[Local]
+    chain: OperatorChain, needed: dict[Local, None], available: Collection[Local]
 ) -> tuple[tuple[Local, ...], tuple[Member, ...]]:
-    """What must be kept of ``given`` to have the needed values, and which members run again for that."""
+    """The values of ``available`` to save so that the needed ones can be computed, and the members that run again."""
     makers = {member.output: member for member in chain.members}
-    kept: dict[Local, None] = {}
-    wanted = set(needed)
+    saved: dict[Local, None] = {}
+    needed_locals = set(needed)
     again = []
     for member in reversed(chain.members):
-        if member.output in wanted and member.output not in given:
+        if member.output in needed_locals and member.output not in available:
             again.append(member)
-            wanted.update(member.operands.values())
-    for local in wanted:
-        if local in given or local not in makers:
-            kept[local] = None
-    ordered = [local for local in (*chain.inputs, *makers) if local in kept]
+            needed_locals.update(member.operands.values())
+    for local in needed_locals:
+        if local in available or local not in makers:
+            saved[local] = None
+    ordered = [local for local in (*chain.inputs, *makers) if local in saved]
     return tuple(ordered), tuple(reversed(again))

@@ -42,16 +42,16 @@ def fold(
 
 def _merged(shape: Sequence[int], strides: Sequence[Sequence[int]], dims: range) -> list[tuple[int, tuple[int, ...]]]:
     """Dims as (size, stride of every operand), neighbours as one where every operand walks through them alike."""
-    found: list[tuple[int, tuple[int, ...]]] = []
+    levels: list[tuple[int, tuple[int, ...]]] = []
     for dim in dims:
         size, steps = shape[dim], tuple(operand[dim] for operand in strides)
         if size == 1:
             continue
-        if found and all(before == size * step for before, step in zip(found[-1][1], steps)):
-            found[-1] = (found[-1][0] * size, steps)
+        if levels and all(before == size * step for before, step in zip(levels[-1][1], steps)):
+            levels[-1] = (levels[-1][0] * size, steps)
         else:
-            found.append((size, steps))
-    return found
+            levels.append((size, steps))
+    return levels
 
 
 def contiguous_strides(shape: Sequence[int], space: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Putting chains in the place of their operators."""
+"""Replace operators by the chains that compute them."""
 
 from __future__ import annotations
 
@@ -78,19 +78,21 @@ class _Outside:
 def _chain_of(members: Sequence[Member], outside: _Outside) -> OperatorChain | None:
     """The chain of these operators; None if it moves no fewer bytes than they do."""
     inside = {id(member.compute) for member in members}
-    made = {member.output: None for member in members}
-    taken = dict.fromkeys(local for member in members for local in member.compute.inputs if local not in made)
-    given = [local for local in made if outside.needs(local, inside)]
+    produced = {member.output: None for member in members}
+    chain_inputs = dict.fromkeys(
+        local for member in members for local in member.compute.inputs if local not in produced
+    )
+    chain_outputs = [local for local in produced if outside.needs(local, inside)]
     apart = sum(bytes_of(*dict.fromkeys(member.compute.inputs), member.output) for member in members)
-    fused = bytes_of(*taken, *given)
-    if not given or fused >= apart:
+    fused = bytes_of(*chain_inputs, *chain_outputs)
+    if not chain_outputs or fused >= apart:
         return None
     space = max((local.shape for member in members for local in (member.output, *member.compute.inputs)), key=_extent)
-    reason = _reason_for_compiler(members, tuple(taken), space)
+    reason = _reason_for_compiler(members, tuple(chain_inputs), space)
     return OperatorChain(
-        node=_node_of(members, tuple(taken), tuple(given)),
-        inputs=tuple(taken),
-        outputs=tuple(given),
+        node=_node_of(members, tuple(chain_inputs), tuple(chain_outputs)),
+        inputs=tuple(chain_inputs),
+        outputs=tuple(chain_outputs),
         choices=(),
         rule=None,
         members=tuple(members),
@@ -109,14 +111,14 @@ def _extent(shape: Sequence[int]) -> tuple[int, int]:
     return count, len(shape)
 
 
-def _node_of(members: Sequence[Member], taken: Sequence[Local], given: Sequence[Local]) -> Node:
+def _node_of(members: Sequence[Member], chain_inputs: Sequence[Local], chain_outputs: Sequence[Local]) -> Node:
     first = members[0].compute.node
     return Node(
         first.name,
         CHAIN,
-        tuple(Ref(local.value.name) for local in taken),
+        tuple(Ref(local.value.name) for local in chain_inputs),
         {},
-        tuple(local.value for local in given),
+        tuple(local.value for local in chain_outputs),
         _common_path([member.compute.node.module_path for member in members]),
         first.module_class,
     )
@@ -132,7 +134,7 @@ def _common_path(paths: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _reason_for_compiler(members: Sequence[Member], taken: Sequence[Local], space: tuple[int, ...]) -> str:
+def _reason_for_compiler(members: Sequence[Member], chain_inputs: Sequence[Local], space: tuple[int, ...]) -> str:
     """Why ``torch.compile`` makes the better kernel; empty if Triton code is written here."""
     used = {local for member in members for local in member.compute.inputs}
     for member in members:
@@ -145,9 +147,9 @@ def _reason_for_compiler(members: Sequence[Member], taken: Sequence[Local], spac
             return f"rows of {space[-1]} elements are wider than one program holds"
         if not member.reduces and member.output.shape != space:
             return f"{_short(op)} computes one number a row"
-    shapes = [local.shape for local in taken]
+    shapes = [local.shape for local in chain_inputs]
     reduces = any(member.reduces for member in members)
-    columns = 1 if reduces else best_split([local.shape for local in taken if local.value.requires_grad], space)
+    columns = 1 if reduces else best_split([local.shape for local in chain_inputs if local.value.requires_grad], space)
     if fold(space, [contiguous_strides(shape, space) for shape in shapes], columns=columns) is None:
         return "its operands are broadcast over too many dims in turn"
     return ""
@@ -170,9 +172,9 @@ def _in_order(body: Sequence[Operation], chains: Sequence[OperatorChain]) -> tup
     maker: dict[Local, Operation] = {}
     for operation in body:
         chain = chain_of.get(id(operation))
-        made = made_by(operation)
-        maker.update(dict.fromkeys(made, operation if chain is None else chain))
-    done: dict[int, Operation] = {}
+        outputs = made_by(operation)
+        maker.update(dict.fromkeys(outputs, operation if chain is None else chain))
+    placed: dict[int, Operation] = {}
 
     def add(operation: Operation) -> None:
         stack = [operation]
@@ -181,10 +183,10 @@ def _in_order(body: Sequence[Operation], chains: Sequence[OperatorChain]) -> tup
             missing = [
                 maker[local]
                 for local in used_by(current)
-                if local in maker and id(maker[local]) not in done and maker[local] is not current
+                if local in maker and id(maker[local]) not in placed and maker[local] is not current
             ]
-            if id(current) in done or not missing:
-                done.setdefault(id(current), current)
+            if id(current) in placed or not missing:
+                placed.setdefault(id(current), current)
                 stack.pop()
             else:
                 stack.extend(missing)
@@ -195,4 +197,4 @@ def _in_order(body: Sequence[Operation], chains: Sequence[OperatorChain]) -> tup
             add(operation)
         elif last[id(chain)] == id(operation):
             add(chain)
-    return tuple(done.values())
+    return tuple(placed.values())

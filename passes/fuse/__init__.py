@@ -61,11 +61,11 @@ def as_planned(graph: Graph, plan: PlanData) -> Graph:
 
 def _with_sums(matches: list[Match], folded: Folded) -> tuple[Match, ...]:
     """Norms that took a residual addition in are reported as what they became."""
-    became = Counter(folded.norms.values())
-    found = []
+    num_folded = Counter(folded.norms.values())
+    matches_of_sums = []
     for match in matches:
         of_sum = Match(f"add_{match.pattern}", match.module_path)
-        took = became[of_sum] > 0
-        became[of_sum] -= took
-        found.append(of_sum if took else match)
-    return tuple(found)
+        is_folded = num_folded[of_sum] > 0
+        num_folded[of_sum] -= is_folded
+        matches_of_sums.append(of_sum if is_folded else match)
+    return tuple(matches_of_sums)

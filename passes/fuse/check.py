@@ -1,6 +1,6 @@
-"""Is a match one: what was matched and what shall stand for it, run side by side on random tensors, with gradients.
+"""Check a match: run the matched operators and the fused one side by side on random tensors, with gradients.
 
-Both run in float64, casts and all, so that what is compared is what they mean. Dims are made small first: every large
+Both run in float64, casts included, so that rounding does not hide a difference. Dims are made small first: every large
 size becomes a small one of its own wherever it stands, also in the arguments.
 """
 
@@ -40,7 +40,7 @@ _outcomes: RecentResults[float | str] = RecentResults(1024)
 
 
 class CannotRun(Exception):
-    """The two sides cannot be run: why."""
+    """The two sides cannot be run; the message says why."""
 
 
 def difference(
@@ -53,16 +53,16 @@ def difference(
     """Largest difference of results and gradients relative to the largest entry; each distinct pair is run once.
 
     Args:
-        matched: the operators found, in order.
-        fused: what shall stand for them.
+        matched: the matched operators, in order.
+        fused: the nodes that replace them.
         values: every value that either side takes.
-        results: what is compared, by name on either side; None for what each side's last operator gives.
+        results: names of the values to compare, on either side; None for the output of each side's last operator.
 
     Raises:
         CannotRun: if an operator fails, or a tensor is too large whatever is made smaller.
     """
-    made = {value.name for node in matched for value in node.outputs}
-    inputs = list(dict.fromkeys(name for node in matched for name in node.inputs if name not in made))
+    produced = {value.name for node in matched for value in node.outputs}
+    inputs = list(dict.fromkeys(name for node in matched for name in node.inputs if name not in produced))
     names = _short_names(inputs, matched, fused)
     results = results or ([matched[-1].output.name], [fused[-1].output.name])
     failure = "a tensor is too large to be tried out"
@@ -73,8 +73,8 @@ def difference(
         if any(math.prod(shape) > MOST_ELEMENTS for shape in shapes):
             continue
         sides = tuple(
-            _Side(tuple(_small(node, sizes, names) for node in nodes), tuple(names[name] for name in wanted))
-            for nodes, wanted in zip((matched, fused), results)
+            _Side(tuple(_small(node, sizes, names) for node in nodes), tuple(names[name] for name in compared))
+            for nodes, compared in zip((matched, fused), results)
         )
         outcome = _outcomes.get((repr(sides), specs), partial(_compared, sides, specs))
         if not isinstance(outcome, str):
@@ -90,7 +90,7 @@ def _ways_to_shrink(inputs: Sequence[str], nodes: _Nodes, values: Mapping[str, V
     large = sorted({size for shape in shapes for size in shape if size > LARGE})
     last = {shape[-1] for shape in shapes if shape}
     inner = last.union(*(shape[2:] for shape in shapes))
-    outer, first = ([size for size in large if size not in kept] for kept in (last, inner))
+    outer, first = ([size for size in large if size not in excluded] for excluded in (last, inner))
     return [
         {size: 2 + place for place, size in enumerate(outer)},
         {size: LARGE + 2 + 2 * place for place, size in enumerate(large)},
@@ -106,8 +106,8 @@ def _short_names(inputs: Sequence[str], matched: _Nodes, fused: _Nodes) -> dict[
     """Names that do not depend on where in the graph the match stands."""
     names = {name: f"input{place}" for place, name in enumerate(inputs)}
     for side, nodes in (("matched", matched), ("fused", fused)):
-        made = [value.name for node in nodes for value in node.outputs]
-        names.update((name, f"{side}{place}") for place, name in enumerate(made) if name not in inputs)
+        produced = [value.name for node in nodes for value in node.outputs]
+        names.update((name, f"{side}{place}") for place, name in enumerate(produced) if name not in inputs)
     return names
 
 
@@ -115,7 +115,8 @@ def _small(node: Node, sizes: Mapping[int, int], names: Mapping[str, str]) -> No
     """The call in float64 with sizes made small, and without what says where it came from."""
     outputs = tuple(Value(names[value.name], (), "float64") for value in node.outputs)
     args, kwargs = (
-        _constants(map_refs(given, lambda ref: Ref(names[ref.name])), sizes) for given in (node.args, dict(node.kwargs))
+        _constants(map_refs(argument, lambda ref: Ref(names[ref.name])), sizes)
+        for argument in (node.args, dict(node.kwargs))
     )
     return Node("call", node.op, args, kwargs, outputs)
 
@@ -148,7 +149,7 @@ def _compared(sides: tuple[_Side, ...], specs: tuple[_Spec, ...]) -> float | str
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No mode, no dtype and no choice of kernels of the caller's counts."""
+    """Shut out the caller's modes, default dtype and choice of kernels."""
     forced = os.environ.pop(_FORCED, None)
     try:
         with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
@@ -163,8 +164,8 @@ def _difference_at(scale: float, specs: Sequence[_Spec], sides: tuple[_Side, ...
     inputs = [_random(shape, dtype, scale, generator) for shape, dtype in specs]
     results = [_run(side, inputs) for side in sides]
     upstream = [torch.randn(result.shape, dtype=torch.float64, generator=generator) for result in results[0]]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    gradients = [torch.autograd.grad(given, wanted, upstream, allow_unused=True) for given in results]
+    differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+    gradients = [torch.autograd.grad(outputs, differentiable, upstream, allow_unused=True) for outputs in results]
     return max(_relative(first, second) for first, second in (*zip(*results), *zip(*gradients)))
 
 
@@ -185,8 +186,8 @@ def _run(side: _Side, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _relative(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     if first is None or second is None:
-        given = first if first is not None else second
-        return 0.0 if given is None or not given.any() else math.inf
+        present = first if first is not None else second
+        return 0.0 if present is None or not present.any() else math.inf
     if first.shape != second.shape:
         return math.inf
     if not first.numel():

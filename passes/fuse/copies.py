@@ -1,8 +1,8 @@
-"""What was found in one copy of a repeated block, for the other copies.
+"""Reuse the matches of one copy of a repeated block in the other copies.
 
 Patterns are tried at every operator from the last to the first. Two copies near the end of a run are looked at as any
-other operators are; where both have the same to say of a place, the copies between those and the first two take it
-over: nothing was found there, or one pattern, which is then laid over each copy again but not tried out again.
+other operators are; where both agree on a place, the copies between those and the first two take the result
+over: no pattern there, or one, which is then laid over each copy again but not checked again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Place:
 
 
 class Copies:
-    """Endings by place, noted in the model copies and told of the others."""
+    """Endings by place: recorded in two copies, predicted for the others."""
 
     def __init__(self, graph: Graph) -> None:
         self.runs: tuple[BlockRun, ...] = tuple(run for run in find_blocks(graph) if run.num_copies > LAST + FIRST)
@@ -51,19 +51,19 @@ class Copies:
             self.noted[place] = ending
 
     def known(self, node: Node) -> Ending:
-        """What ends in ``node`` as in its like; None if that has to be looked at."""
+        """The pattern that ends in ``node``, as in the recorded copies; None if the node must be looked at itself."""
         place = self.places.get(node.name)
         if place is None or not FIRST <= place.copy < self.runs[place.run].num_copies - LAST:
             return None
         return self._of_models(place)
 
     def agree(self) -> bool:
-        """Whether the second copies, looked at themselves, are what the models of their runs are."""
+        """Whether the second copy of every run, looked at itself, has the endings that the recorded copies predict."""
         seconds = (place for place in self.noted if place.copy == 1)
         return all(self._of_models(place) in (None, self.noted[place]) for place in seconds)
 
     def _of_models(self, place: _Place) -> Ending:
-        """What both models say, None if they say nothing or differ."""
+        """The ending on which both recorded copies agree, else None."""
         last = self.runs[place.run].num_copies - LAST
         first, second = (self.noted.get(_Place(place.run, copy, place.position)) for copy in (last, last + 1))
         return first if first == second else None

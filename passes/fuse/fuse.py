@@ -1,4 +1,4 @@
-"""The pattern pass: what there are fused operators for becomes calls of these."""
+"""The pattern pass: replaces matched operators by calls of fused ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.fuse.patterns import ALREADY, Row
 from passes.fuse.report import Match, NearMiss
 from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
 
-#: A pattern of which this share is found, and at least so many operators, was nearly matched.
+#: A near miss: this share of a pattern's operators matches, and at least so many operators.
 NEARLY = 0.7
 AT_LEAST = 4
 #: Operators that cost nothing if they are done beside a fused operator that does them too.
@@ -38,7 +38,7 @@ class Replaced:
 
 
 class Rewriter:
-    """Replaces what one table of patterns finds in one graph.
+    """Replaces the matches of one table of patterns in one graph.
 
     Attributes:
         replaced: by the name of the root.
@@ -49,8 +49,8 @@ class Rewriter:
         self.graph = graph
         self.tolerance = tolerance
         self.matcher = Matcher(graph)
-        found = {row.pattern: self.matcher.sieve(row.tree) for row in rows}
-        self.sieves = {pattern: sieve for pattern, sieve in found.items() if sieve is not None}
+        sieves = {row.pattern: self.matcher.sieve(row.tree) for row in rows}
+        self.sieves = {pattern: sieve for pattern, sieve in sieves.items() if sieve is not None}
         self.rows = _by_root([row for row in rows if row.pattern in self.sieves])
         self.users: dict[str, list[str]] = {}
         for node in graph.nodes:
@@ -65,7 +65,7 @@ class Rewriter:
         self.inside_of_misses: set[str] = set()
 
     def run(self) -> Graph:
-        """The graph with everything replaced that can be."""
+        """The graph with every match replaced."""
         copies = Copies(self.graph)
         if not (copies.runs and self._find(copies)):
             self._find(None)
@@ -74,17 +74,17 @@ class Rewriter:
         return self._rewritten() if self.replaced else self.graph
 
     def _find(self, copies: Copies | None) -> bool:
-        """Try all patterns everywhere; with ``copies`` once for all that are alike: whether that was right."""
+        """Try all patterns everywhere, with ``copies`` once for all copies of a block; return whether these agree."""
         self.taken, self.replaced, self.near_misses, self.inside_of_misses = set(), {}, {}, set()
         for node in reversed(self.graph.nodes):
             if node.constant or node.name in self.taken:
                 continue
-            known = copies.known(node) if copies is not None else None
-            if known == NOTHING:
+            ending = copies.known(node) if copies is not None else None
+            if ending == NOTHING:
                 continue
-            if isinstance(known, Row):
-                found, _ = self.matcher.find(known.tree, node)
-                if found is None or self._replace(known, node, found, checked=True) is not None:
+            if isinstance(ending, Row):
+                matched, _ = self.matcher.find(ending.tree, node)
+                if matched is None or self._replace(ending, node, matched, checked=True) is not None:
                     return False
                 continue
             self._at(node)
@@ -93,7 +93,7 @@ class Rewriter:
         return copies is None or copies.agree()
 
     def _ending(self, node: Node) -> Ending:
-        """What was found to end in ``node``."""
+        """What ends in ``node``."""
         if node.name in self.replaced:
             return self.replaced[node.name].row
         return None if node.name in self.near_misses else NOTHING
@@ -105,36 +105,38 @@ class Rewriter:
         for row in self.rows.get(end.op, ()):
             if not self.matcher.may_end(self.sieves[row.pattern], node):
                 continue
-            found, attempt = self.matcher.find(row.tree, node)
-            if found is None:
+            matched, attempt = self.matcher.find(row.tree, node)
+            if matched is None:
                 share = attempt.reached / row.tree.size
                 if node is end and attempt.reached >= AT_LEAST and share >= NEARLY and (not best or share > best[0]):
                     best = share, NearMiss(row.name, node.module_path, attempt.reason)
                 continue
-            reason = self._replace(row, node, found)
+            reason = self._replace(row, node, matched)
             if reason is None:
                 return
             if reason and node is end and (best is None or best[0] < 1):
                 best = 1.0, NearMiss(row.name, node.module_path, reason)
-                self.inside_of_misses |= found.inside - {node.name}
+                self.inside_of_misses |= matched.inside - {node.name}
         if best is not None:
             self.near_misses[node.name] = best[1]
 
-    def _replace(self, row: Row, root: Node, found: Found, *, checked: bool = False) -> str | None:
-        """Replace a match, or say why not ("" if it is part of another); ``checked``: its like was tried out."""
-        if found.inside & self.taken:
+    def _replace(self, row: Row, root: Node, matched: Found, *, checked: bool = False) -> str | None:
+        """Replace a match, or say why not ("" if it overlaps another); ``checked``: its like passed the check."""
+        if matched.inside & self.taken:
             return ""
-        shapes = {name: self.matcher.values[value].shape for name, value in found.tensors.items()}
+        shapes = {name: self.matcher.values[value].shape for name, value in matched.tensors.items()}
         failed = next((condition.text for condition in row.conditions if not condition.holds(shapes)), None)
         if failed is not None:
             return f"not so: {failed}"
-        outside = self._used_outside(root, found.inside)
+        outside = self._used_outside(root, matched.inside)
         if outside:
             return outside
         reason = ""
-        for each in (found, *self._of_wider(root, found)):
+        for candidate in (matched, *self._of_wider(root, matched)):
             try:
-                nodes = build(row.result, each.tensors, each.constants, self.matcher.values, prefix=f"{root.name}__")
+                nodes = build(
+                    row.result, candidate.tensors, candidate.constants, self.matcher.values, prefix=f"{root.name}__"
+                )
             except CannotBuild as error:
                 return str(error)
             unlike = _unlike(root.output, nodes[-1].output)
@@ -143,19 +145,19 @@ class Rewriter:
             reason = reason or unlike
         else:
             return reason
-        reason = "" if checked else self._differs(each, nodes)
+        reason = "" if checked else self._differs(candidate, nodes)
         if reason:
             return reason
-        self._accept(row, root, found, nodes)
+        self._accept(row, root, matched, nodes)
         return None
 
-    def _of_wider(self, root: Node, found: Found) -> list[Found]:
+    def _of_wider(self, root: Node, matched: Found) -> list[Found]:
         """The same match of what tensors are cast to, not of what they are, so that its result is as wide."""
-        if not found.casts or self.matcher.is_cast(root):
+        if not matched.casts or self.matcher.is_cast(root):
             return []
-        wider = {self.by_name[cast].inputs[0]: cast for cast in found.casts}
-        tensors = {name: wider.get(value, value) for name, value in found.tensors.items()}
-        return [found._replace(tensors=tensors, casts=frozenset())]
+        uncast = {self.by_name[cast].inputs[0]: cast for cast in matched.casts}
+        tensors = {name: uncast.get(value, value) for name, value in matched.tensors.items()}
+        return [matched._replace(tensors=tensors, casts=frozenset())]
 
     def _used_outside(self, root: Node, inside: frozenset[str]) -> str:
         """Why values of the pattern are needed besides its result, "" if none is."""
@@ -171,39 +173,39 @@ class Rewriter:
                     return f"{value.name} inside of it is used by {others[0]} too"
         return ""
 
-    def _differs(self, found: Found, nodes: Sequence[Node]) -> str:
-        matched = [self.by_name[name] for name in sorted(found.inside | found.casts, key=self.order.__getitem__)]
+    def _differs(self, match: Found, nodes: Sequence[Node]) -> str:
+        matched_nodes = [self.by_name[name] for name in sorted(match.inside | match.casts, key=self.order.__getitem__)]
         try:
-            distance = difference(matched, nodes, self.matcher.values)
+            distance = difference(matched_nodes, nodes, self.matcher.values)
         except CannotRun as error:
             return str(error)
         if distance <= self.tolerance:
             return ""
         return f"the fused operator gives something else: {distance:.1e} relative, {self.tolerance:.0e} allowed"
 
-    def _accept(self, row: Row, root: Node, found: Found, nodes: Sequence[Node]) -> None:
-        gone = {name for name in found.inside if self.by_name[name].op not in _FREE} | {root.name}
-        self.taken |= gone
-        self.replaced[root.name] = Replaced(row, root, frozenset(gone), tuple(nodes))
+    def _accept(self, row: Row, root: Node, match: Found, nodes: Sequence[Node]) -> None:
+        removed = {name for name in match.inside if self.by_name[name].op not in _FREE} | {root.name}
+        self.taken |= removed
+        self.replaced[root.name] = Replaced(row, root, frozenset(removed), tuple(nodes))
 
     def _rewritten(self) -> Graph:
         nodes: list[Node] = []
-        gone = {name for each in self.replaced.values() for name in each.gone}
+        removed = {name for replaced in self.replaced.values() for name in replaced.gone}
         for node in self.graph.nodes:
             if node.name in self.replaced:
                 nodes.extend(self._placed(self.replaced[node.name]))
-            elif node.name not in gone:
+            elif node.name not in removed:
                 nodes.append(node)
         return renamed(without_dead(self.graph.replace(nodes=tuple(nodes)), among=self.graph), known=self.by_name)
 
-    def _placed(self, each: Replaced) -> list[Node]:
+    def _placed(self, replaced: Replaced) -> list[Node]:
         """The new nodes, each in the module of the operator that it stands for."""
-        old = {self.by_name[name].op: self.by_name[name] for name in each.gone}
+        old = {self.by_name[name].op: self.by_name[name] for name in replaced.gone}
         placed = []
-        for node in each.nodes:
-            last = node is each.nodes[-1]
-            origin = each.root if last else old.get(node.op, each.root)
-            outputs = (each.root.output,) if last else node.outputs
+        for node in replaced.nodes:
+            last = node is replaced.nodes[-1]
+            origin = replaced.root if last else old.get(node.op, replaced.root)
+            outputs = (replaced.root.output,) if last else node.outputs
             placed.append(
                 replace(
                     node,
@@ -216,34 +218,34 @@ class Rewriter:
         return placed
 
 
-def _unlike(wanted: Value, given: Value) -> str:
+def _unlike(expected: Value, actual: Value) -> str:
     """How what is fused would differ in shape or type, "" if it does not."""
-    if (given.shape, given.dtype) == (wanted.shape, wanted.dtype):
+    if (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
         return ""
-    return f"it gives {list(wanted.shape)} {wanted.dtype}, the fused operator {list(given.shape)} {given.dtype}"
+    return f"it gives {list(expected.shape)} {expected.dtype}, the fused operator {list(actual.shape)} {actual.dtype}"
 
 
 def _by_root(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by the operator that they end in, the largest pattern first; without those whose result torch lacks."""
-    found: dict[str, list[Row]] = {}
+    rows_by_root: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: -row.tree.size):
         if is_registered(row.result.ops[0]):
             for op in row.tree.ops:
-                found.setdefault(op, []).append(row)
-    return found
+                rows_by_root.setdefault(op, []).append(row)
+    return rows_by_root
 
 
 def without_dead(graph: Graph, *, among: Graph) -> Graph:
     """``graph`` without the nodes that nothing uses and that something used in ``among``."""
     used_before = {name for node in among.nodes for name in node.inputs} | set(among.outputs.values())
     used = set(graph.outputs.values())
-    kept: list[Node] = []
+    live_nodes: list[Node] = []
     for node in reversed(graph.nodes):
         names = {value.name for value in node.outputs}
         if names & used or not names & used_before:
             used.update(node.inputs)
-            kept.append(node)
-    return graph.replace(nodes=tuple(reversed(kept)))
+            live_nodes.append(node)
+    return graph.replace(nodes=tuple(reversed(live_nodes)))
 
 
 def renamed(graph: Graph, *, known: Mapping[str, Node]) -> Graph:
@@ -272,8 +274,8 @@ def _with_names(node: Node, names: Mapping[str, str]) -> Node:
     if not any(name in names for name in (*node.inputs, *(value.name for value in node.outputs))):
         return node
 
-    def rename(given: Any) -> Any:
-        return map_refs(given, lambda ref: Ref(names.get(ref.name, ref.name)))
+    def rename(arguments: Any) -> Any:
+        return map_refs(arguments, lambda ref: Ref(names.get(ref.name, ref.name)))
 
     outputs = tuple(replace(value, name=names.get(value.name, value.name)) for value in node.outputs)
     return replace(

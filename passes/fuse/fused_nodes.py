@@ -1,4 +1,4 @@
-"""From a pattern found to the nodes that stand for it."""
+"""Build the nodes that replace a matched pattern."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _output_specs: RecentResults[tuple[Spec, ...]] = RecentResults(4096)
 
 
 class CannotBuild(Exception):
-    """What stands for a pattern cannot be called on what was found."""
+    """The fused operator cannot be called on the matched tensors and constants."""
 
 
 def is_registered(op: str) -> bool:
@@ -36,13 +36,13 @@ def build(
     *,
     prefix: str,
 ) -> list[Node]:
-    """Nodes that compute ``tree``, the last one its result; values made on the way are called after ``prefix``.
+    """Nodes that compute ``tree``, the last one its result; intermediate values are named after ``prefix``.
 
     Raises:
         CannotBuild: if an operator refuses the shapes, types or constants.
     """
     nodes: list[Node] = []
-    known = dict(values)
+    values_by_name = dict(values)
 
     def argument(each: Tree) -> Any:
         if isinstance(each, Tensor):
@@ -58,9 +58,9 @@ def build(
     def call(each: PatternCall) -> Node:
         args = tuple(argument(item) for item in each.args)
         kwargs = {name: argument(item) for name, item in each.kwargs}
-        outputs = outputs_of(each.ops[0], args, kwargs, known, name=f"{prefix}{len(nodes)}")
+        outputs = outputs_of(each.ops[0], args, kwargs, values_by_name, name=f"{prefix}{len(nodes)}")
         node = Node(outputs[0].name, each.ops[0], args, kwargs, outputs)
-        known.update((value.name, value) for value in outputs)
+        values_by_name.update((value.name, value) for value in outputs)
         nodes.append(node)
         return node
 
@@ -71,7 +71,7 @@ def build(
 def outputs_of(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[str, Value], *, name: str
 ) -> tuple[Value, ...]:
-    """The outputs of a call, found on tensors without data."""
+    """The outputs of a call, inferred on the meta device."""
     inputs = [values[ref.name] for ref in iterate_refs((tuple(args), tuple(kwargs.values())))]
     places = iter(range(len(inputs)))
     numbered = map_refs((tuple(args), dict(kwargs)), lambda _: Ref(str(next(places))))
@@ -79,7 +79,9 @@ def outputs_of(
     specs = _output_specs.get((op, repr(numbered), input_specs), lambda: _specs(op, numbered, input_specs))
     grad = any(value.requires_grad for value in inputs)
     names = [name] if len(specs) == 1 else [f"{name}_{place}" for place in range(len(specs))]
-    return tuple(Value(each, shape, dtype, requires_grad=grad) for each, (shape, dtype) in zip(names, specs))
+    return tuple(
+        Value(output_name, shape, dtype, requires_grad=grad) for output_name, (shape, dtype) in zip(names, specs)
+    )
 
 
 def _specs(op: str, arguments: Any, inputs: Sequence[Spec]) -> tuple[Spec, ...]:

@@ -1,4 +1,4 @@
-"""Does a pattern stand in a graph: a tree laid over the operators that make a value."""
+"""Match a pattern in a graph: lay its tree over the operators that produce a value."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Found(NamedTuple):
     Attributes:
         tensors: name in the pattern → value of the graph.
         constants: name in the pattern → constant.
-        inside: names of the nodes that the pattern is made of.
+        inside: names of the nodes that match the pattern's operators.
         casts: names of casts to a wider type before the tensors that the pattern takes.
-        num_found: how many operators of the pattern are found.
+        num_found: number of the pattern's operators that are matched.
     """
 
     tensors: Mapping[str, str]
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Attempt:
-    """How far one tree came: ``reached`` operators were found, and why no more."""
+    """How far one tree matched: ``reached`` operators, and why no more."""
 
     reached: int = 0
     reason: str = ""
@@ -57,7 +57,7 @@ class Attempt:
 
 
 class Sieve(NamedTuple):
-    """Which operators must stand at most how far above the end of a pattern, each as bits of its overloads."""
+    """Operators that must stand within ``depth`` of the end of a pattern, each as a bit mask of its overloads."""
 
     depth: int
     needed: tuple[int, ...]
@@ -77,7 +77,7 @@ class Matcher:
         self.arguments: dict[str, dict[str, Any]] = {}
 
     def _upstream(self, graph: Graph) -> list[dict[str, int]]:
-        """For each depth, node → which operators make its value, as bits."""
+        """For each depth, node → bit mask of the operators above it that its value depends on."""
         for node in graph.nodes:
             self.bits.setdefault(node.op, 1 << len(self.bits))
         levels = [{node.name: self.bits[node.op] for node in graph.nodes}]
@@ -95,32 +95,32 @@ class Matcher:
         return levels
 
     def sieve(self, tree: PatternCall) -> Sieve | None:
-        """What tells nodes that ``tree`` may end in, None if the graph lacks one of its operators."""
+        """The necessary condition on nodes that ``tree`` may end in; None if the graph lacks one of its operators."""
         needed = [functools.reduce(int.__or__, (self.bits.get(op, 0) for op in ops)) for ops in operators_of(tree)]
         return Sieve(min(depth_of(tree) + CASTS, DEEPEST), tuple(needed)) if all(needed) else None
 
     def may_end(self, sieve: Sieve, node: Node) -> bool:
-        """Whether everything that a tree is made of stands somewhere above ``node``."""
+        """Whether all operators of a tree stand somewhere above ``node``."""
         mask = self.upstream[sieve.depth][node.name]
         return all(mask & needed for needed in sieve.needed)
 
     def find(self, tree: PatternCall, node: Node) -> tuple[Found | None, Attempt]:
-        """``tree`` with ``node``'s first output as its result, and how far that came."""
+        """The match of ``tree`` whose result is ``node``'s first output, if any, and how far the attempt came."""
         attempt = Attempt()
-        found = next(self._tree(tree, Ref(node.output.name), Found({}, {}), attempt), None)
-        return found, attempt
+        matched = next(self._tree(tree, Ref(node.output.name), Found({}, {}), attempt), None)
+        return matched, attempt
 
     def maker(self, name: str) -> Node | None:
         """The node that makes a value."""
-        made = self.makers.get(name)
-        return made[0] if made is not None else None
+        producer = self.makers.get(name)
+        return producer[0] if producer is not None else None
 
     def is_cast(self, node: Node) -> bool:
         """Whether ``node`` changes a floating-point type into another."""
         return node.op == _CAST and "float" in node.output.dtype and "float" in self.values[node.inputs[0]].dtype
 
     def without_casts(self, node: Node) -> Node:
-        """What makes the value that casts only pass on."""
+        """The first node above ``node``, itself included, that is not a cast."""
         while self.is_cast(node):
             maker = self.maker(node.inputs[0])
             if maker is None:
@@ -128,37 +128,37 @@ class Matcher:
             node = maker
         return node
 
-    def _tree(self, tree: Tree, argument: Any, found: Found, attempt: Attempt) -> Iterator[Found]:
+    def _tree(self, tree: Tree, argument: Any, match: Found, attempt: Attempt) -> Iterator[Found]:
         if isinstance(tree, Tensor):
-            yield from self._tensor(tree, argument, found)
+            yield from self._tensor(tree, argument, match)
         elif isinstance(tree, PatternCall):
             if isinstance(argument, Ref):
-                yield from self._call(tree, argument.name, found, attempt)
+                yield from self._call(tree, argument.name, match, attempt)
         elif isinstance(tree, Sequence):
             if isinstance(argument, (list, tuple)) and len(argument) == len(tree.items):
-                yield from self._all(list(zip(tree.items, argument)), found, attempt)
+                yield from self._all(list(zip(tree.items, argument)), match, attempt)
         elif isinstance(tree, PatternLiteral):
             if same_constant(tree.value, argument):
-                yield found
+                yield match
         elif not _has_ref(argument):
-            known = found.constants.get(tree.name, _ABSENT)
-            if known is _ABSENT:
-                yield found._replace(constants={**found.constants, tree.name: argument})
-            elif same_constant(known, argument):
-                yield found
+            bound = match.constants.get(tree.name, _ABSENT)
+            if bound is _ABSENT:
+                yield match._replace(constants={**match.constants, tree.name: argument})
+            elif same_constant(bound, argument):
+                yield match
 
-    def _tensor(self, tree: Tensor, argument: Any, found: Found) -> Iterator[Found]:
+    def _tensor(self, tree: Tensor, argument: Any, match: Found) -> Iterator[Found]:
         if tree.name == "_":
-            yield found
+            yield match
             return
         if not isinstance(argument, Ref):
             return
         name, casts = self._before_widening(argument.name)
-        known = found.tensors.get(tree.name)
-        if known is None:
-            yield found._replace(tensors={**found.tensors, tree.name: name}, casts=found.casts | casts)
-        elif known == name:
-            yield found._replace(casts=found.casts | casts) if casts else found
+        bound = match.tensors.get(tree.name)
+        if bound is None:
+            yield match._replace(tensors={**match.tensors, tree.name: name}, casts=match.casts | casts)
+        elif bound == name:
+            yield match._replace(casts=match.casts | casts) if casts else match
 
     def _before_widening(self, name: str) -> tuple[str, set[str]]:
         casts: set[str] = set()
@@ -170,26 +170,26 @@ class Matcher:
             name = source.name
         return name, casts
 
-    def _call(self, tree: PatternCall, name: str, found: Found, attempt: Attempt) -> Iterator[Found]:
+    def _call(self, tree: PatternCall, name: str, match: Found, attempt: Attempt) -> Iterator[Found]:
         node, place = self.makers.get(name, (None, 0))
         if node is None or node.constant:
             return
         if node.op not in tree.ops or place != tree.output:
             if self.is_cast(node):
-                inside = found.with_node(node.name, count=0)
-                yield from self._call(tree, node.inputs[0], inside, attempt)
+                extended = match.with_node(node.name, count=0)
+                yield from self._call(tree, node.inputs[0], extended, attempt)
             else:
-                attempt.stop(found.num_found, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
+                attempt.stop(match.num_found, f"{_short(tree.ops[0])} expected, {_short(node.op)} found")
             return
-        inside = found.with_node(node.name, count=1)
+        extended = match.with_node(node.name, count=1)
         orders = self._orders(tree, node)
         if not orders:
-            attempt.stop(inside.num_found, f"{_short(node.op)} has other arguments")
+            attempt.stop(extended.num_found, f"{_short(node.op)} has other arguments")
         before = attempt.reached
         for pairs in orders:
-            yield from self._all(pairs, inside, attempt)
+            yield from self._all(pairs, extended, attempt)
         if attempt.reached == before:
-            attempt.stop(inside.num_found, f"{_short(node.op)} has other arguments")
+            attempt.stop(extended.num_found, f"{_short(node.op)} has other arguments")
 
     def _orders(self, tree: PatternCall, node: Node) -> list[list[tuple[Tree, Any]]]:
         """The arguments of ``tree`` beside those of ``node``, in every order that means the same."""
@@ -199,31 +199,31 @@ class Matcher:
         parameters = [name for name, _ in signature(node.op) or ()]
         if len(tree.args) > len(parameters):
             return []
-        wanted = dict(zip(parameters, tree.args)) | dict(tree.kwargs)
+        patterns = dict(zip(parameters, tree.args)) | dict(tree.kwargs)
         defaults = dict(signature(node.op) or ())
         for name, argument in arguments.items():
-            if name not in wanted and not same_constant(defaults[name], argument):
+            if name not in patterns and not same_constant(defaults[name], argument):
                 return []
-        if not set(wanted) <= set(arguments):
+        if not set(patterns) <= set(arguments):
             return []
         rank = self._rank(node)
-        pairs = [(each, _from_the_end(each, arguments[name], name, rank)) for name, each in wanted.items()]
+        pairs = [(pattern, _from_the_end(pattern, arguments[name], name, rank)) for name, pattern in patterns.items()]
         if not tree.commutes:
             return [pairs]
-        (first, left), (second, right) = pairs[:2]
-        return [pairs, [(first, right), (second, left)]]
+        (first, first_argument), (second, second_argument) = pairs[:2]
+        return [pairs, [(first, second_argument), (second, first_argument)]]
 
     def _rank(self, node: Node) -> int:
         first = self.values[node.inputs[0]] if node.inputs else node.output
         return len(first.shape) + (node.op in _ADDS_DIM)
 
-    def _all(self, pairs: list[tuple[Tree, Any]], found: Found, attempt: Attempt) -> Iterator[Found]:
+    def _all(self, pairs: list[tuple[Tree, Any]], match: Found, attempt: Attempt) -> Iterator[Found]:
         if not pairs:
-            yield found
+            yield match
             return
         (tree, argument), *rest = pairs
-        for each in self._tree(tree, argument, found, attempt):
-            yield from self._all(rest, each, attempt)
+        for extended in self._tree(tree, argument, match, attempt):
+            yield from self._all(rest, extended, attempt)
 
 
 def _bound(node: Node) -> dict[str, Any]:

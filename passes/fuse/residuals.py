@@ -113,7 +113,7 @@ class _Folder:
         return alike.index(node.name) * calls // len(alike)
 
     def _unfit(self, add: Node, view: Node | None, norm: Node) -> str:
-        """Why the sum cannot be made by the norm, "" if it can."""
+        """Why the norm cannot compute the sum, "" if it can."""
         shapes = {(self.values[name].shape, self.values[name].dtype) for name in (*add.inputs, add.output.name)}
         if len(shapes) > 1:
             return "what is added is of different shapes or types"
@@ -129,7 +129,7 @@ class _Folder:
         return self.first_use[add.output.name] >= self.place[norm.name]
 
     def _may_hurry(self, add: Node, norm: Node) -> bool:
-        """Whether the norm could run where the sum is made."""
+        """Whether the norm could run where the sum is computed."""
         makers = (self.makers.get(name) for name in norm.inputs[1:])
         return all(maker is None or self.place[maker.name] < self.place[add.name] for maker in makers)
 
@@ -149,8 +149,8 @@ class _Folder:
             for node in self.graph.nodes
             if node.name in self.placed or node.name not in self.gone
         ]
-        known = {node.name: node for node in self.graph.nodes}
-        return renamed(self.graph.replace(nodes=tuple(nodes)), known=known)
+        nodes_by_name = {node.name: node for node in self.graph.nodes}
+        return renamed(self.graph.replace(nodes=tuple(nodes)), known=nodes_by_name)
 
 
 def _of_rows(add: Node, norm: Node) -> Node:

@@ -12,14 +12,14 @@ from passes.shard import Compute, Convert, Local, Repeat, Section, ShardedGraph
 
 ROTARY = "meshwright.rotary.default"
 PAIR = "meshwright.rotary_pair.default"
-#: An operator whose name has one of these in it gives something else each time.
+#: An operator whose name contains one of these gives a different result at each call.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial")
 
 
 def share_angles(graph: Graph) -> Graph:
-    """``graph`` with equal cosines and sines of a module made once.
+    """``graph`` with equal cosines and sines of a module computed once.
 
-    GPT-J makes them anew for queries and for keys.
+    GPT-J computes them anew for queries and for keys.
     """
     feeding: set[str] = set()
     for node in reversed(graph.nodes):
@@ -34,16 +34,16 @@ def share_angles(graph: Graph) -> Graph:
         if same and any(name in same for name in node.inputs):
             node = replace(node, args=_renamed(node.args, same), kwargs=_renamed(dict(node.kwargs), same))
         if node.output.name in feeding and not any(word in node.op for word in _RANDOM):
-            known = first.setdefault((node.module_path, node.op, repr((node.args, node.kwargs))), node)
-            if known is not node:
-                same.update((value.name, other.name) for value, other in zip(node.outputs, known.outputs))
+            earlier = first.setdefault((node.module_path, node.op, repr((node.args, node.kwargs))), node)
+            if earlier is not node:
+                same.update((value.name, other.name) for value, other in zip(node.outputs, earlier.outputs))
                 continue
         nodes.append(node)
     return graph.replace(nodes=tuple(nodes)) if same else graph
 
 
-def _renamed(given: Any, names: Mapping[str, str]) -> Any:
-    return map_refs(given, lambda ref: Ref(names.get(ref.name, ref.name)))
+def _renamed(arguments: Any, names: Mapping[str, str]) -> Any:
+    return map_refs(arguments, lambda ref: Ref(names.get(ref.name, ref.name)))
 
 
 def pair_rotaries(sharded: ShardedGraph) -> ShardedGraph:
@@ -63,7 +63,7 @@ class _Pairing:
         return self.done[id(section)]
 
     def _body(self, body: tuple[Compute | Convert | Repeat, ...]) -> tuple[Compute | Convert | Repeat, ...]:
-        done: list[Compute | Convert | Repeat | None] = []
+        rewritten: list[Compute | Convert | Repeat | None] = []
         waiting: dict[Any, int] = {}
         for operation in body:
             if isinstance(operation, Repeat):
@@ -73,14 +73,14 @@ class _Pairing:
             elif isinstance(operation, Compute) and operation.node.op == ROTARY:
                 key = _angles(operation)
                 place = waiting.pop(key, None)
-                first = done[place] if place is not None else None
-                if place is not None and isinstance(first, Compute) and not _used(first.outputs[0], done[place:]):
-                    done[place] = None
+                first = rewritten[place] if place is not None else None
+                if place is not None and isinstance(first, Compute) and not _used(first.outputs[0], rewritten[place:]):
+                    rewritten[place] = None
                     operation = _pair(first, operation)
                 else:
-                    waiting[key] = len(done)
-            done.append(operation)
-        return tuple(operation for operation in done if operation is not None)
+                    waiting[key] = len(rewritten)
+            rewritten.append(operation)
+        return tuple(operation for operation in rewritten if operation is not None)
 
 
 def _angles(rotary: Compute) -> tuple[Any, ...]:

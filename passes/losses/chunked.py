@@ -40,19 +40,21 @@ class ChunkedUnits:
         A unit that occurs several times is none of them: its copies share one choice of placements, and a loss in
         every layer is small. Nor is any where the chain of units would be cut elsewhere.
         """
-        found: dict[int, list[LossPair]] = {}
+        pairs_by_unit: dict[int, list[LossPair]] = {}
         for pair in loss_pairs(graph, results=results):
             for index, unit in enumerate(units):
                 inside = {node.name for node in pair.replaced} <= set(unit.nodes)
                 if inside and unit.run is None and (among is None or index in among):
-                    found.setdefault(index, []).append(pair)
-        pairs = {index: tuple(each) for index, each in found.items()}
+                    pairs_by_unit.setdefault(index, []).append(pair)
+        pairs = {index: tuple(each) for index, each in pairs_by_unit.items()}
         if not pairs:
             return ChunkedUnits(graph)
         fused = with_pairs_fused(graph, [pair for each in pairs.values() for pair in each])
         nodes = {index: _with_fused(units[index].nodes, each) for index, each in pairs.items()}
-        wanted = tuple(dataclasses.replace(unit, nodes=nodes.get(i, unit.nodes)) for i, unit in enumerate(units))
-        if [unit.nodes for unit in find_units(fused, runs)] != [unit.nodes for unit in wanted]:
+        expected_units = tuple(
+            dataclasses.replace(unit, nodes=nodes.get(i, unit.nodes)) for i, unit in enumerate(units)
+        )
+        if [unit.nodes for unit in find_units(fused, runs)] != [unit.nodes for unit in expected_units]:
             return ChunkedUnits(graph)
         return ChunkedUnits(fused, nodes, pairs)
 

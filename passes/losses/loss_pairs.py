@@ -1,4 +1,4 @@
-"""Linear layers whose output goes to cross-entropy and nowhere else, and both as one operator that holds no logits."""
+"""Linear layers whose output goes to cross-entropy and nowhere else, fused into one operator that holds no logits."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def loss_pairs(graph: Graph, *, results: Collection[str]) -> tuple[LossPair, ...
 
 def with_pairs_fused(graph: Graph, pairs: Collection[LossPair]) -> Graph:
     """The graph with the fused operators in the place of the losses."""
-    gone = {node.name for pair in pairs for node in pair.replaced}
-    made = {pair.loss.name: pair.made for pair in pairs}
+    removed = {node.name for pair in pairs for node in pair.replaced}
+    replacements = {pair.loss.name: pair.made for pair in pairs}
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name in made:
-            nodes.extend(made[node.name])
-        elif node.name not in gone:
+        if node.name in replacements:
+            nodes.extend(replacements[node.name])
+        elif node.name not in removed:
             nodes.append(node)
     return graph.replace(nodes=tuple(nodes))
 
@@ -117,8 +117,8 @@ class _PairFinder:
         return call is not None and call.dim("dim", len(source)) != len(source) - 1
 
     def _made(self, linear: Node, between: tuple[Node, ...], loss: Node) -> LossPair | None:
-        given, losses = bind(linear, self.values), bind(loss, self.values)
-        if given is None or losses is None or len(given.shape("weight")) != 2:
+        linear_call, loss_call = bind(linear, self.values), bind(loss, self.values)
+        if linear_call is None or loss_call is None or len(linear_call.shape("weight")) != 2:
             return None
         hidden = self.values[linear.inputs[0]]
         moved = []
@@ -126,7 +126,7 @@ class _PairFinder:
             if base_name(node.op) in (_VIEWS | _RESHAPES):
                 moved.append(self._moved(node, hidden))
                 hidden = moved[-1].output
-        bias = linear.inputs[2] if given.has("bias") else None
+        bias = linear.inputs[2] if linear_call.has("bias") else None
         dtype = None if loss.output.dtype == hidden.dtype else f"dtype:{loss.output.dtype}"
         fused = replace(
             loss,
@@ -136,8 +136,8 @@ class _PairFinder:
                 Ref(linear.inputs[1]),
                 None if bias is None else Ref(bias),
                 Ref(loss.inputs[1]),
-                losses["ignore_index"],
-                float(losses["label_smoothing"]),
+                loss_call["ignore_index"],
+                float(loss_call["label_smoothing"]),
                 0.0,
                 None,
                 dtype,
@@ -162,7 +162,7 @@ class _PairFinder:
         return replace(node, name=output.name, args=args, kwargs=kwargs, outputs=(output,), key=f"{node.key}:hidden")
 
     def _free(self, wish: str) -> str:
-        taken: Mapping[str, object] = self.values
-        while wish in taken:
+        names_in_use: Mapping[str, object] = self.values
+        while wish in names_in_use:
             wish += "_"
         return wish

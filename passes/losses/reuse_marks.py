@@ -1,4 +1,4 @@
-"""Cross-entropies told that they may write the gradient of their logits over the logits."""
+"""Mark cross-entropies that may write the gradient of their logits over the logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def with_logits_reused(graph: Graph, *, results: Collection[str]) -> Graph:
 
     ``results`` are the values that come out of the program.
     """
-    found = reusable_logits(graph, results=results)
-    if not found:
+    reusing = reusable_logits(graph, results=results)
+    if not reusing:
         return graph
     return graph.replace(
         nodes=tuple(
-            replace(node, kwargs={**node.kwargs, "reuse_logits": True}) if node.name in found else node
+            replace(node, kwargs={**node.kwargs, "reuse_logits": True}) if node.name in reusing else node
             for node in graph.nodes
         )
     )

@@ -48,17 +48,17 @@ def strategies(
         if placed[before.name].outputs[0] != placed[after.name].inputs[0]:
             return None
     linear, loss = placed[pair.linear.name], placed[pair.loss.name]
-    found: dict[str, Strategy] = {}
+    strategy_of: dict[str, Strategy] = {}
     hidden = linear.inputs[0]
     for node in pair.moved:
         strategy = _matching(node, values, (hidden,), None, rules)
         if strategy is None:
             return None
-        found[node.name] = strategy
+        strategy_of[node.name] = strategy
         hidden = strategy.placed.outputs[0]
     inputs = (hidden, *linear.inputs[1:], loss.inputs[1])
     strategy = _matching(pair.fused, values, inputs, loss.outputs, rules)
-    return None if strategy is None else found | {pair.fused.name: strategy}
+    return None if strategy is None else strategy_of | {pair.fused.name: strategy}
 
 
 def _matching(
@@ -70,16 +70,16 @@ def _matching(
 ) -> Strategy | None:
     """The choices under which ``node`` takes ``inputs`` (and gives ``outputs``), None if there are none."""
     offered = offered_choices(node, rules(node, values), values)
-    chosen: list[AxisChoice] = []
+    selected: list[AxisChoice] = []
     for axis in range(len(inputs[0])):
-        taken = tuple(where[axis] for where in inputs)
-        given = None if outputs is None else tuple(where[axis] for where in outputs)
-        fitting = [c for c in offered if c.inputs == taken and given in (None, c.outputs)]
+        input_types = tuple(where[axis] for where in inputs)
+        output_types = None if outputs is None else tuple(where[axis] for where in outputs)
+        fitting = [c for c in offered if c.inputs == input_types and output_types in (None, c.outputs)]
         if not fitting:
             return None
-        chosen.append(fitting[0])
-    made = tuple(tuple(choice.outputs[place] for choice in chosen) for place in range(len(node.outputs)))
-    return Strategy(tuple(choice.label for choice in chosen), Placed(tuple(inputs), made))
+        selected.append(fitting[0])
+    output_placements = tuple(tuple(choice.outputs[place] for choice in selected) for place in range(len(node.outputs)))
+    return Strategy(tuple(choice.label for choice in selected), Placed(tuple(inputs), output_placements))
 
 
 def with_chunked_losses(
@@ -96,24 +96,24 @@ def with_chunked_losses(
     if runs is None:
         raise ValueError("the graph does not repeat the blocks of the plan: plan again")
     units = find_units(graph, runs)
-    wanted, index, done = set(), 0, 0
+    chunked_units, index, num_copies = set(), 0, 0
     for group in (group for chunk in plan.step.chunks for group in chunk.groups):
         if index < len(units) and group.recompute == CHUNKED_LOSS:
-            wanted.add(index)
-        done += group.count
-        if index < len(units) and done >= units[index].count:
-            index, done = index + 1, 0
-    chunked = ChunkedUnits.of(graph, runs, units, results=results, among=wanted)
+            chunked_units.add(index)
+        num_copies += group.count
+        if index < len(units) and num_copies >= units[index].count:
+            index, num_copies = index + 1, 0
+    chunked = ChunkedUnits.of(graph, runs, units, results=results, among=chunked_units)
     nodes = dict(plan.nodes)
     for pair in (pair for pairs in chunked.pairs.values() for pair in pairs):
         placed = {node.name: placed_by(node, plan.nodes[node.key], graph.values, rules) for node in pair.replaced}
-        found = strategies(pair, chunked.graph.values, placed, rules=rules)
-        if found is None:
+        strategy_of = strategies(pair, chunked.graph.values, placed, rules=rules)
+        if strategy_of is None:
             raise ValueError(
                 f"the plan computes the loss of {pair.linear.key!r} in chunks, but converts its logits: plan again"
             )
         for node in pair.made:
-            strategy = found[node.name]
+            strategy = strategy_of[node.name]
             nodes[node.key] = NodePlan(node.op, strategy.labels, strategy.placed.outputs)
     return chunked.graph, dataclasses.replace(plan, nodes=nodes)
 

@@ -1,6 +1,6 @@
-"""Cut the chain of parts between chunks: what each chunk takes, does and hands on.
+"""Cut the chain of parts into chunks: what each chunk receives, computes and sends.
 
-Only what is live crosses a cut: made before it, used behind it, and not something that every stage makes for itself
+Only live values cross a cut: computed before it, used behind it, and not something that every stage computes itself
 (``passes.repeats.model_units.made_anywhere``), which is computed again instead. A value used two chunks on passes
 through the one between.
 """
@@ -64,54 +64,56 @@ class _Cutter:
     def bodies(self) -> tuple[ChunkBody, ...]:
         operations = [self._operations(index) for index in range(len(self.parts))]
         crossing = self._crossing(operations)
-        found = []
-        for index, mine in enumerate(operations):
+        bodies_by_chunk = []
+        for index, operations_here in enumerate(operations):
             results = crossing[index + 1] if index + 1 < len(operations) else self.sums.results
             is_last = index + 1 == len(operations)
-            found.append(self._body(mine, self.parts[index], crossing[index], tuple(results), is_last=is_last))
-        return tuple(found)
+            bodies_by_chunk.append(
+                self._body(operations_here, self.parts[index], crossing[index], tuple(results), is_last=is_last)
+            )
+        return tuple(bodies_by_chunk)
 
     def _operations(self, index: int) -> list[Operation]:
-        """The operations of a chunk, with what it makes for itself in front."""
-        mine = [operation for part in self.parts[index] for operation in part.operations]
-        made = {local for operation in mine for local in made_by(operation)}
-        own: dict[int, Operation] = {}
-        for operation in mine:
+        """The operations of a chunk, after those that it recomputes itself."""
+        own_operations = [operation for part in self.parts[index] for operation in part.operations]
+        computed = {local for operation in own_operations for local in made_by(operation)}
+        recomputed: dict[int, Operation] = {}
+        for operation in own_operations:
             for local in used_by(operation):
-                self._make(local, made, own)
-        return [*own.values(), *mine]
+                self._make(local, computed, recomputed)
+        return [*recomputed.values(), *own_operations]
 
-    def _make(self, local: Local, made: Collection[Local], own: dict[int, Operation]) -> None:
-        """Add what computes ``local``, if each stage is to make it, to ``own``."""
-        if local in made or local in self.given or not self._is_easy(local):
+    def _make(self, local: Local, computed: Collection[Local], recomputed: dict[int, Operation]) -> None:
+        """Add the operations that compute ``local`` to ``recomputed``, if each stage is to compute it."""
+        if local in computed or local in self.given or not self._is_easy(local):
             return
         maker = self.makers[local]
-        if id(maker) not in own:
+        if id(maker) not in recomputed:
             for source in used_by(maker):
-                self._make(source, made, own)
-            own[id(maker)] = maker
+                self._make(source, computed, recomputed)
+            recomputed[id(maker)] = maker
 
     def _is_easy(self, local: Local) -> bool:
         return local.state is None and local.value.name in self.easy and not isinstance(self.makers.get(local), Repeat)
 
     def _crossing(self, operations: Sequence[Sequence[Operation]]) -> list[tuple[Local, ...]]:
-        """For each chunk, what crosses the cut before it, in the order in which it is made."""
+        """For each chunk, the values that cross the cut before it, in the order in which they are computed."""
         last_use: dict[Local, int] = {}
-        for index, mine in enumerate(operations):
-            for operation in mine:
+        for index, chunk_operations in enumerate(operations):
+            for operation in chunk_operations:
                 last_use.update(dict.fromkeys(used_by(operation), index))
         last_use.update(dict.fromkeys(self.sums.results, len(operations) - 1))
         return [
             tuple(
                 local
-                for local, made in self.made_in.items()
-                if made < index <= last_use.get(local, -1) and not self._made_again(local, operations[index:])
+                for local, maker_index in self.made_in.items()
+                if maker_index < index <= last_use.get(local, -1) and not self._made_again(local, operations[index:])
             )
             for index in range(len(operations))
         ]
 
     def _made_again(self, local: Local, later: Sequence[Sequence[Operation]]) -> bool:
-        """Whether every later chunk that uses ``local`` makes it for itself."""
+        """Whether every later chunk that uses ``local`` recomputes it."""
         return self._is_easy(local) and local not in self.sums.results
 
     def _body(
@@ -126,7 +128,7 @@ class _Cutter:
         live = _live(operations, results)
         replaced = {id(before): after for before, after in live if isinstance(after, Repeat)}
         used = {local for _, operation in live for local in used_by(operation)} | set(results)
-        kept = [
+        live_parts = [
             dataclasses.replace(part, repeat=replaced[id(part.repeat)]) for part in parts if id(part.repeat) in replaced
         ]
         constants, states = _constants(self.whole.constants, used)
@@ -135,7 +137,7 @@ class _Cutter:
             inputs=tuple(local for local in self.whole.main.arguments if local in used),
             totals=tuple(total for total in self.sums.totals if total.target in used),
             operations=tuple(operation for _, operation in live),
-            parts=tuple(kept),
+            parts=tuple(live_parts),
             sent=results,
             is_last=is_last,
             constants=constants,
@@ -144,34 +146,34 @@ class _Cutter:
 
 
 def _live_parts(parts: Sequence[ChainPart], results: Iterable[Local]) -> tuple[ChainPart, ...]:
-    """The parts without what nothing needs that the step is to give."""
-    kept = {id(before): after for before, after in _live([o for part in parts for o in part.operations], results)}
-    found = []
+    """The parts without operations that ``results`` do not need."""
+    live = {id(before): after for before, after in _live([o for part in parts for o in part.operations], results)}
+    pruned_parts = []
     for part in parts:
         before, behind = (
-            tuple(operation for operation in side if id(operation) in kept) for side in (part.before, part.behind)
+            tuple(operation for operation in side if id(operation) in live) for side in (part.before, part.behind)
         )
-        repeat = kept.get(id(part.repeat))
+        repeat = live.get(id(part.repeat))
         if isinstance(repeat, Repeat):
-            found.append(dataclasses.replace(part, before=before, repeat=repeat, behind=behind))
-    return tuple(found)
+            pruned_parts.append(dataclasses.replace(part, before=before, repeat=repeat, behind=behind))
+    return tuple(pruned_parts)
 
 
 def _live(operations: Sequence[Operation], results: Iterable[Local]) -> list[tuple[Operation, Operation]]:
     """The operations that ``results`` need, as they were and pruned to what is used of them."""
     needed = set(results)
-    found: list[tuple[Operation, Operation]] = []
+    live: list[tuple[Operation, Operation]] = []
     for operation in reversed(operations):
         if not needed.intersection(made_by(operation)) and not writes_state(operation):
             continue
         pruned = _pruned(operation, needed) if isinstance(operation, Repeat) else operation
         needed.update(used_by(pruned))
-        found.append((operation, pruned))
-    return found[::-1]
+        live.append((operation, pruned))
+    return live[::-1]
 
 
 def _pruned(repeat: Repeat, needed: Collection[Local]) -> Repeat:
-    """A stretch without what nobody uses; repeated blocks stay as they are."""
+    """A stretch without unused operations; repeated blocks stay as they are."""
     if repeat.carried or repeat.block.roots[0] != ("",):
         return repeat
     section = repeat.block.section

@@ -41,8 +41,8 @@ class StageGraph:
     """What one chunk does with a micro-batch.
 
     Attributes:
-        sharded: its program as data. Its inputs are first what it is sent, then inputs of the model, then totals.
-        received, sent: what crosses the cut before and behind it.
+        sharded: its program as data. Its inputs are first those received, then inputs of the model, then totals.
+        received, sent: values that cross the cut before and behind it.
         units: in the order in which the program uses them.
         shared: paths of parameters that are used outside of units (by all copies of a block).
     """
@@ -107,26 +107,28 @@ def step_programs(
     """
     step = plan.step
     count = step.num_microbatches if num_microbatches is None else num_microbatches
-    kept = _kept_outputs(graph, outputs)
-    wanted = graph.replace(outputs={path: graph.outputs[path] for path in kept})
+    output_paths = _kept_outputs(graph, outputs)
+    cut_graph = graph.replace(outputs={path: graph.outputs[path] for path in output_paths})
     if like is None and graph.loss is not None:
-        results = set(wanted.outputs.values())
-        wanted, plan = with_chunked_losses(wanted, plan, results=results)
+        results = set(cut_graph.outputs.values())
+        cut_graph, plan = with_chunked_losses(cut_graph, plan, results=results)
         # Who takes the outputs may run the backward pass twice.
-        wanted = with_logits_reused(wanted, results=results) if wanted.training and outputs is None else wanted
+        cut_graph = (
+            with_logits_reused(cut_graph, results=results) if cut_graph.training and outputs is None else cut_graph
+        )
     mesh = MeshShape(
         plan.mesh.names,
         tuple(size * count if name == BATCH_AXIS else size for name, size in plan.mesh.as_dict().items()),
     )
     deferred = deferral_of(plan) if deferral is None else deferral
-    whole = shard(wanted, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
+    whole = shard(cut_graph, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
     cut_as = f" ({BATCH_AXIS}: {plan.mesh.size(BATCH_AXIS)} ranks × {count} micro-batches)" if count > 1 else ""
     if count > 1:
-        sums = additive(whole.main, axis=mesh.names.index(BATCH_AXIS), paths=kept)
+        sums = additive(whole.main, axis=mesh.names.index(BATCH_AXIS), paths=output_paths)
         whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
     else:
         sums = Additive(whole.main.body, whole.main.results, (), ())
-    parts = parts_of(wanted, whole.runs, sums.body, step, where=_whereabouts(step, like))
+    parts = parts_of(cut_graph, whole.runs, sums.body, step, where=_whereabouts(step, like))
     bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
     stages = tuple(
         _stage(index, body, dataclasses.replace(whole, part=_part(cut_as, index, len(bodies))), sums)
@@ -134,7 +136,7 @@ def step_programs(
     )
     _check_buffers(stages)
     totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
-    return StepPrograms(stages, totals, count, wanted)
+    return StepPrograms(stages, totals, count, cut_graph)
 
 
 def _check_buffers(stages: Sequence[StageGraph]) -> None:
@@ -168,17 +170,17 @@ def _part(cut_as: str, index: int, count: int) -> str:
 
 
 def _whereabouts(step: StepPlan, programs: StepPrograms | None) -> Whereabouts | None:
-    """Where weights are; None where the plan's groups say it."""
+    """The chunks that use each weight; None where the plan's groups say it."""
     if not step.decides_units:
         return {}
     if programs is None:
         return None
-    found: dict[str, list[tuple[int, UnitPolicy]]] = {}
+    places: dict[str, list[tuple[int, UnitPolicy]]] = {}
     for stage in programs.stages:
         for unit in stage.units:
             for _, _, path in unit.states:
-                found.setdefault(path, []).append((stage.index, unit.policy))
-    return found
+                places.setdefault(path, []).append((stage.index, unit.policy))
+    return places
 
 
 def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the loss takes from the whole batch, and how the losses of micro-batches add up.
+"""Totals of the whole batch that the loss needs, and how the losses of micro-batches add up.
 
 A mean over valid tokens is a sum over the batch divided by a count over the batch. The count needs no gradient and
 comes from the inputs alone, so it is computed before the first micro-batch, for all of them, and handed to each: it
@@ -31,7 +31,7 @@ class Additive:
 
     Attributes:
         body, results: as in a section, with totals in place of what they stand for.
-        totals: what must be known of the whole batch.
+        totals: values that must be computed over the whole batch first.
         before: operations that compute the totals' sources from the inputs.
     """
 
@@ -125,8 +125,8 @@ def _moved(convert: Convert, changed: dict[Local, Local], axis: int) -> Convert:
 
 def _with_inputs(compute: Compute, changed: dict[Local, Local], axis: int) -> Compute:
     inputs = tuple(changed.get(local, local) for local in compute.inputs)
-    for given, local in zip(inputs, compute.inputs):
-        if given.placement[axis] != local.placement[axis]:
+    for replacement, local in zip(inputs, compute.inputs):
+        if replacement.placement[axis] != local.placement[axis]:
             raise ValueError(
                 f"{compute.node.op} ({compute.node.key}) takes {local.value.name!r}, a sum over all samples with a "
                 "gradient, and is not additive: plan with num_microbatches=1"
@@ -145,20 +145,20 @@ def _on_axis(placement: Placement, axis: int, spmd_type: str) -> Placement:
 
 
 def _before(body: Sequence[Operation], totals: Sequence[Total]) -> tuple[Operation, ...]:
-    """What the totals are computed by: from the inputs alone, before any micro-batch is run."""
-    found = tuple(_makers(body, [total.source for total in totals]))
-    for operation in found:
-        taken = used_by(operation)
-        if isinstance(operation, Repeat) or any(local.value.requires_grad for local in taken):
+    """The operations that compute the totals from the inputs alone, before any micro-batch runs."""
+    operations = tuple(_makers(body, [total.source for total in totals]))
+    for operation in operations:
+        consumed = used_by(operation)
+        if isinstance(operation, Repeat) or any(local.value.requires_grad for local in consumed):
             raise _mixing(totals[0].source.value)
-    return found
+    return operations
 
 
-def _makers(body: Sequence[Operation], wanted: Collection[Local]) -> tuple[Operation, ...]:
-    """The operations, in order, that ``wanted`` come from."""
-    needed, found = set(wanted), []
+def _makers(body: Sequence[Operation], targets: Collection[Local]) -> tuple[Operation, ...]:
+    """The operations, in order, that ``targets`` come from."""
+    needed, makers = set(targets), []
     for operation in reversed(body):
         if needed.intersection(made_by(operation)):
             needed.update(used_by(operation))
-            found.append(operation)
-    return tuple(reversed(found))
+            makers.append(operation)
+    return tuple(reversed(makers))

@@ -31,7 +31,7 @@ Whereabouts = Mapping[str, Sequence[tuple[int, UnitPolicy]]]
 class ChainPart:
     """What one group of a plan does, in the chunk that it belongs to.
 
-    ``before`` are conversions of what the part alone takes, ``behind`` those that hand on to the next part.
+    ``before`` are conversions that only this part needs, ``behind`` those of what it hands to the next part.
     """
 
     chunk: int
@@ -58,20 +58,20 @@ def parts_of(
         PlanMismatch: if the plan's groups are not the units of this graph.
     """
     groups = _planned(graph, runs, body, step) if where is None else by_weights(graph, runs, body, where)
-    found: list[ChainPart] = []
+    chain_parts: list[ChainPart] = []
     for chunk, policy, unit, operations, first, count in groups:
         if unit.run is None:
             if operations:
-                found.append(ChainPart(chunk, (), _stretch(operations, unit, policy), ()))
+                chain_parts.append(ChainPart(chunk, (), _stretch(operations, unit, policy), ()))
             continue
         copies = _UnitCopies(graph, runs[unit.run], operations)
-        found.append(copies.part(chunk, first, first + count, policy))
+        chain_parts.append(copies.part(chunk, first, first + count, policy))
         handed_on = copies.handed_on() if first == 0 else ()
-        if found[:-1] and handed_on:
-            found[-2] = dataclasses.replace(found[-2], behind=(*found[-2].behind, *handed_on))
-            kept = tuple(step for step in found[-1].before if step not in handed_on)
-            found[-1] = dataclasses.replace(found[-1], before=kept)
-    return tuple(found)
+        if chain_parts[:-1] and handed_on:
+            chain_parts[-2] = dataclasses.replace(chain_parts[-2], behind=(*chain_parts[-2].behind, *handed_on))
+            remaining = tuple(step for step in chain_parts[-1].before if step not in handed_on)
+            chain_parts[-1] = dataclasses.replace(chain_parts[-1], before=remaining)
+    return tuple(chain_parts)
 
 
 def _planned(
@@ -97,7 +97,7 @@ def _planned(
 def _by_unit(body: Sequence[Operation], units: Sequence[ModelUnit]) -> Mapping[int, list[Operation]]:
     """The operations of every unit; a conversion belongs to what it is for, the next operator."""
     unit_of = unit_of_nodes(units)
-    found: dict[int, list[Operation]] = {}
+    operations_by_unit: dict[int, list[Operation]] = {}
     waiting: list[Operation] = []
     last = 0
     for operation in body:
@@ -106,10 +106,10 @@ def _by_unit(body: Sequence[Operation], units: Sequence[ModelUnit]) -> Mapping[i
             continue
         node = operation.node if isinstance(operation, Compute) else _first_compute(operation)
         last = unit_of[node.name]
-        found.setdefault(last, []).extend(waiting)
+        operations_by_unit.setdefault(last, []).extend(waiting)
         waiting = []
-    found.setdefault(last, []).extend(waiting)
-    return found
+    operations_by_unit.setdefault(last, []).extend(waiting)
+    return operations_by_unit
 
 
 def by_weights(
@@ -126,8 +126,8 @@ def by_weights(
     at = min((place for places in where.values() for place in places), default=(0, UnitPolicy("none", 0)), key=_chunk)
 
     def after(names: Iterable[str]) -> tuple[int, UnitPolicy]:
-        known = (place for name in names for place in where.get(paths.get(name, ""), ()))
-        return min((place for place in known if place[0] >= at[0]), default=at, key=_chunk)
+        candidates = (place for name in names for place in where.get(paths.get(name, ""), ()))
+        return min((place for place in candidates if place[0] >= at[0]), default=at, key=_chunk)
 
     for index, unit in enumerate(units):
         operations = pieces.get(index, [])
@@ -170,18 +170,18 @@ def _first_compute(repeat: Repeat) -> Node:
 def _stretch(operations: Sequence[Operation], unit: ModelUnit, policy: UnitPolicy) -> Repeat:
     """Operations between blocks as a block of their own with one copy, whose weights are the model's."""
     body = tuple(_inside(operation) for operation in operations)
-    made: dict[Local, None] = {}
-    taken: dict[Local, None] = {}
+    produced: dict[Local, None] = {}
+    consumed: dict[Local, None] = {}
     for operation in operations:
         for local in used_by(operation):
-            if local not in made and local.state is None:
-                taken.setdefault(local)
-        made.update(dict.fromkeys(made_by(operation)))
+            if local not in produced and local.state is None:
+                consumed.setdefault(local)
+        produced.update(dict.fromkeys(made_by(operation)))
     # What nobody uses is dropped when the chunk is put together.
-    section = Section(tuple(taken), body, tuple(made))
+    section = Section(tuple(consumed), body, tuple(produced))
     draws = () if section.first_draw is None else (section.first_draw,)
     block = RepeatedBlock(section, (("",),), _class_name(unit.name), ("",), draws)
-    return Repeat(block, tuple(taken), tuple(made), (), (), policy)
+    return Repeat(block, tuple(consumed), tuple(produced), (), (), policy)
 
 
 def _inside(operation: Operation) -> Operation:
@@ -233,20 +233,20 @@ class _UnitCopies:
         carried = tuple((slot, self._of_copy(local, end - 1)) for slot, local in repeat.carried)
         whole = repeat.block
         block = dataclasses.replace(whole, roots=whole.roots[first:end], first_draws=whole.first_draws[first:end])
-        made = Repeat(block, tuple(entries), results, carried, between, policy)
+        repeated_copies = Repeat(block, tuple(entries), results, carried, between, policy)
         behind = between if end < self.run.num_copies else ()
-        return ChainPart(chunk, () if first else tuple(self.entry), made, behind)
+        return ChainPart(chunk, () if first else tuple(self.entry), repeated_copies, behind)
 
     def handed_on(self) -> tuple[Operation, ...]:
-        """Conversions of what the first copy is handed on: whoever makes it does them, as between two copies."""
-        wanted = {self.repeat.entries[slot] for slot, _ in self.repeat.carried}
-        found: list[Operation] = []
+        """Conversions of the first copy's carried inputs: the part before it does them, as between two copies."""
+        targets = {self.repeat.entries[slot] for slot, _ in self.repeat.carried}
+        conversions: list[Operation] = []
         for operation in reversed(self.entry):
             assert isinstance(operation, Convert)
-            if operation.target in wanted and operation.source.state is None:
-                wanted.add(operation.source)
-                found.append(operation)
-        return tuple(reversed(found))
+            if operation.target in targets and operation.source.state is None:
+                targets.add(operation.source)
+                conversions.append(operation)
+        return tuple(reversed(conversions))
 
     def _of_copy(self, local: Local, copy: int) -> Local:
         """A result of the last copy as ``copy`` gives it."""

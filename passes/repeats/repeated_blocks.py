@@ -1,4 +1,4 @@
-"""Find blocks that repeat (the layers of a transformer), so that a plan is found once for all of them.
+"""Find blocks that repeat (the layers of a transformer), so that they are planned once for all copies.
 
 Copies of a block are consecutive stretches of the graph that do the same to the same shapes. Module paths say where
 a stretch may begin: ``model.layers.0.…``, ``model.layers.1.…``; the comparison itself looks only at operators,
@@ -16,7 +16,7 @@ from passes.ir.graph import Graph, Node, State
 
 #: A block may be made of up to this many consecutive list entries (Linear, ReLU, Linear, ReLU, …).
 MAX_ENTRIES_PER_COPY = 6
-#: Where a graph keeps what was found in it.
+#: The attribute of a graph that caches its blocks.
 _KEPT = "repeated blocks"
 
 
@@ -67,13 +67,12 @@ class _Stretch:
 def find_blocks(graph: Graph) -> tuple[BlockRun, ...]:
     """Runs of two or more identical blocks, in graph order, not overlapping.
 
-    A run ends where a value of a copy is used other than by itself and the next copy. Kept with the graph, for all who
-    ask.
+    A run ends where a value of a copy is used other than by itself and the next copy. Cached on the graph.
     """
-    known: dict[str, tuple[BlockRun, ...]] = vars(graph)
-    if _KEPT not in known:
-        known[_KEPT] = _found_blocks(graph)
-    return known[_KEPT]
+    cache: dict[str, tuple[BlockRun, ...]] = vars(graph)
+    if _KEPT not in cache:
+        cache[_KEPT] = _found_blocks(graph)
+    return cache[_KEPT]
 
 
 def grouped(run: BlockRun, period: int, num_copies: int | None = None) -> BlockRun | None:
@@ -104,8 +103,8 @@ def folded_runs(graph: Graph, blocks: Sequence[FoldedBlock]) -> tuple[BlockRun, 
     folded = []
     for block in blocks:
         run = runs.get(block.first_node)
-        period, left = divmod(len(block.roots[0]), len(run.roots[0])) if run is not None else (0, 0)
-        group = grouped(run, period, len(block.roots)) if run is not None and period and not left else None
+        period, remainder = divmod(len(block.roots[0]), len(run.roots[0])) if run is not None else (0, 0)
+        group = grouped(run, period, len(block.roots)) if run is not None and period and not remainder else None
         if group is None or group.roots != tuple(map(tuple, block.roots)):
             return None
         folded.append(group)
@@ -147,12 +146,12 @@ class _BlockFinder:
         for group in _groups(nodes, level):
             start = 0
             while start < len(group):
-                found = self._best_run(group, start) if group[start].root else None
-                if found is None:
+                run_and_width = self._best_run(group, start) if group[start].root else None
+                if run_and_width is None:
                     leftover.extend(group[start].nodes)
                     start += 1
                     continue
-                run, width = found
+                run, width = run_and_width
                 search_leftover()
                 runs.append(run)
                 start += width * run.num_copies

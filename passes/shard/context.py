@@ -35,14 +35,14 @@ class Tree:
 
     def chain(self, target: Placement, what: str) -> list[ConversionPlan]:
         """Steps from the root to ``target``, in order."""
-        found: list[ConversionPlan] = []
+        steps_back: list[ConversionPlan] = []
         while target != self.root:
             step = self.steps.get(target)
-            if step is None or len(found) > len(self.steps):
+            if step is None or len(steps_back) > len(self.steps):
                 raise PlanMismatch(f"the plan has no conversion of {what} to {target}")
-            found.append(step)
+            steps_back.append(step)
             target = step.source
-        return found[::-1]
+        return steps_back[::-1]
 
 
 class Context:
@@ -179,14 +179,14 @@ class Context:
         return tree
 
     def carried_tree(self, run: int, slot: int, root: Placement, value: Value) -> Tree:
-        """Conversions, inside a block, of what it takes from the copy before it."""
+        """Conversions, inside a block, of values that it takes from the copy before it."""
         first = self.nodes[self.runs[run][0].copies[0][0]].key
         block = [block.first_node for block in self.plan.blocks].index(first)
         return self.tree(f"carry:{block}#{slot}", root, value)
 
 
 def offered_choices(node: Node, rule: ShardingRule | None, values: Mapping[str, Value]) -> tuple[AxisChoice, ...]:
-    """What one mesh axis may do to ``node``; without a rule: nothing, everything whole."""
+    """The choices of one mesh axis for ``node``; without a rule only to leave everything whole."""
     input_grads = [values[name].requires_grad for name in node.inputs]
     output_grads = [value.requires_grad for value in node.outputs]
     if rule is None:

@@ -31,23 +31,23 @@ class DeferredTree(Tree):
 
     def chain(self, target: Placement, what: str) -> list[ConversionPlan]:
         """Steps from the root to ``target``, in order."""
-        current, found = self.root, []
+        current, conversions = self.root, []
         for step in self.planned.chain(target, what):
             axes = step_between(step.source, step.target).axes
             for axis in reversed(axes):  # of a joint step one by one: some may be dropped
-                wanted = step.target[axis]
-                if axis in self.deferred and wanted in (I, R) and current[axis] == R:
+                target_type = step.target[axis]
+                if axis in self.deferred and target_type in (I, R) and current[axis] == R:
                     continue
-                after = _changed(current, {axis: wanted})
+                after = _changed(current, {axis: target_type})
                 alone = len(axes) == 1
-                found.append(self._step(step, axis, current, after) if alone else self._new(axis, current, after))
+                conversions.append(self._step(step, axis, current, after) if alone else self._new(axis, current, after))
                 current = after
         for axis in sorted(self.deferred):
             if current[axis] != target[axis]:
                 after = _changed(current, {axis: target[axis]})
-                found.append(self._new(axis, current, after))
+                conversions.append(self._new(axis, current, after))
                 current = after
-        return found
+        return conversions
 
     def _step(self, planned: ConversionPlan, axis: int, source: Placement, target: Placement) -> ConversionPlan:
         if axis in self.deferred:

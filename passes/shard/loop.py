@@ -101,11 +101,11 @@ class Loop:
 
     def exits(self) -> dict[str, dict[Placement, Local]]:
         """Values of the last copy that the section around may use, by name and placement."""
-        found: dict[str, dict[Placement, Local]] = {}
+        exits_by_name: dict[str, dict[Placement, Local]] = {}
         for local in self.results.values():
             outside = self._outside(local)
-            found.setdefault(outside.value.name, {})[outside.placement] = outside
-        return found
+            exits_by_name.setdefault(outside.value.name, {})[outside.placement] = outside
+        return exits_by_name
 
     def _arguments(self) -> tuple[Local, ...]:
         carried = tuple(
@@ -115,7 +115,7 @@ class Loop:
         return (*carried, *self.body.shared.values())
 
     def _entries(self) -> tuple[Local, ...]:
-        """What the first copy is given, converted in the section around the loop."""
+        """The inputs of the first copy, converted in the section around the loop."""
         carried = tuple(self.main.get(names[0], placement) for names, placement in zip(self.run.carried, self.carry))
         return (*carried, *(self.main.get(name, placement) for name, placement in self.body.shared))
 
@@ -130,7 +130,7 @@ class Loop:
             if name is not None and user not in inside:
                 target = context.normal(placement, context.values[name])
                 chains.setdefault(name, {})[target] = context.trees[name].chain(target, name)
-        return {name: list(found.values()) for name, found in chains.items()}
+        return {name: list(chain_by_placement.values()) for name, chain_by_placement in chains.items()}
 
     def _next_chain(self, slot: int) -> list[ConversionPlan]:
         name = self.run.carried_output[slot]

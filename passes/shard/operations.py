@@ -1,4 +1,4 @@
-"""What the steps of a sharded program take and give."""
+"""Inputs and outputs of the operations of a sharded graph."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ Operation = Compute | Convert | Repeat
 
 
 def used_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation takes."""
+    """The inputs of an operation."""
     if isinstance(operation, Compute):
         return operation.inputs
     return (operation.source,) if isinstance(operation, Convert) else operation.entries
 
 
 def made_by(operation: Operation) -> tuple[Local, ...]:
-    """What an operation gives, with what is made between the copies of a block."""
+    """The outputs of an operation; of a repeated block, those of its last copy."""
     if isinstance(operation, Compute):
         return operation.outputs
     return (operation.target,) if isinstance(operation, Convert) else operation.results
 
 
 def writes_state(operation: Operation) -> bool:
-    """Whether an operation writes a buffer of the model: it is done though nobody needs its result."""
+    """Whether an operation writes a buffer of the model: it runs even if nothing uses its result."""
     if isinstance(operation, Compute):
         return operation.node.writes_buffer
     return isinstance(operation, Repeat) and any(map(writes_state, operation.block.section.body))

@@ -11,7 +11,7 @@ from passes.shard.sharded_graph import Compute, Convert, Local, Repeat
 
 
 class Body:
-    """Builds one section: keeps, for each value, the placements it is already there in."""
+    """Builds one section; remembers the placements in which each value is already available."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -26,22 +26,22 @@ class Body:
         raise NotImplementedError
 
     def get(self, name: str, placement: Placement) -> Local:
-        """``name`` in ``placement``, converted now if it is not there yet."""
+        """``name`` in ``placement``, converted now if it is not available yet."""
         placement = self.context.normal(placement, self.context.values[name])
-        have = self.there.setdefault(name, {})
-        if placement in have:
-            return have[placement]
-        given = self.origin(name, placement)
-        if given is not None:
-            have[given.placement] = given
-            if given.placement == placement:
-                return given
+        available = self.there.setdefault(name, {})
+        if placement in available:
+            return available[placement]
+        original = self.origin(name, placement)
+        if original is not None:
+            available[original.placement] = original
+            if original.placement == placement:
+                return original
         for conversion in self.tree(name).chain(placement, name):
-            if conversion.target in have:
+            if conversion.target in available:
                 continue
-            source = have.get(conversion.source) or self.get(name, conversion.source)
-            have[conversion.target] = self.convert(conversion, source, self.body)
-        return have[placement]
+            source = available.get(conversion.source) or self.get(name, conversion.source)
+            available[conversion.target] = self.convert(conversion, source, self.body)
+        return available[placement]
 
     def convert(
         self, conversion: ConversionPlan, source: Local, body: list[Compute | Convert | Repeat] | list[Convert]

@@ -56,7 +56,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Section:
-    """A straight stretch of operations: what it takes, does and gives."""
+    """A straight stretch of operations, with its inputs and outputs."""
 
     arguments: tuple[Local, ...]
     body: tuple[Compute | Convert | Repeat, ...]
