@@ -93,32 +93,32 @@ class BandFinder:
     def tensor(self, node: fx.Node) -> torch.Tensor | None:
         """The value of a constant of at most ``LARGEST`` elements, or None if it depends on something else."""
         if node not in self._tensors:
-            known = _is_constant(node) and node.op == "call_function" and value(node).numel() <= LARGEST
-            self._tensors[node] = self._compute(node) if known else None
+            is_small_constant = _is_constant(node) and node.op == "call_function" and value(node).numel() <= LARGEST
+            self._tensors[node] = self._compute(node) if is_small_constant else None
         return self._tensors[node]
 
     def _compute(self, node: fx.Node) -> torch.Tensor | None:
-        given: dict[fx.Node, torch.Tensor | None] = {}
+        tensors: dict[fx.Node, torch.Tensor | None] = {}
         for used in node.all_input_nodes:
             if used is node.args[0] and _reads_metadata_alone(node):
-                given[used] = torch.empty((), dtype=value(used).dtype).expand(shape(used))
+                tensors[used] = torch.empty((), dtype=value(used).dtype).expand(shape(used))
             else:
-                given[used] = self.tensor(used)
-        if any(tensor is None for tensor in given.values()):
+                tensors[used] = self.tensor(used)
+        if any(tensor is None for tensor in tensors.values()):
             return None
         kwargs = {**node.kwargs, **({"device": "cpu"} if "device" in node.kwargs else {})}
-        return _call(node, fx.map_arg(node.args, given.get), fx.map_arg(kwargs, given.get))
+        return _call(node, fx.map_arg(node.args, tensors.get), fx.map_arg(kwargs, tensors.get))
 
     def _find(self, node: fx.Node) -> Band | None:
         rows, columns = shape(node)[-2:]
         if min(rows, columns) == 1:
             return self._operand(node, rows, columns)
         rule = _RULES.get(node.target)
-        found = rule(self, node, rows, columns) if rule is not None else None
-        return found if found is not None or not is_pointwise(node) else self._pointwise(node, rows, columns)
+        band = rule(self, node, rows, columns) if rule is not None else None
+        return band if band is not None or not is_pointwise(node) else self._pointwise(node, rows, columns)
 
     def _operand(self, operand: Any, rows: int, columns: int) -> Band | None:
-        """What an operand is once it is broadcast to [rows, columns]."""
+        """The band of an operand that is broadcast to [rows, columns]."""
         if not isinstance(operand, fx.Node):
             return uniform_band(rows, columns, torch.tensor(operand))
         if min(rows, columns) > 1 and shape(operand)[-2:] == (rows, columns):
@@ -200,9 +200,9 @@ class BandFinder:
         place = _FILLED[node.target]
         if place is not None:
             args[place] = [1]
-        given = {used: torch.empty(1, dtype=value(used).dtype) for used in node.all_input_nodes}
+        scalars = {used: torch.empty(1, dtype=value(used).dtype) for used in node.all_input_nodes}
         kwargs = {**node.kwargs, **({"device": "cpu"} if "device" in node.kwargs else {})}
-        result = _call(node, fx.map_arg(tuple(args), given.get), kwargs)
+        result = _call(node, fx.map_arg(tuple(args), scalars.get), kwargs)
         return None if result is None else uniform_band(rows, columns, result.reshape(-1)[0])
 
     def triangle(self, node: fx.Node, rows: int, columns: int) -> Band | None:

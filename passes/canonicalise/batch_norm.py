@@ -60,6 +60,6 @@ def _update(node: fx.Node, name: str, statistic: fx.Node, *, factor: float) -> N
         return
     momentum = argument(node, "momentum")
     channels = insert(node, aten.reshape.default, (insert(node, aten.detach.default, (statistic,)), [-1]))
-    kept = insert(node, aten.mul.Tensor, (running, 1.0 - momentum))
+    decayed = insert(node, aten.mul.Tensor, (running, 1.0 - momentum))
     moved = insert(node, aten.mul.Tensor, (channels, momentum * factor))
-    insert(node, aten.copy_.default, (running, insert(node, aten.add.Tensor, (kept, moved))))
+    insert(node, aten.copy_.default, (running, insert(node, aten.add.Tensor, (decayed, moved))))

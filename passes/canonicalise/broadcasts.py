@@ -77,10 +77,10 @@ class _Narrower:
             return node
         if (node, dim) not in self._made:
             rule = _pointwise if is_pointwise(node) else _RULES.get(node.target)
-            made = rule(self, node, dim) if rule is not None and node.meta.get(CONSTANT) else None
-            if made is not None:
-                made.meta[CONSTANT] = True
-            self._made[node, dim] = made
+            narrowed = rule(self, node, dim) if rule is not None and node.meta.get(CONSTANT) else None
+            if narrowed is not None:
+                narrowed.meta[CONSTANT] = True
+            self._made[node, dim] = narrowed
         return self._made[node, dim]
 
 
@@ -96,8 +96,8 @@ def _like(node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
 def _pointwise(narrower: _Narrower, node: fx.Node, dim: int) -> fx.Node | None:
     narrowed: dict[fx.Node, fx.Node | None] = {}
     for used in node.all_input_nodes:
-        own = dim - len(shape(node)) + len(shape(used))
-        narrowed[used] = used if own < 0 else narrower.narrow(used, own)
+        operand_dim = dim - len(shape(node)) + len(shape(used))
+        narrowed[used] = used if operand_dim < 0 else narrower.narrow(used, operand_dim)
     if None in narrowed.values():
         return None
     return _like(node, fx.map_arg(node.args, lambda used: narrowed[used]))
@@ -105,8 +105,8 @@ def _pointwise(narrower: _Narrower, node: fx.Node, dim: int) -> fx.Node | None:
 
 def _expand(narrower: _Narrower, node: fx.Node, dim: int) -> fx.Node | None:
     source: Any = node.args[0]
-    own = dim - len(shape(node)) + len(shape(source))
-    narrowed = source if own < 0 else narrower.narrow(source, own)
+    source_dim = dim - len(shape(node)) + len(shape(source))
+    narrowed = source if source_dim < 0 else narrower.narrow(source, source_dim)
     return None if narrowed is None else _like(node, (narrowed, _with_one(shape(node), dim)))
 
 
@@ -136,13 +136,13 @@ def _index(narrower: _Narrower, node: fx.Node, dim: int) -> fx.Node | None:
         return None
     narrowed_indices = []
     for position, index in enumerate(indices):
-        own = dim - len(shape(node)) + len(shape(index))
-        narrowed = index if own < 0 else narrower.narrow(index, own)
+        index_dim = dim - len(shape(node)) + len(shape(index))
+        narrowed = index if index_dim < 0 else narrower.narrow(index, index_dim)
         if narrowed is None:
             source = narrower.narrow(source, position)
             if source is None:
                 return None
-            first = insert(node, aten.slice.Tensor, (index, own, 0, 1))
+            first = insert(node, aten.slice.Tensor, (index, index_dim, 0, 1))
             narrowed = insert(node, aten.zeros_like.default, (first,))
             first.meta[CONSTANT] = narrowed.meta[CONSTANT] = True
         narrowed_indices.append(narrowed)

@@ -81,13 +81,13 @@ class _Functionaliser:
     def now(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """The node that holds the value of ``node`` at ``user``: itself, or the view taken again after a write."""
         version = self.version.get(self.root(node), 0)
-        known, held = self.current.get(node, (0, node))
-        if known == version:
+        current_version, held = self.current.get(node, (0, node))
+        if current_version == version:
             return held
-        taken = insert(user, _target(node), (self.now(self.views[node], user), *node.args[1:]), like=node)
-        taken.kwargs = dict(node.kwargs)
-        self.current[node] = (version, taken)
-        return taken
+        refreshed = insert(user, _target(node), (self.now(self.views[node], user), *node.args[1:]), like=node)
+        refreshed.kwargs = dict(node.kwargs)
+        self.current[node] = (version, refreshed)
+        return refreshed
 
     def write(self, node: fx.Node, target: fx.Node) -> None:
         """Replace an in-place call on ``target`` and carry the result to everything that shares its memory."""

@@ -17,17 +17,17 @@ _CUT = frozenset({
 
 def nodes_with_gradient(graph: fx.Graph, sources: Collection[str]) -> set[fx.Node]:
     """Nodes that depend on one of the placeholders named in ``sources`` by differentiable operators."""
-    found: set[fx.Node] = set()
+    carrying: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             carries = node.name in sources
         else:
             carries = (
-                node.op == "call_function" and not found.isdisjoint(node.all_input_nodes) and passes_gradient(node)
+                node.op == "call_function" and not carrying.isdisjoint(node.all_input_nodes) and passes_gradient(node)
             )
         if carries:
-            found.add(node)
-    return found
+            carrying.add(node)
+    return carrying
 
 
 def differentiable(entry: object) -> bool:

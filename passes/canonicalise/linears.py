@@ -32,13 +32,13 @@ def unflatten_linears(module: fx.GraphModule) -> None:
                     user.update_arg(0, result)
 
 
-def _before_flattening(left: Any) -> fx.Node | None:
-    """``x`` if ``left`` is ``reshape(x, [tokens, k])``."""
-    if not isinstance(left, fx.Node) or left.target is not aten.reshape.default:
+def _before_flattening(flattened: Any) -> fx.Node | None:
+    """``x`` if ``flattened`` is ``reshape(x, [tokens, k])``."""
+    if not isinstance(flattened, fx.Node) or flattened.target is not aten.reshape.default:
         return None
-    source = left.args[0]
+    source = flattened.args[0]
     assert isinstance(source, fx.Node)
-    return source if len(shape(source)) > 2 and shape(source)[-1] == shape(left)[-1] else None
+    return source if len(shape(source)) > 2 and shape(source)[-1] == shape(flattened)[-1] else None
 
 
 def _splits(user: fx.Node, lead: tuple[int, ...]) -> bool:

@@ -204,24 +204,24 @@ class _Call(nn.Module):
         return tuple(self.result.tensors.values())
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = iter(tensors)
-        return rebuild(self.structure, _InOrder(given))
+        remaining_tensors = iter(tensors)
+        return rebuild(self.structure, _InOrder(remaining_tensors))
 
     def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
         assert self.loss_fn is not None
-        known = list(self.parameters_of_forward.values())
-        kinds = {parameter.kind for parameter in known}
-        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known)
-        taken = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
+        parameters = list(self.parameters_of_forward.values())
+        kinds = {parameter.kind for parameter in parameters}
+        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        positional = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
         named = kwargs
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
-        outputs = self.model(*taken, **named, **self.extra)
-        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in known])), outputs)
+        outputs = self.model(*positional, **named, **self.extra)
+        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in parameters])), outputs)
 
 
 class _InOrder(dict[Path, Any]):
-    """Gives the next tensor for every path asked."""
+    """Returns the next tensor for every requested path."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
@@ -319,14 +319,14 @@ def _sources(
         assert spec.target is not None
         group = states.get(spec.target, (spec.target,))
         node.replace_all_uses_with(first.setdefault(group[0], node))
-        own = tuple(path.removeprefix("model.") for path in group)
+        relative_paths = tuple(path.removeprefix("model.") for path in group)
         kind = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}.get(spec.kind, "constant")
         data = program.constants.get(spec.target) if kind == "constant" else None
         sources[node.name] = Source(
             kind,
-            own[0],
-            state=own[0],
-            aliases=own[1:],
+            relative_paths[0],
+            state=relative_paths[0],
+            aliases=relative_paths[1:],
             persistent=bool(spec.persistent) if kind == "buffer" else kind == "parameter",
             requires_grad=gradients and kind == "parameter" and node.meta["val"].requires_grad,
             data=None if isinstance(data, FakeTensor) else data,

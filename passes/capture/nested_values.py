@@ -98,7 +98,7 @@ def _items(value: Any) -> list[tuple[str | int, Any]] | None:
 
 
 def _empty(value: Any) -> Any:
-    """What ``_make`` needs to know of a container: its class, or a dataclass' constructor-free copy."""
+    """What ``_make`` needs of a container: its class, or an empty copy of a dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
         blank = copy.copy(value)
         for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -109,10 +109,10 @@ def _empty(value: Any) -> Any:
 
 def _make(example: Any, keys: tuple[str | int, ...], parts: list[Any]) -> Any:
     if not isinstance(example, type):
-        made = copy.copy(example)
+        instance = copy.copy(example)
         for key, part in zip(keys, parts):
-            object.__setattr__(made, str(key), part)
-        return made
+            object.__setattr__(instance, str(key), part)
+        return instance
     if issubclass(example, Mapping):
         fields = dict(zip(keys, parts))
         return example(**fields) if dataclasses.is_dataclass(example) else _mapping(example, fields)

@@ -78,9 +78,9 @@ def _repeats_below(module: nn.Module, path: str, uses: Counter[int]) -> list[Rep
     names = list(children)
     entries = [child for child in children.values() if child is not None]
     if len(names) == len(entries) >= MIN_PERIODS and names == [str(index) for index in range(len(names))]:
-        found = _repeats(_classes(entries, uses), path)
-        if found:
-            return found
+        repeats = _repeats(_classes(entries, uses), path)
+        if repeats:
+            return repeats
     return [
         repeat
         for name, child in children.items()

@@ -39,13 +39,13 @@ def reconnect_saved_values(program: ExportedProgram) -> None:
 def _lifted_values(program: ExportedProgram) -> dict[fx.Node, torch.Tensor]:
     """Placeholders of the constants that are no real tensors."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found: dict[fx.Node, torch.Tensor] = {}
+    lifted: dict[fx.Node, torch.Tensor] = {}
     for spec in program.graph_signature.input_specs:
         data = program.constants.get(spec.target) if spec.target is not None else None
         node = placeholders[spec.arg.name]
         if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(data, FakeTensor) and node.users:
-            found[node] = data
-    return found
+            lifted[node] = data
+    return lifted
 
 
 class _Computed:

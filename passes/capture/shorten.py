@@ -110,21 +110,21 @@ class _EntryCalls:
         return call
 
     def skipped(self, entry: int, module: nn.Module) -> Callable[..., Any]:
-        """What stands for the forward of an entry that is a copy."""
+        """The replacement for the forward of an entry that is a copy."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             visit = self.enter(entry, module, args, kwargs)
             model = self.compare(visit)
             passed = {id(tensor): visit.tensors[path] for path, tensor in model.tensors.items()}
-            made: dict[int, torch.Tensor] = {}
+            output_by_id: dict[int, torch.Tensor] = {}
             for path, output in model.outputs.items():
                 if id(output) in passed:
                     visit.outputs[path] = passed[id(output)]
                     continue
-                if id(output) not in made:
+                if id(output) not in output_by_id:
                     template = self.template(model)[path]
-                    made[id(output)] = torch.ops.meshwright.skipped(template, self.number, entry)
-                visit.outputs[path] = made[id(output)]
+                    output_by_id[id(output)] = torch.ops.meshwright.skipped(template, self.number, entry)
+                visit.outputs[path] = output_by_id[id(output)]
             assert model.result is not None
             visit.result = model.result
             self.add(visit)
@@ -143,12 +143,12 @@ class _EntryCalls:
         model, previous = self.visits[index - self.repeat.period], self.visits[index - 1]
         self.expect((visit.structure, visit.with_gradient) == (model.structure, model.with_gradient))
         before = self.visits[index - self.repeat.period - 1] if index > self.repeat.period else None
-        given = {id(tensor): path for path, tensor in previous.own_outputs.items()}
+        path_by_id = {id(tensor): path for path, tensor in previous.own_outputs.items()}
         for path, tensor in visit.tensors.items():
             other = model.tensors[path]
             if tensor is other and id(tensor) not in self.given:
                 continue
-            source = given.get(id(tensor))
+            source = path_by_id.get(id(tensor))
             self.expect(source is not None and (before is None or before.outputs.get(source) is other))
             # What enters the first unit may carry no gradient where what it gives does.
             self.expect(_kind(tensor, before is not None) == _kind(other, before is not None))

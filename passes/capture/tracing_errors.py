@@ -58,8 +58,8 @@ def first_line(error: BaseException) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """What a user can do about an error of tracing."""
-    known = {
+    """Advice on an error of tracing, for the user."""
+    advice = {
         "GuardOnDataDependentSymNode": "control flow depends on the values of a tensor: use torch.where, or decide "
         "from shapes and Python values",
         "DataDependentOutputException": "a tensor's value is read in Python (.item(), .tolist(), bool())",
@@ -67,4 +67,4 @@ def explain(error: BaseException) -> str:
         "UncapturedHigherOrderOpError": "a control-flow operator (torch.cond, while_loop, …) cannot be planned: its "
         "branches or loops run by the values of tensors; use torch.where",
     }
-    return known.get(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")
+    return advice.get(type(error).__name__, f"{type(error).__name__}: {first_line(error)}")

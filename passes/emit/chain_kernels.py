@@ -27,8 +27,8 @@ def wide(dtype: str) -> str:
 def _promoted(dtypes: frozenset[str]) -> str:
     import torch
 
-    found = functools.reduce(torch.promote_types, (getattr(torch, dtype) for dtype in sorted(dtypes)))
-    return str(found).removeprefix("torch.")
+    promoted = functools.reduce(torch.promote_types, (getattr(torch, dtype) for dtype in sorted(dtypes)))
+    return str(promoted).removeprefix("torch.")
 
 
 class Statements:
@@ -68,8 +68,8 @@ class Statements:
         template = formula.gradients[argument]
         arguments = self._arguments(member, template)
         source = template.format(**{**arguments, "grad": grad, "out": self.names[member.output]})
-        given, wanted = (wide(local.value.dtype) for local in (member.output, member.operands[argument]))
-        return source if given == wanted else f"{_atom(source)}.to({wanted})"
+        source_type, target_type = (wide(local.value.dtype) for local in (member.output, member.operands[argument]))
+        return source if source_type == target_type else f"{_atom(source)}.to({target_type})"
 
     def _arguments(self, member: Member, template: str) -> dict[str, str]:
         formula = member.formula
@@ -128,9 +128,12 @@ def _atom(source: str) -> str:
 def forward_kernel(
     chain: OperatorChain, function: str, names: Mapping[Local, str], extra: Sequence[Local]
 ) -> list[str]:
-    """The kernel that reads the chain's inputs and writes its outputs, and ``extra`` where backward wants it."""
+    """The kernel that reads the chain's inputs and writes its outputs, and ``extra`` where backward needs it."""
     statements = Statements(chain, names)
-    given, made = [names[local] for local in chain.inputs], [names[local] for local in (*chain.outputs, *extra)]
+    read_names, written_names = (
+        [names[local] for local in chain.inputs],
+        [names[local] for local in (*chain.outputs, *extra)],
+    )
     lines = ["rows, columns, exists = whole_tile(SPACE, TILE)"]
     lines += [statements.load(local, names[local]) for local in chain.inputs]
     reduced = {member.output for member in chain.members if member.reduces}
@@ -139,7 +142,7 @@ def forward_kernel(
     lines += [_store(names[local], held[local], reduced=local in reduced) for local in chain.outputs]
     for local in extra:
         lines += [f"if {names[local]}_ptr is not None:", f"    {_store(names[local], held[local])}"]
-    return _kernel(function, given, made, lines)
+    return _kernel(function, read_names, written_names, lines)
 
 
 def _store(name: str, value: str, *, reduced: bool = False) -> str:
@@ -149,11 +152,11 @@ def _store(name: str, value: str, *, reduced: bool = False) -> str:
 
 
 def backward_kernel(chain: OperatorChain, function: str, names: Mapping[Local, str], plan: Backward) -> list[str]:
-    """The kernel that makes gradients of inputs; where rows are summed, a program walks through its share of them."""
+    """The kernel that computes gradients of inputs; where rows are summed, a program walks its share of them."""
     statements = Statements(chain, names)
     grads = {local: f"grad_{name}" for local, name in names.items()}
     loaded = {**{grads[local]: local for local in plan.outputs}, **{names[local]: local for local in plan.saved}}
-    made = [grads[local] for local in plan.inputs]
+    written = [grads[local] for local in plan.inputs]
     lines = [statements.load(local, name) for name, local in loaded.items()]
     lines += [line for member in plan.again for line in statements.value(member)]
     steps, held = _gradients(statements, plan, grads)
@@ -161,12 +164,12 @@ def backward_kernel(chain: OperatorChain, function: str, names: Mapping[Local, s
     results = {local: (grads[local], held[local]) for local in plan.inputs}
     if not any(kind in (ROW, COLUMN, SCALAR) for kind in plan.inputs.values()):
         stores = [_store(*result) for result in results.values()]
-        return _kernel(function, loaded, made, ["rows, columns, exists = whole_tile(SPACE, TILE)", *lines, *stores])
+        return _kernel(function, loaded, written, ["rows, columns, exists = whole_tile(SPACE, TILE)", *lines, *stores])
     before, inside, behind = _sums(plan, results)
     body = ["rows, exists = rows_from(start, last, columns, SPACE, TILE)", *lines, *inside]
     walking = ["for start in range(first, last, TILE[0]):", *(f"    {line}" for line in body)]
     lines = ["first, last, columns = share_of_rows(SPACE, TILE, SHARES)", *before, *walking, *behind]
-    return _kernel(function, loaded, made, lines, shares=True)
+    return _kernel(function, loaded, written, lines, shares=True)
 
 
 def _gradients(
@@ -214,11 +217,11 @@ def _sums(plan: Backward, results: Mapping[Local, tuple[str, str]]) -> tuple[lis
 
 
 def _kernel(
-    function: str, loaded: Iterable[str], made: Iterable[str], lines: Iterable[str], *, shares: bool = False
+    function: str, loaded: Iterable[str], written: Iterable[str], lines: Iterable[str], *, shares: bool = False
 ) -> list[str]:
-    """A kernel of pointers to what it reads and makes, of the strides of what it reads, and of sizes."""
+    """A kernel whose parameters are pointers to what it reads and writes, strides of what it reads, and sizes."""
     loaded = tuple(loaded)
-    parameters = [f"{name}_ptr" for name in (*loaded, *made)]
+    parameters = [f"{name}_ptr" for name in (*loaded, *written)]
     parameters += [f"{name}_strides" for name in loaded]
     parameters += [*_SIZES, *(["SHARES"] if shares else [])]
     header = f"def {function}({', '.join(parameters)}):"

@@ -58,12 +58,12 @@ class Chains:
         """Source of a call; ``title`` makes of a module's path what stands for it in all copies of its block."""
         plain = {local: f"v{index}" for index, local in enumerate(_locals(chain))}
         key = "\n".join(self._definition("chain", chain, plain))
-        known = self.found.get(key)
-        if known is None:
-            known = self.found[key] = _Definition(self.names.new(_chain_name(chain)), chain)
+        definition = self.found.get(key)
+        if definition is None:
+            definition = self.found[key] = _Definition(self.names.new(_chain_name(chain)), chain)
         paths = (member.compute.node.module_path for member in chain.members)
-        known.modules.update((title(path) if path else "the model itself", None) for path in paths)
-        return f"_{known.name}({', '.join(arguments)})"
+        definition.modules.update((title(path) if path else "the model itself", None) for path in paths)
+        return f"_{definition.name}({', '.join(arguments)})"
 
     def source(self) -> str:
         """Every definition, with a comment that says what it stands for."""
@@ -164,10 +164,10 @@ def _object(name: str, chain: OperatorChain, names: Mapping[Local, str], backwar
         "outputs": _dtypes(chain.outputs, names),
     }
     if reduced:
-        kept = {
+        keepdim_of = {
             names[local]: bool(reduced[local].arguments.get("keepdim")) for local in chain.outputs if local in reduced
         }
-        fields["rows"] = repr(kept)
+        fields["rows"] = repr(keepdim_of)
     columns = columns_of(chain)
     if columns:
         fields["columns"] = str(columns)
@@ -184,8 +184,8 @@ def _object(name: str, chain: OperatorChain, names: Mapping[Local, str], backwar
         fields["passed"] = repr({names[local]: names[output] for local, output in backward.passed.items()})
     if backward is not None and backward.shared:
         fields["shared"] = repr({names[local]: names[other] for local, other in backward.shared.items()})
-    known = set() if backward is None else {*backward.inputs, *backward.passed, *backward.shared}
-    fixed = [names[local] for local in chain.inputs if is_differentiable(local) and local not in known]
+    with_gradient = set() if backward is None else {*backward.inputs, *backward.passed, *backward.shared}
+    fixed = [names[local] for local in chain.inputs if is_differentiable(local) and local not in with_gradient]
     if fixed:
         fields["fixed"] = repr(fixed)
     return [f"{name} = kernels.Chain(", *(f"    {field}={value}," for field, value in fields.items()), ")"]

@@ -149,19 +149,19 @@ def attention(writer: Writer) -> str:
     It does if probabilities are dropped, causal queries are cut, or query heads share heads of keys.
     """
     options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
+    call_arguments = ", ".join(["query, key, value", *(f"{name}={name}" for name in options)])
     drops, grouped = bool(writer.arguments.get("dropout_p")), bool(writer.arguments.get("enable_gqa"))
     axes = {
         "length_axes": writer.axes_cutting("l") if writer.arguments.get("is_causal") else (),
         "head_axes": writer.axes_cutting("m") if writer.tensor("key").shape[-3:-2] != (1,) else (),
     }
     if not (drops or grouped or axes["length_axes"]):
-        return writer.function(f"F.scaled_dot_product_attention({given})")
+        return writer.function(f"F.scaled_dot_product_attention({call_arguments})")
     if grouped and not (drops or axes["length_axes"] or axes["head_axes"]):
         writer.arguments["enable_gqa"] = writer.arguments["dropout_p"] = None
         return writer.function("ops.grouped_query_attention(query, key, value, attn_mask=attn_mask, "
                                "is_causal=is_causal, scale=scale)")  # fmt: skip
-    source = writer.function(f"ops.scaled_dot_product_attention({given})")
+    source = writer.function(f"ops.scaled_dot_product_attention({call_arguments})")
     keywords = [_draw(writer, len(writer.output.shape) - 1)] if drops else []
     keywords += [f"{name}={_axes(names)}" for name, names in axes.items() if names]
     return f"{source[:-1]}{''.join(f', {keyword}' for keyword in keywords)})"

@@ -61,8 +61,8 @@ def _sections(*sections: Sequence[str]) -> list[str]:
 
 def _import(module: str, names: Sequence[str], used: set[str]) -> list[str]:
     """An import, its names one a line if they are too many for one."""
-    wanted = [name for name in names if name in used]
-    line = f"from {module} import {', '.join(wanted)}"
-    if not wanted or len(line) <= WIDTH:
-        return [line] if wanted else []
-    return [f"from {module} import (", *(f"    {name}," for name in wanted), ")"]
+    used_names = [name for name in names if name in used]
+    line = f"from {module} import {', '.join(used_names)}"
+    if not used_names or len(line) <= WIDTH:
+        return [line] if used_names else []
+    return [f"from {module} import (", *(f"    {name}," for name in used_names), ")"]

@@ -137,19 +137,19 @@ class Writer:
     def function(self, template: str) -> str:
         """``template`` (see ``expression_table``) filled in."""
         callee, bracket, inside = template.partition("(")
-        given: list[tuple[str | None, str]]
+        parameters: list[tuple[str | None, str]]
         if bracket:
-            given = [_parameter(text) for text in _split(inside.rstrip(")"))]
+            parameters = [_parameter(text) for text in _split(inside.rstrip(")"))]
         else:
-            given = self._schema_parameters()
+            parameters = self._schema_parameters()
         owner = None
         if callee.startswith("self."):
             first = next(iter(self._names()))
             owner = render(self.arguments[first])
             if not bracket:
-                given = given[1:]
+                parameters = parameters[1:]
         function = f"{owner}.{callee.removeprefix('self.')}" if owner is not None else callee
-        return f"{function}({self._rendered(given)})"
+        return f"{function}({self._rendered(parameters)})"
 
     def _names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in signature(self.op) or ())
@@ -158,12 +158,12 @@ class Writer:
         keyword_only = _keyword_only(self.op)
         return [(name if name in keyword_only else None, name) for name in self._names() if name not in _PLACES]
 
-    def _rendered(self, given: list[tuple[str | None, str]]) -> str:
+    def _rendered(self, parameters: list[tuple[str | None, str]]) -> str:
         """Arguments without those at their default, from the right."""
         defaults = dict(signature(self.op) or ())
         parts: list[str] = []
         dropping = True
-        for keyword, name in reversed(given):
+        for keyword, name in reversed(parameters):
             if name.startswith("'"):  # a literal of the template
                 parts.append(f"{keyword}={name}")
                 continue

@@ -80,8 +80,8 @@ class Renderer:
         self.constants = [self._argument(local, self.arguments) for local in constants]
 
     def _argument(self, local: Local, beside: Iterable[str]) -> str:
-        taken = {*self.variables.names.values(), *beside}
-        return self.variables.bind(local, self._role(local), -1, beside=taken)
+        names_in_use = {*self.variables.names.values(), *beside}
+        return self.variables.bind(local, self._role(local), -1, beside=names_in_use)
 
     def _role(self, local: Local) -> str:
         return self.preferred.get(local) or self.roles.of(local.value)

@@ -121,9 +121,9 @@ class RoleNames:
         for place, argument in arguments_of(node):
             if argument != name:
                 continue
-            own = ARGUMENTS.get(op, {}).get(place)
-            if own is not None:
-                yield own
+            argument_role = ARGUMENTS.get(op, {}).get(place)
+            if argument_role is not None:
+                yield argument_role
             elif op in SCALES and place == "self":
                 yield self.demand(node.output.name) if self.demand(node.output.name) in SCALED else ""
             elif op in PARTS or (op in THROUGH and place in THROUGH[op]):
@@ -211,8 +211,8 @@ class RoleNames:
         for pattern, role in LEAVES:
             if parts and pattern.fullmatch(parts[-1]):
                 return role
-        taken = next((name for name in node.inputs if not self._state(name)), "")
-        source = self._of(taken) if taken else ""
+        activation = next((name for name in node.inputs if not self._state(name)), "")
+        source = self._of(activation) if activation else ""
         for part in reversed(parts[:-1]):
             for pattern, role, takes in MODULES:
                 if pattern.fullmatch(part) and source in takes:

@@ -60,13 +60,13 @@ def _converts(sharded: ShardedGraph) -> Iterator[Convert]:
 
 def _distinct(loops: Sequence[Repeat]) -> list[Repeat]:
     """One of the loops over each block: of those that run the same section, one over all their copies."""
-    found: dict[int, Repeat] = {}
+    loop_by_section: dict[int, Repeat] = {}
     for loop in loops:
-        known = found.setdefault(id(loop.block.section), loop)
-        if known is not loop:
-            block = dataclasses.replace(known.block, roots=(*known.block.roots, *loop.block.roots))
-            found[id(loop.block.section)] = dataclasses.replace(known, block=block)
-    return list(found.values())
+        earlier = loop_by_section.setdefault(id(loop.block.section), loop)
+        if earlier is not loop:
+            block = dataclasses.replace(earlier.block, roots=(*earlier.block.roots, *loop.block.roots))
+            loop_by_section[id(loop.block.section)] = dataclasses.replace(earlier, block=block)
+    return list(loop_by_section.values())
 
 
 class _SourceWriter:

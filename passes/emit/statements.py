@@ -112,23 +112,23 @@ def _viewed(compute: Compute) -> Local | None:
 
 
 def _side_by_side(items: Sequence[Item], role: Callable[[Local], str]) -> list[Item]:
-    done: list[Item] = []
-    left = list(items)
-    while left:
-        first = left.pop(0)
+    ordered_items: list[Item] = []
+    remaining = list(items)
+    while remaining:
+        first = remaining.pop(0)
         names = _sisters_of(first, role)
         members = [first] if isinstance(first, Statement) and names else []
         moved: list[Item] = []
         if members:
-            _collect(left, members, moved, names, role)
+            _collect(remaining, members, moved, names, role)
         if len(members) < 2:
-            done.append(first)
+            ordered_items.append(first)
             continue
-        taken = {id(item) for item in (*members, *moved)}
-        left = [item for item in left if id(item) not in taken]
+        handled = {id(item) for item in (*members, *moved)}
+        remaining = [item for item in remaining if id(item) not in handled]
         ordered = sorted(members, key=lambda member: names.index(role(member.outputs[0])))
-        done += [*moved, Sisters(ordered)]
-    return done
+        ordered_items += [*moved, Sisters(ordered)]
+    return ordered_items
 
 
 def _sisters_of(item: Item, role: Callable[[Local], str]) -> tuple[str, ...]:
@@ -138,21 +138,25 @@ def _sisters_of(item: Item, role: Callable[[Local], str]) -> tuple[str, ...]:
 
 
 def _collect(
-    left: Sequence[Item],
+    remaining: Sequence[Item],
     members: list[Statement],
     moved: list[Item],
     names: Sequence[str],
     role: Callable[[Local], str],
 ) -> None:
-    """Add the sisters of ``members[0]`` among what is left, and to ``moved`` what they need done before."""
+    """Add the sisters of ``members[0]`` among ``remaining``, and to ``moved`` what they need done before."""
     first = members[0]
     makers: dict[Local, Item] = {}
-    for item in left:
-        own = role(item.outputs[0]) if isinstance(item, Statement) and len(item.outputs) == 1 else ""
-        if isinstance(item, Statement) and own in names and item.compute.node.op == first.compute.node.op:
+    for item in remaining:
+        item_role = role(item.outputs[0]) if isinstance(item, Statement) and len(item.outputs) == 1 else ""
+        if isinstance(item, Statement) and item_role in names and item.compute.node.op == first.compute.node.op:
             needs = _needs(item, makers, members)
             alike = {_argument(member) for member in (first, item)}
-            if needs is not None and own not in map(role, _outputs(members)) and (len(alike) == 1 or not _weighs(item)):
+            if (
+                needs is not None
+                and item_role not in map(role, _outputs(members))
+                and (len(alike) == 1 or not _weighs(item))
+            ):
                 members.append(item)
                 moved += [need for need in needs if need not in moved]
                 continue
@@ -184,9 +188,9 @@ def _needs(item: Statement, makers: dict[Local, Item], members: Sequence[Stateme
         maker = makers.get(local)
         if maker is None or maker in needs:
             continue
-        taken = taken_by(maker)
-        if isinstance(maker, Repeat) or not all(local.state is not None or local in makers for local in taken):
+        inputs = taken_by(maker)
+        if isinstance(maker, Repeat) or not all(local.state is not None or local in makers for local in inputs):
             return None
         needs.insert(0, maker)
-        waiting += taken
+        waiting += inputs
     return needs

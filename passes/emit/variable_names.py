@@ -65,7 +65,7 @@ class Variables:
         return name
 
     def free(self, base: str, position: int, *, beside: Iterable[str] = ()) -> str:
-        """A name that stands for nothing that is still needed."""
+        """A name that no live value has."""
         return _free(base, self.reserved | self.live(position) | set(beside))
 
     def share(self, local: Local, name: str) -> None:
@@ -82,10 +82,10 @@ class Variables:
         return self.names[local] not in self.live(position)
 
 
-def _free(base: str, taken: set[str]) -> str:
+def _free(base: str, used_names: set[str]) -> str:
     base = identifier(base)
     name, number = base, 1
-    while name in taken:
+    while name in used_names:
         name, number = f"{base}_{number}", number + 1
     return name
 

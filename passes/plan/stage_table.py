@@ -58,16 +58,16 @@ def _merged(lines: Iterator[_Line]) -> list[_Line]:
         line.chunks == 1 and (index + 1 == len(listed) or listed[index + 1].chunks == 1)
         for index, line in enumerate(listed)
     ]
-    found: list[_Line] = []
+    merged: list[_Line] = []
     mergeable = False
     for line, single in zip(listed, alone):
-        if mergeable and single and _continues(found[-1], line):
-            last = found[-1]
-            found[-1] = _Line((*last.ranks, *line.ranks), last.chunks + 1, last.group, last.forward, last.backward)
+        if mergeable and single and _continues(merged[-1], line):
+            last = merged[-1]
+            merged[-1] = _Line((*last.ranks, *line.ranks), last.chunks + 1, last.group, last.forward, last.backward)
         else:
-            found.append(line)
+            merged.append(line)
         mergeable = single
-    return found
+    return merged
 
 
 def _continues(last: _Line, line: _Line) -> bool:

@@ -20,9 +20,9 @@ def vector_product(call: OperatorCall) -> float:
 
 def equation(call: OperatorCall) -> float:
     """``einsum``: every letter is a loop; operands are assumed to be multiplied at once."""
-    left = str(call["equation"]).replace(" ", "").partition("->")[0].split(",")
+    operand_letters = str(call["equation"]).replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str, int] = {}
-    for letters, value in zip(left, call.inputs):
+    for letters, value in zip(operand_letters, call.inputs):
         if "." in letters:
             return 2.0 * math.prod(call.outputs[0].shape) * call.inputs[0].shape[-1]
         for letter, size in zip(letters, value.shape):

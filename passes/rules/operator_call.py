@@ -109,11 +109,11 @@ class OperatorCall:
 
     def dims(self, name: str, rank: int) -> tuple[int, ...]:
         """The argument ``name`` (a dim, a list, or None or empty for all) as sorted non-negative dims."""
-        given = self.arguments.get(name)
-        if given is None or (isinstance(given, (list, tuple)) and not given):
+        dim_argument = self.arguments.get(name)
+        if dim_argument is None or (isinstance(dim_argument, (list, tuple)) and not dim_argument):
             return tuple(range(rank))
-        listed = given if isinstance(given, (list, tuple)) else (given,)
-        return tuple(sorted(dim % max(rank, 1) for dim in listed))
+        dims_in_argument = dim_argument if isinstance(dim_argument, (list, tuple)) else (dim_argument,)
+        return tuple(sorted(dim % max(rank, 1) for dim in dims_in_argument))
 
     def by_slot(self, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
         """Factors by argument name, in the order of ``Node.inputs``; an argument not named has no factors."""
@@ -130,14 +130,16 @@ class OperatorCall:
         **more: Any,
     ) -> ShardingRule:
         """A rule whose factor sizes are read off the dims that consist of one factor, or given in ``sizes``."""
-        known: dict[Factor, int] = {}
+        factor_sizes: dict[Factor, int] = {}
         shapes = [value.shape for value in (*self.inputs, *self.outputs)]
         for shape, dims in zip(shapes, (*inputs, *outputs), strict=True):
             for size, factors in zip(shape, dims, strict=True):
                 if len(factors) == 1:
-                    known.setdefault(factors[0], size)
-        known.update(sizes or {})
-        return ShardingRule(tuple(inputs), tuple(outputs), known, terms=terms, passes_partial=passes_partial, **more)
+                    factor_sizes.setdefault(factors[0], size)
+        factor_sizes.update(sizes or {})
+        return ShardingRule(
+            tuple(inputs), tuple(outputs), factor_sizes, terms=terms, passes_partial=passes_partial, **more
+        )
 
 
 def bind(node: Node, values: Mapping[str, Value]) -> OperatorCall | None:

@@ -177,9 +177,9 @@ def _terms(
         return None
     terms = []
     for term in notation.terms:
-        kept = tuple(index for index, place in enumerate(places) if place in term)
-        if kept:
-            terms.append(kept)
+        input_indices = tuple(index for index, place in enumerate(places) if place in term)
+        if input_indices:
+            terms.append(input_indices)
         elif any(_is_number(call.get(names[place])) for place in term if place < len(names)):
             return None
     return tuple(terms)

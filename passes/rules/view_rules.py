@@ -25,10 +25,10 @@ def reshape_dims(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Di
     sizes: dict[Factor, int] = {}
     if 0 in source:
         return _frozen(dims[0]), _frozen(dims[1]), sizes
-    left = [[dim, size] for dim, size in enumerate(source) if size != 1]
-    right = [[dim, size] for dim, size in enumerate(target) if size != 1]
-    while left and right:
-        (in_dim, in_size), (out_dim, out_size) = left[0], right[0]
+    source_dims = [[dim, size] for dim, size in enumerate(source) if size != 1]
+    target_dims = [[dim, size] for dim, size in enumerate(target) if size != 1]
+    while source_dims and target_dims:
+        (in_dim, in_size), (out_dim, out_size) = source_dims[0], target_dims[0]
         piece = math.gcd(in_size, out_size)
         if piece > 1:
             factor = f"f{len(sizes)}"
@@ -36,21 +36,21 @@ def reshape_dims(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Di
             dims[0][in_dim].append(factor)
             dims[1][out_dim].append(factor)
         if piece not in (in_size, out_size):
-            _skip_group(left, right)
+            _skip_group(source_dims, target_dims)
             continue
-        for side in (left, right):
+        for side in (source_dims, target_dims):
             side[0][1] //= piece
             if side[0][1] == 1:
                 side.pop(0)
     return _frozen(dims[0]), _frozen(dims[1]), sizes
 
 
-def _skip_group(left: list[list[int]], right: list[list[int]]) -> None:
+def _skip_group(source_dims: list[list[int]], target_dims: list[list[int]]) -> None:
     """Drop dims from both sides up to where their products agree again."""
-    counts = [left.pop(0)[1], right.pop(0)[1]]
+    counts = [source_dims.pop(0)[1], target_dims.pop(0)[1]]
     while counts[0] != counts[1]:
         side = 0 if counts[0] < counts[1] else 1
-        counts[side] *= (left, right)[side].pop(0)[1]
+        counts[side] *= (source_dims, target_dims)[side].pop(0)[1]
 
 
 def _frozen(dims: list[list[Factor]]) -> Dims:
@@ -86,8 +86,8 @@ def _move_order(call: OperatorCall, rank: int) -> list[int]:
     """Source dim of each output dim of ``movedim``."""
 
     def listed(name: str) -> list[int]:
-        given = call[name]
-        return [dim % rank for dim in (given if isinstance(given, (list, tuple)) else [given])]
+        argument = call[name]
+        return [dim % rank for dim in (argument if isinstance(argument, (list, tuple)) else [argument])]
 
     placed = dict(zip(listed("destination"), listed("source")))
     rest = iter(dim for dim in range(rank) if dim not in placed.values())
