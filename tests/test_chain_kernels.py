@@ -199,7 +199,7 @@ def test_a_choice_has_no_gradient_of_what_it_is_made_by() -> None:
     assert set(chain.gradients) == {"y"}
     leaves = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     (result,) = interpreted(lambda: [chain(*leaves)])
-    assert "_Run" in type(result.grad_fn).__name__  # the kernels ran
+    assert "_ChainRun" in type(result.grad_fn).__name__  # the kernels ran
     assert torch.autograd.grad(result.sum(), leaves[0], allow_unused=True) == (None,)
     check(graph)
 
@@ -248,8 +248,8 @@ def test_runs_without_triton() -> None:
         "sys.modules['triton'] = None\n"
         "names = {'__name__': 'emitted'}\n"
         "exec(sys.stdin.read(), names)\n"
-        "from runtime.state.weight_tree import Weights\n"
-        "(out,) = names['Program'](Weights())(torch.ones(3, 7), torch.ones(7)).values()\n"
+        "from runtime.state.weight_tree import WeightTree\n"
+        "(out,) = names['Program'](WeightTree())(torch.ones(3, 7), torch.ones(7)).values()\n"
         "assert out.shape == (3, 7)\n"
     )
     folder = Path(__file__).parents[1]
