@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -49,6 +50,16 @@ def test_pruned_candidates_count_in_the_bound() -> None:
     outcome = Search(search.level_one, search.cluster, search.demands)
     outcome._leave(0.5 * optimum())  # as if a candidate of such a bound had been pruned
     assert outcome.run().bound == pytest.approx(0.5 * optimum())
+
+
+def test_candidates_that_the_gap_leaves_open_count_in_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, outcome = stopped_at(0.5)
+    cutoff = 0.5 * outcome.solutions[0].seconds
+    least = (cutoff + outcome.bound) / 2  # not looked at, and less than all else that was not
+    again = Search(search.level_one, search.cluster, search.demands)
+    first, *others = again._first_entries()
+    monkeypatch.setattr(again, "_first_entries", lambda: iter([replace(first, bound=least), *others]))
+    assert cutoff < again.run().bound <= least
 
 
 def test_a_plan_states_the_gap_of_its_objective_and_bound() -> None:

@@ -50,11 +50,14 @@ def test_columns_and_rows_alternate_over_the_copies(depth: int) -> None:
     assert (collectives, costs.memory) == (plan.collectives, plan.costs.memory)
 
 
-@pytest.mark.parametrize("case", ["linears", "linears in little memory", "layers", "layers on two axes"])
+@pytest.mark.parametrize(
+    "case", ["linears", "linears in little memory", "layers", "layers on two axes", "wide layers on two axes"]
+)
 def test_the_bound_is_of_all_plans_also_those_whose_copies_differ(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no longer blocks are tried, so that the best folded plan is worse than it."""
     axes = {"dp": 2, "tp": 2} if "two axes" in case else TP
-    graph = linears(5) if "linears" in case else capture_on(Stack(2, 16, 2), 4, 8, 16, requires_grad=True)
+    width, heads = (32, 4) if "wide" in case else (16, 2)
+    graph = linears(5) if "linears" in case else capture_on(Stack(2, width, heads), 4, 8, width, requires_grad=True)
     options: dict[str, Any] = {}
     if "memory" in case:
         options["forbid_replicated_matmul"] = False
