@@ -23,7 +23,7 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
-from planner.whole_step.result.outcome import Outcome
+from planner.whole_step.result.outcome import Outcome, StepSolution
 from tests.exhaustive import every_candidate, fastest, fastest_of_all
 from tests.exhaustive_models import CONFIGS, level_one
 
@@ -78,6 +78,33 @@ def test_search_finds_the_fastest_of_all(case: Case) -> None:
     assert found.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
     assert found.seconds == pytest.approx(step_seconds(as_step(found.problem, found.assignment)).total, rel=1e-9)
     assert outcome.bound == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_recomputation_that_memory_forces_is_no_more_than_plans_recompute() -> None:
+    pytest.importorskip("transformers")
+    model = level_one("gpt2", "eight")
+    fixed = {"recompute": ("none", "full"), "zero": 3, "cp": (1, 2)}
+    free = Search(model, model.cluster, read_demands(fixed, time_limit=600.0)).run().solutions[0]
+    limit = 0.45 * max(step_memory(as_step(free.problem, free.assignment)))
+    demands = read_demands(fixed, memory_limit=limit, num_alternatives=100, time_limit=600.0)
+    search = Search(model, model.cluster, demands)
+    forced = []
+    for solution in search.run().solutions:
+        layout = solution.candidate.layout
+        bound = search.bounds.recompute(solution.candidate, search.memory)
+        assert bound <= recomputed(solution) * (1 + 1e-9)
+        forced.append(bound * layout.context * layout.tensor > recomputed(solution))
+    assert any(forced)  # a bound that forgets what the devices divide would be too high
+
+
+def recomputed(solution: StepSolution) -> float:
+    """Seconds of one micro-batch, over all units, on what is computed a second time."""
+    seconds = 0.0
+    for run, choice, count in (group for groups in solution.assignment for group in groups):
+        name = solution.problem.runs[run].choices[choice].label[0]
+        (policy,) = (each for each in solution.sharded.figures[run].policies if each.name == name)
+        seconds += count * (policy.compute + policy.communication)
+    return seconds
 
 
 def test_search_finds_nothing_where_nothing_fits() -> None:
