@@ -224,9 +224,9 @@ def _count(stack: contextlib.ExitStack, counts: Counter[str]) -> None:
 def run(problems: Sequence[SearchProblem], record: Path | None, tricks: Sequence[str]) -> list[Row]:
     """All rows, those that ``record`` has from there."""
     rows = [Row(**json.loads(line)) for line in record.read_text().splitlines()] if record and record.exists() else []
-    known = {(row.problem, row.off) for row in rows}
+    recorded = {(row.problem, row.off) for row in rows}
     for problem in problems:
-        left = [off for off in ("", *tricks) if (str(problem), off) not in known]
+        left = [off for off in ("", *tricks) if (str(problem), off) not in recorded]
         if not left:
             continue
         prepared = Prepared(problem)

@@ -128,11 +128,11 @@ def chains_of(sharded: ShardedGraph) -> list[OperatorChain]:
     """The chains of all sections, outer ones first."""
 
     def of(section: Section) -> list[OperatorChain]:
-        found = [operation for operation in section.body if isinstance(operation, OperatorChain)]
+        chains = [operation for operation in section.body if isinstance(operation, OperatorChain)]
         for operation in section.body:
             if isinstance(operation, Repeat):
-                found += of(operation.block.section)
-        return found
+                chains += of(operation.block.section)
+        return chains
 
     return of(chain_up(sharded).main)
 

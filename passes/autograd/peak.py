@@ -58,7 +58,7 @@ class _Walk:
         *,
         compiled: bool,
     ) -> None:
-        self.known = saved_activations
+        self.activations = saved_activations
         self.stretch = Stretch(saved_activations, nodes)
         self.recompute: Recompute = kept_under(saved_activations, nodes, policy, compiled=compiled)
         self.local_bytes, self.extra_bytes = local_bytes, extra_bytes
@@ -69,23 +69,23 @@ class _Walk:
         """Storages that are written to memory: all, or those that fused kernels write."""
         inside = set(self.stretch.names)
         if not self.compiled:
-            return frozenset(self.known.made)
+            return frozenset(self.activations.made)
         crossing = {
             name
             for name in self.stretch.maker
-            for user in self.known.users.get(name, ())
+            for user in self.activations.users.get(name, ())
             if user not in inside or self.stretch.kept[user].is_expensive
         }
         read = self.stretch.saved(expensive=True)
         return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values() | read
 
     def bytes_of(self, root: str) -> float:
-        return self.local_bytes(self.known.values[root]) if root in self.written else 0.0
+        return self.local_bytes(self.activations.values[root]) if root in self.written else 0.0
 
     def inside_bytes(self, node: str, held: Collection[Extra] = (), *, backward: bool = False) -> float:
         """Bytes that an operator allocates while it runs, beyond its output and the ``held`` extras."""
         saved = self.stretch.kept[node]
-        working_bytes = working(self.known.nodes[node], self.known.values, self.local_bytes)[backward]
+        working_bytes = working(self.activations.nodes[node], self.activations.values, self.local_bytes)[backward]
         if self.compiled and not saved.is_expensive:
             return working_bytes
         internal = (*saved.temporaries, *(extra for extra in saved.extras if extra not in held))
@@ -93,11 +93,11 @@ class _Walk:
 
     def taken(self, node: str) -> frozenset[str]:
         """Storages of activations that a node takes."""
-        return self.stretch.roots(self.known.nodes[node].inputs)
+        return self.stretch.roots(self.activations.nodes[node].inputs)
 
     def given(self, node: str) -> frozenset[str]:
         """Storages that a node allocates for its outputs."""
-        outputs = {value.name for value in self.known.nodes[node].outputs}
+        outputs = {value.name for value in self.activations.nodes[node].outputs}
         return self.stretch.roots(outputs) & outputs
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class _Walk:
     def _leaving(self) -> frozenset[str]:
         """Storages that nodes outside the stretch take."""
         inside = set(self.stretch.names)
-        users = self.known.users
+        users = self.activations.users
         return self.stretch.roots(
             {name for name in self.stretch.maker if any(user not in inside for user in users.get(name, ()))}
         )
@@ -157,7 +157,7 @@ class _Walk:
 
     def _back(self, needed: frozenset[str], *, weight_gradients: bool) -> float:
         """The peak of gradients over the walk back, less the storages of ``needed`` that are freed on the way."""
-        nodes = [node for node in self.stretch.names if node in self.known.live]
+        nodes = [node for node in self.stretch.names if node in self.activations.live]
         first = self._first_reader(nodes)
         grads = {root: self.bytes_of(root) for root in self._leaving() if self._has_gradient(root)}
         peak = total = sum(grads.values())
@@ -186,9 +186,9 @@ class _Walk:
 
     def _overwritten(self, node: str) -> frozenset[str]:
         """Storages that the backward of ``node`` makes into their own gradient."""
-        if node not in self.known.reusing:
+        if node not in self.activations.reusing:
             return frozenset()
-        return self.stretch.roots((self.known.nodes[node].inputs[0],)) & self.stretch.maker.keys()
+        return self.stretch.roots((self.activations.nodes[node].inputs[0],)) & self.stretch.maker.keys()
 
     def _held_extras(self, node: str) -> tuple[Extra, ...]:
         """Tensors made inside a node's forward that are still held when its backward starts."""
@@ -206,11 +206,11 @@ class _Walk:
 
     def _shared_with_output(self, node: str) -> frozenset[str]:
         """Storages that the outputs of a view share with what it takes: one gradient serves both."""
-        return self.stretch.roots([value.name for value in self.known.nodes[node].outputs])
+        return self.stretch.roots([value.name for value in self.activations.nodes[node].outputs])
 
     def _has_gradient(self, root: str) -> bool:
-        return self.known.values[root].requires_grad
+        return self.activations.values[root].requires_grad
 
     def _weights(self, node: str) -> float:
-        values = (self.known.values[name] for name in dict.fromkeys(self.known.nodes[node].inputs))
+        values = (self.activations.values[name] for name in dict.fromkeys(self.activations.nodes[node].inputs))
         return sum(self.local_bytes(value) for value in values if value.kind == "parameter" and value.requires_grad)

@@ -64,12 +64,12 @@ def converted_name(convert: Convert, source: str) -> str:
 
 def reduced_dtypes(converts: Iterable[Convert]) -> list[str]:
     """The dtypes below float32 in which gradients are reduced."""
-    found = {
+    dtypes_of_gradients = {
         convert.source.value.dtype
         for convert in converts
         if convert.source.value.requires_grad and convert.step.collectives[1] in _REDUCING
     }
-    return sorted(found & _REDUCED_PRECISION)
+    return sorted(dtypes_of_gradients & _REDUCED_PRECISION)
 
 
 def type_source(spmd_type: SpmdType) -> str:

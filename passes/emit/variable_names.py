@@ -29,11 +29,11 @@ class Names:
     """Gives out names; the same base gets a number from the second time on."""
 
     def __init__(self, reserved: Iterable[str] = ()) -> None:
-        self.taken = {*RESERVED, *reserved}
+        self.names_in_use = {*RESERVED, *reserved}
 
     def new(self, base: str) -> str:
-        name = _free(base, self.taken)
-        self.taken.add(name)
+        name = _free(base, self.names_in_use)
+        self.names_in_use.add(name)
         return name
 
 
