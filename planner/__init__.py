@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cost_models import Cluster
     from passes.capture import CaptureError
     from passes.plan import Plan
+    from passes.rules.registered_rules import register_rule
     from planner.auditing.audit import audit
     from planner.compilation import compile
     from planner.planning import plan
@@ -39,6 +40,7 @@ _HOMES = {
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
     "plan": "planner.planning",
+    "register_rule": "passes.rules.registered_rules",
     "seed": "runtime.ops.random",
     "verify": "planner.verification.verify_model",
 }
@@ -58,6 +60,7 @@ __all__ = [
     "compile",
     "init",
     "plan",
+    "register_rule",
     "seed",
     "verify",
 ]

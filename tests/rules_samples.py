@@ -93,6 +93,7 @@ DOMAINS = {
 }  # fmt: skip
 INTEGERS = {"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__", "__lshift__",
             "__rshift__"}  # fmt: skip
+COMPLEX = {"imag", "_conj"}
 BOOLEANS = {"logical_not", "logical_and", "logical_or", "logical_xor"}
 #: Values of the arguments that a pointwise operator requires beside its tensors.
 SCALARS: dict[str, Any] = {"exponent": 2.5, "other": 0.3, "value": -0.5, "dtype": torch.float32,
@@ -110,6 +111,8 @@ def _pointwise(op: str) -> Sampler:
             return draw.bools(*shape)
         if base in INTEGERS:
             return draw.integers(0, 8, *shape)
+        if base in COMPLEX:
+            return torch.complex(draw.normal(*shape), draw.normal(*shape))
         low, high = DOMAINS.get(base, (-2.0, 2.0))
         return draw.between(low, high, *shape)
 
@@ -280,11 +283,17 @@ def outer(draw: Draw) -> Arguments:
 @sampler("einsum")
 def einsum(draw: Draw) -> Arguments:
     equation = draw.of(
-        "bij,bjk->bik", "ij,jk->ki", "abc,cd,b->ad", "bhid,bhjd->bhij", "ij->ji", "i,j->ij", "bnh,hk->bnk"
-    )
+        "bij,bjk->bik", "ij,jk->ki", "abc,cd,b->ad", "bhid,bhjd->bhij", "ij->ji", "i,j->ij", "bnh,hk->bnk",
+        "...ij,...jk->...ik", "...i,ij->...j", "a...,a...->...", "ij,kj", "...ji", "bii->bi", "ii,ij->j",
+    )  # fmt: skip
     sizes = {letter: draw.size() for letter in "abcdhijkn"}
-    operands = equation.partition("->")[0].split(",")
-    return (equation, [draw.normal(*(sizes[letter] for letter in operand)) for operand in operands]), {}
+    rest = draw.shape(0, 2)
+    shapes = []
+    for operand in equation.partition("->")[0].split(","):
+        before, dots, after = operand.partition("...")
+        between = draw.broadcast(rest) if dots else []
+        shapes.append([*(sizes[letter] for letter in before), *between, *(sizes[letter] for letter in after)])
+    return (equation, [draw.normal(*shape) for shape in shapes]), {}
 
 
 @sampler("cdist")

@@ -300,4 +300,7 @@ def bucketize(draw: Draw) -> Arguments:
 
 @sampler("searchsorted.Tensor")
 def searchsorted(draw: Draw) -> Arguments:
-    return (torch.linspace(-1, 1, 5, dtype=torch.float64), draw.normal(*draw.shape(1, 3))), {}
+    shape = draw.shape(1, 3)
+    if draw.flag():
+        return (torch.linspace(-1, 1, 5, dtype=torch.float64), draw.normal(*shape)), {}
+    return (draw.normal(*shape[:-1], 5).sort(-1)[0], draw.normal(*shape)), {}

@@ -8,6 +8,7 @@ import pytest
 import rules_samples_fused  # noqa: F401  (registers its samplers)
 import rules_samples_layers  # noqa: F401  (registers its samplers)
 import rules_samples_parts  # noqa: F401  (registers its samplers)
+import rules_samples_signals  # noqa: F401  (registers its samplers)
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st

@@ -55,7 +55,7 @@ def test_choices_of_a_linear() -> None:
 
 
 def test_an_unknown_operator_has_no_rule() -> None:
-    assert rule_for(*node_of("aten.fft_fftn.default", [(4, 4)], (4, 4))) is None
+    assert rule_for(*node_of("aten.dist.default", [(4, 4), (4, 4)], ())) is None
     assert rule_for(*node_of("nowhere.nothing.default", [(4, 4)], (4, 4))) is None
 
 

@@ -13,11 +13,13 @@ from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
+from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
@@ -45,6 +47,8 @@ def canonicalise(
     drop_asserts(module)
     write_out_random_operators(module)
     write_out_batch_norm(module)
+    write_out_embedding_bags(module)
+    separate_loss_reductions(module)
     functionalise(module, buffers)
     replace_synonyms(module)
     make_gradients_dense(module)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from passes.emit.expression_writers import WRITERS
 from passes.emit.local_call import LocalCall, LocalTensor, Writer
+from passes.rules.rule import TABLE
 
 __all__ = ["LocalCall", "LocalTensor", "expression"]
 
@@ -20,6 +21,7 @@ def expression(call: LocalCall) -> str:
         ValueError: if the operator is unknown to torch.
     """
     writer = Writer(call)
-    special = WRITERS.get(call.node.op)
+    by_table = call.rule is None or call.rule.source == TABLE
+    special = WRITERS.get(call.node.op) if by_table else None
     source = special(writer) if special is not None else writer.plain()
     return writer.typed(source)

@@ -1,7 +1,9 @@
 """Sharding rules: how each operator may be cut on a mesh axis (``rule_for``), and what it computes (``forward_flops``).
 
 One line per operator in ``passes.rules.rule_table``; rules that depend on arguments are in ``views``, ``reductions``,
-``structure`` and ``layers``. Importing this loads no torch; the first use does.
+``structure`` and ``layers``. What people register comes before them (``registered_rules``); an operator that is in none
+of them is run on small shards for the rule that it obeys (``probing``). Importing this loads no torch; the first use
+does.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from passes.rules import selections as structure
 from passes.rules import view_rules as views
 from passes.rules.flops import FLOPS
 from passes.rules.operator_call import OperatorCall, bind
+from passes.rules.registered_rules import REGISTRY, registered_rule
 from passes.rules.rule import ShardingRule
 from passes.rules.rule_notation import instantiate
 from passes.rules.rule_table import RULES
@@ -38,13 +41,12 @@ def known_operators() -> frozenset[str]:
 
 def rule_for(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
     """How ``node`` may be sharded, or None if there is no rule: then every factor is whole."""
-    if node.op not in COMPUTED and node.op not in RULES:
-        return None
-    key = _key(node, values)
+    registered = REGISTRY.get(node.op)
+    key = _key(node, values) if registered is None else (registered.number, _key(node, values))
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_LIMIT:
             _CACHE.clear()
-        _CACHE[key] = _derive(node, values)
+        _CACHE[key] = _derive(node, values) if registered is None else _simplified(registered_rule(node, values), node)
     return _CACHE[key]
 
 
@@ -56,30 +58,50 @@ def forward_flops(node: Node, values: Mapping[str, Value]) -> float:
 
 
 def _derive(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
+    rule = _from_tables(node, values)
+    return _simplified(_found_by_running(node, values) if rule is None else rule, node)
+
+
+def _from_tables(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
+    if node.op not in COMPUTED and node.op not in RULES:
+        return None
     call = bind(node, values)
     if call is None or not call.outputs:
         return None
     computed = COMPUTED.get(node.op)
-    rule = computed(call) if computed is not None else instantiate(RULES[node.op], call)
+    return computed(call) if computed is not None else instantiate(RULES[node.op], call)
+
+
+def _found_by_running(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
+    from passes.rules.probing.probed_rules import is_worth_probing, probe
+    from passes.rules.probing.rule_cache import cached_rule
+
+    if not is_worth_probing(node, values):
+        return None
+    return cached_rule(node, values, lambda: probe(node, values))
+
+
+def _simplified(rule: ShardingRule | None, node: Node) -> ShardingRule | None:
+    """``rule`` without factors of size 1, and without partial sums of truth values."""
     if rule is None:
         return None
-    if all(value.dtype == "bool" for value in call.outputs):
-        rule = dataclasses.replace(rule, passes_partial=False)  # truth values are no sums
+    if all(value.dtype == "bool" for value in node.outputs):
+        rule = dataclasses.replace(rule, passes_partial=False)
     sizes = {factor: size for factor, size in rule.sizes.items() if size > 1}
     return dataclasses.replace(rule, sizes=sizes)
 
 
 def _key(node: Node, values: Mapping[str, Value]) -> Any:
     """What a rule depends on: the operator, its arguments with tensors by shape, and the output shapes."""
-    outputs = tuple((value.shape, value.dtype) for value in node.outputs)
+    outputs = tuple((value.shape, value.dtype, value.requires_grad) for value in node.outputs)
     kwargs = tuple((name, _frozen(value, values)) for name, value in node.kwargs.items())
-    return node.op, _frozen(node.args, values), kwargs, outputs
+    return node.op, _frozen(node.args, values), kwargs, outputs, node.constant, node.draw is None
 
 
 def _frozen(argument: Any, values: Mapping[str, Value]) -> Any:
     if isinstance(argument, Ref):
         value = values[argument.name]
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.requires_grad
     if isinstance(argument, (list, tuple)):
         return tuple(_frozen(item, values) for item in argument)
     # 1, 1.0 and True are equal keys

@@ -63,6 +63,12 @@ def convolution(call: OperatorCall) -> float:
     return 2.0 * batch_and_space * math.prod(weight)
 
 
+def recurrence(call: OperatorCall) -> float:
+    """Every weight matrix of the layers (or of a cell) meets every entry of the sequence."""
+    matrices = [value.shape for value, slot in zip(call.inputs[1:], call.slots[1:]) if slot != "hx"]
+    return 2.0 * math.prod(call.inputs[0].shape[:-1]) * sum(math.prod(shape) for shape in matrices if len(shape) == 2)
+
+
 #: Which input's last dim is the contraction (the first unless a summand comes before it).
 _FIRST = {"aten.addmm.default": 1, "aten.baddbmm.default": 1}
 
@@ -82,6 +88,12 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     **dict.fromkeys(
         (f"aten.conv{dims}d.{overload}" for dims in (1, 2, 3) for overload in ("default", "padding")), convolution
     ),
+    **dict.fromkeys(
+        (f"aten.{name}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+         for name in (f"{kind}.input", f"{kind}_cell.default")),
+        recurrence,
+    ),
+    "aten.bilinear.default": lambda call: 2.0 * math.prod(call.inputs[0].shape) * math.prod(call.shape("weight")[::2]),
     "aten.conv_transpose1d.default": convolution,
     "aten.conv_transpose2d.input": convolution,
     "aten.conv_transpose3d.input": convolution,

@@ -40,18 +40,34 @@ def matmul(call: OperatorCall) -> ShardingRule | None:
 
 
 def einsum(call: OperatorCall) -> ShardingRule | None:
-    """Letters of the equation are the factors; ``...`` or a letter twice in one operand have no rule."""
+    """Letters of the equation are the factors, ``...`` stands for dims aligned from the right.
+
+    A letter twice in one operand (a diagonal) stays whole. Without ``->`` the output has the letters that stand once,
+    in the order of the alphabet.
+    """
     equation = str(call["equation"]).replace(" ", "")
     left, arrow, output = equation.partition("->")
     operands = left.split(",")
-    if not arrow or "." in equation or any(len(set(operand)) < len(operand) for operand in operands):
-        return None
+    if not arrow:
+        once = sorted(letter for letter in set(left) - set(".,") if left.count(letter) == 1)
+        output = ("..." if "..." in left else "") + "".join(once)
     values = (*call.inputs, *call.outputs)
+    if len(operands) + 1 != len(values):
+        return None
+    letters = [_letters(item, len(value.shape)) for item, value in zip((*operands, output), values)]
+    diagonal = {letter for item in letters for letter in item if item.count(letter) > 1}
     dims = [
-        tuple((letter,) if size != 1 else () for letter, size in zip(letters, value.shape, strict=True))
-        for letters, value in zip((*operands, output), values, strict=True)
+        tuple((letter,) if size != 1 and letter not in diagonal else () for letter, size in zip(item, value.shape))
+        for item, value in zip(letters, values)
     ]
     return call.rule(dims[:-1], dims[-1:], terms=(tuple(range(len(operands))),))
+
+
+def _letters(operand: str, rank: int) -> list[str]:
+    """The factor of each dim of an operand of an equation."""
+    before, ellipsis, after = operand.partition("...")
+    rest = rank - len(before) - len(after) if ellipsis else 0
+    return [*before, *(f"rest{place}" for place in reversed(range(rest))), *after]
 
 
 def layer_norm(call: OperatorCall) -> ShardingRule:
@@ -71,6 +87,22 @@ def group_norm(call: OperatorCall) -> ShardingRule:
     dims: Dims = (batch, channel, *((),) * (len(shape) - 2))
     inputs = call.by_slot({"input": dims, "weight": (channel,), "bias": (channel,)})
     return call.rule(inputs, [dims], sizes={"g": groups, "c": shape[1] // groups})
+
+
+def instance_norm(call: OperatorCall) -> ShardingRule | None:
+    """``instance_norm``: each sample and channel apart; none where running statistics are the batch's average."""
+    if call.has("running_mean"):
+        return None
+    shape = call.shape("input")
+    dims = named_dims(shape, whole=range(2, len(shape)))
+    return call.rule(call.by_slot({"input": dims, "weight": (dims[1],), "bias": (dims[1],)}), [dims])
+
+
+def channelwise(call: OperatorCall) -> ShardingRule:
+    """``prelu``: a slope for each channel, or one for all."""
+    dims = named_dims(call.inputs[0].shape)
+    slope = dims[1] if call.inputs[1].num_elements > 1 and len(dims) > 1 else ()
+    return call.rule([dims, (slope,) * len(call.inputs[1].shape)], [dims])
 
 
 def batch_norm(call: OperatorCall) -> ShardingRule:
@@ -178,6 +210,61 @@ def weight_norm(call: OperatorCall) -> ShardingRule:
     return call.rule([dims, dims], [dims])
 
 
+def recurrent(call: OperatorCall) -> ShardingRule | None:
+    """``lstm``, ``gru``, ``rnn`` of one tensor, and their cells: the batch; gates mix all of the hidden dim.
+
+    The state is (layers, batch, hidden), or (batch, hidden) of a cell.
+    """
+    if call.get("train") and call.get("dropout"):
+        return None  # The masks between its layers are drawn for the whole batch.
+    source = call.inputs[0].shape
+    is_cell = call.node.op.split(".")[1].endswith("_cell")
+    if len(source) != (2 if is_cell else 3):
+        return None
+    batch_dim = 0 if is_cell or call["batch_first"] else 1
+    batch: tuple[str, ...] = ("b",) if source[batch_dim] != 1 else ()
+
+    def placed(shape: tuple[int, ...], dim: int) -> Dims:
+        return tuple(batch if place == dim else () for place in range(len(shape)))
+
+    state_dim = 0 if is_cell else 1
+    inputs = [
+        placed(value.shape, batch_dim if index == 0 else state_dim if slot == "hx" else -1)
+        for index, (slot, value) in enumerate(zip(call.slots, call.inputs))
+    ]
+    first = state_dim if is_cell else batch_dim
+    outputs = [placed(v.shape, state_dim if place else first) for place, v in enumerate(call.outputs)]
+    return call.rule(inputs, outputs)
+
+
+def grid_sampler(call: OperatorCall) -> ShardingRule:
+    """``grid_sampler``: samples, channels, and the places in the output, whose coordinates the grid has."""
+    source, grid = call.shape("input"), call.shape("grid")
+    places = named_dims(grid[1:-1], prefix="o")
+    batch, channel = named_dims(source[:2])
+    spatial = ((),) * (len(source) - 2)
+    return call.rule([(batch, channel, *spatial), (batch, *places, ())], [(batch, channel, *places)])
+
+
+def spectrum(call: OperatorCall) -> ShardingRule:
+    """``stft``: the batch of signals, if there is one; windows overlap."""
+    batch: Dims = named_dims(call.inputs[0].shape[:-1])
+    inputs = [(*batch, ()), *(((),) * len(value.shape) for value in call.inputs[1:])]
+    return call.rule(inputs, [(*batch, *((),) * (len(call.outputs[0].shape) - len(batch)))])
+
+
+def pixels(call: OperatorCall) -> ShardingRule:
+    """``pixel_shuffle`` and its inverse: (c, r·r), h, w are c, (h, r), (w, r); the inner ones stay whole."""
+    shapes = [value.shape for value in (*call.inputs, *call.outputs)]
+    deep, wide = shapes if "unshuffle" not in call.node.op else reversed(shapes)
+    lead = named_dims(deep[:-3])
+    sizes = {"c": wide[-3], "h": deep[-2], "w": deep[-1]}
+    deep_dims: Dims = (*lead, ("c", "inside"), ("h",), ("w",))
+    wide_dims: Dims = (*lead, ("c",), ("h", "row"), ("w", "column"))
+    inputs, outputs = ([deep_dims], [wide_dims]) if deep is shapes[0] else ([wide_dims], [deep_dims])
+    return call.rule(inputs, outputs, sizes=sizes)
+
+
 def outer_dims(keep: int) -> Callable[[OperatorCall], ShardingRule]:
     """Operators that leave the last ``keep`` dims whole in input and output and treat the others apart."""
 
@@ -212,6 +299,12 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
     "aten.group_norm.default": group_norm,
+    "aten.instance_norm.default": instance_norm,
+    "aten.prelu.default": channelwise,
+    "aten.grid_sampler.default": grid_sampler,
+    "aten.pixel_shuffle.default": pixels,
+    "aten.pixel_unshuffle.default": pixels,
+    "aten.stft.default": spectrum,
     "aten.batch_norm.default": batch_norm,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.embedding.default": embedding,
@@ -226,6 +319,11 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **dict.fromkeys(_named("upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec"), outer_dims(2)),
     **dict.fromkeys(_named("reflection_pad2d replication_pad2d"), outer_dims(2)),
     **dict.fromkeys(_named("adaptive_avg_pool3d avg_pool3d max_pool3d upsample_nearest3d.vec"), outer_dims(3)),
+    **dict.fromkeys(_named("max_pool2d_with_indices max_unpool2d _upsample_nearest_exact2d.vec"), outer_dims(2)),
+    **dict.fromkeys(_named("_upsample_bilinear2d_aa.vec"), outer_dims(2)),
+    **dict.fromkeys(_named("adaptive_max_pool3d upsample_trilinear3d.vec"), outer_dims(3)),
+    **dict.fromkeys(_named("lstm.input gru.input rnn_tanh.input rnn_relu.input"), recurrent),
+    **dict.fromkeys(_named("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), recurrent),
     **dict.fromkeys(_named("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div"), loss),
     **dict.fromkeys(_named("binary_cross_entropy_with_logits binary_cross_entropy"), loss),
 }

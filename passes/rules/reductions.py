@@ -37,6 +37,19 @@ def along(call: OperatorCall, *, name: str = "dim", linear: bool = False) -> Sha
     return call.rule([dims], [dims for _ in call.outputs], terms=((0,),) if linear else None)
 
 
+def transformed(call: OperatorCall) -> ShardingRule:
+    """Fourier transforms of one dim or of several (by default of all, or of as many as there are sizes): those stay
+    whole."""
+    shape = call.inputs[0].shape
+    sizes = call.get("s")
+    if call.get("dim") is None and sizes is not None:
+        transformed_dims: tuple[int, ...] = tuple(range(len(shape) - len(sizes), len(shape)))
+    else:
+        transformed_dims = call.dims("dim", len(shape))
+    dims = named_dims(shape, whole=transformed_dims)
+    return call.rule([dims], [dims])
+
+
 COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     **dict.fromkeys(("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim"), summed),
     **dict.fromkeys(
@@ -59,6 +72,13 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
             "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default",
         ),
         along,
+    ),
+    **dict.fromkeys(
+        (
+            *(f"aten.fft_{inverse}{kind}fft{dims}.default"
+              for inverse in ("", "i") for kind in ("", "r") for dims in ("", "2", "n")),
+        ),
+        transformed,
     ),
     "aten.cumsum.default": partial(along, linear=True),
     "aten.flip.default": partial(along, name="dims", linear=True),

@@ -23,6 +23,9 @@ Factor = str
 #: Factors of each dim, outermost first; () is a dim of size 1 or one that no cut reaches.
 Dims = tuple[tuple[Factor, ...], ...]
 
+#: Where a rule is from: the tables here, ``planner.register_rule``, or running the operator (``passes.rules.probing``).
+TABLE, REGISTERED, PROBED = "table", "registered", "probed"
+
 REPLICATE = "replicate"
 INVARIANT = "invariant"
 
@@ -58,6 +61,8 @@ class ShardingRule:
         growing: factors along which work grows from nothing, so that the last piece has the most (causal queries).
         inner: factors that may be cut though they stand inside a dim (after all cuts of what stands before them there):
             the operator itself finds which part of its whole inputs its piece of that dim needs.
+        source: where the rule is from. A call under one that is not from the tables is made with its arguments as they
+            are, and is handed no partial sums, through which the checker of types lets none but torch's operators.
     """
 
     inputs: tuple[Dims, ...]
@@ -69,6 +74,7 @@ class ShardingRule:
     passes_partial: bool = True
     growing: frozenset[Factor] = frozenset()
     inner: frozenset[Factor] = frozenset()
+    source: str = TABLE
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def axis_choices(
         choice = _cut(rule, factor, output_grads) if factor not in rule.whole else None
         if choice is not None:
             choices.append(choice)
-    if rule.terms and rule.passes_partial:
+    if rule.terms and rule.passes_partial and rule.source == TABLE:
         choices.extend(_partial(rule))
     return tuple(choices)
 
@@ -147,6 +153,8 @@ def _cut(rule: ShardingRule, factor: Factor, output_grads: Sequence[bool]) -> Ax
         for term in rule.terms:
             if all(in_positions[index] is None for index in term):
                 inputs[term[0]] = P
+    if P in inputs and rule.source != TABLE:
+        return None
     outputs = tuple(
         shard(position) if position is not None else (P if not reductions else (I if grad else R))
         for position, grad in zip(out_positions, output_grads)

@@ -56,14 +56,15 @@ RULES: dict[str, str] = {
     **_each("__lshift__.Scalar __rshift__.Scalar", POINTWISE),
     **_each("eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar not_equal.Scalar less.Scalar", POINTWISE),
     **_each("greater.Scalar greater_equal.Scalar less_equal.Scalar", POINTWISE),
-    **_each("real conj resolve_conj", POINTWISE),
+    **_each("real imag conj _conj resolve_conj", POINTWISE),
     # pointwise, two operands
     **_each(
         "pow.Tensor_Tensor float_power.Tensor_Tensor floor_divide div.Tensor_mode remainder.Tensor fmod.Tensor atan2 "
         "maximum minimum max.other min.other fmax fmin hypot logaddexp logaddexp2 copysign.Tensor polar complex "
         "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor "
         "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor "
-        "xlogy.Tensor masked_fill.Scalar where.ScalarOther where.ScalarSelf heaviside isclose expand_as type_as "
+        "xlogy.Tensor masked_fill.Scalar where.ScalarOther where.ScalarSelf heaviside isclose expand_as "
+        "type_as "
         "to.other clamp_min.Tensor clamp_max.Tensor copy greater.Tensor greater_equal.Tensor less.Tensor "
         "less_equal.Tensor not_equal.Tensor __lshift__.Tensor __rshift__.Tensor",
         POINTWISE_2,
@@ -76,13 +77,12 @@ RULES: dict[str, str] = {
     "aten.lerp.Scalar": POINTWISE_2,
     # whole matrices, batches free
     **_each("tril triu linalg_inv inverse cholesky matrix_exp linalg_matrix_exp", "~ ...__ -> ...__"),
+    "aten.linalg_cholesky.default": "~ ...__ -> ...__",
     # factor tables
     "aten.one_hot.default": "~ ... -> ..._",
     "aten.bucketize.Tensor": "~ ..., _ -> ...",
-    "aten.searchsorted.Tensor": "~ _, ... -> ...",
     "aten.view_as_real.default": "~ ... -> ..._",
     "aten.view_as_complex.default": "~ ..._ -> ...",
+    "aten.bilinear.default": "~ ..._, ..._, n__, n -> ...n",
     "aten.cdist.default": "~ ...m_, ...n_ -> ...mn",
-    "aten.pixel_shuffle.default": "~ ...___ -> ...___",
-    "aten.pixel_unshuffle.default": "~ ...___ -> ...___",
 }

@@ -85,6 +85,27 @@ def index_select(call: OperatorCall) -> ShardingRule:
     return call.rule([dims, index], [out], terms=((0,),), passes_partial=False)
 
 
+def picked_along(call: OperatorCall) -> ShardingRule | None:
+    """``take_along_dim``: as ``gather``, other dims aligned as broadcasting does."""
+    if call.get("dim") is None or len(call.shape("self")) != len(call.shape("indices")):
+        return None
+    shape = call.outputs[0].shape
+    dim = call.dim("dim", len(shape))
+    full = named_dims(shape, whole=[dim])
+    inputs = [_aligned(value.shape, full) for value in call.inputs]
+    return call.rule(inputs, [full])
+
+
+def sorted_search(call: OperatorCall) -> ShardingRule | None:
+    """``searchsorted``: the values, and with them the rows of boundaries where each row of values has its own."""
+    if call.has("sorter"):
+        return None
+    boundaries, values = call.shape("sorted_sequence"), call.shape("self")
+    dims = named_dims(values)
+    rows: Dims = (*dims[:-1], ()) if len(boundaries) > 1 else ((),)
+    return call.rule(call.by_slot({"sorted_sequence": rows, "self": dims}), [dims])
+
+
 def indexed(call: OperatorCall) -> ShardingRule | None:
     """``x[i, :, j]`` with integer index tensors: the dims not indexed, and the dims of the indices."""
     shape, entries = call.shape("self"), list(call["indices"])
@@ -210,6 +231,8 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.index_add.default": along_dim,
     "aten.index_copy.default": along_dim,
     "aten.index_select.default": index_select,
+    "aten.take_along_dim.default": picked_along,
+    "aten.searchsorted.Tensor": sorted_search,
     "aten.index.Tensor": indexed,
     "aten.index_put.default": indexed_put,
     "aten.slice_scatter.default": written,

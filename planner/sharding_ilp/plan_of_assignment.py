@@ -20,6 +20,7 @@ from passes.plan import (
 )
 from passes.plan.step_plan import StepPlan
 from passes.repeats.repeated_blocks import BlockRun
+from passes.rules.rule import PROBED, TABLE
 from planner.sharding_ilp.assignment import Assignment, Conversion
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.sharding_ilp.sharding_problem import Element, Problem, ValueStream
@@ -202,14 +203,20 @@ def _costs(problem: Problem, assignment: Assignment, pricing: Pricing) -> Costs:
 
 
 def _notes(problem: Problem, assignment: Assignment) -> tuple[str, ...]:
-    """One line for each operator kind without a rule: how many run whole on every device, and what that costs."""
-    totals: dict[str, tuple[int, float]] = {}
+    """One line for each operator kind without a rule (how many run whole on every device, and what that costs), or with
+    one that is not from the tables."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
     for name, element in _operators(problem):
-        if not element.has_rule and element.node is not None:
-            count, seconds = totals.get(element.node.op, (0, 0.0))
+        source = element.rule_source if element.has_rule else ""
+        if source != TABLE and element.node is not None:
+            count, seconds = totals.get((element.node.op, source), (0, 0.0))
             cost = element.copies * assignment.options[name].seconds
-            totals[element.node.op] = (count + element.copies, seconds + cost)
-    return tuple(
-        f"{op} has no sharding rule: {count} run whole on every device ({seconds:.3g} s of compute a step)"
-        for op, (count, seconds) in sorted(totals.items())
-    )
+            totals[element.node.op, source] = (count + element.copies, seconds + cost)
+    return tuple(_note(op, source, *total) for (op, source), total in sorted(totals.items()))
+
+
+def _note(op: str, source: str, count: int, seconds: float) -> str:
+    if not source:
+        return f"{op} has no sharding rule: {count} run whole on every device ({seconds:.3g} s of compute a step)"
+    origin = "rule found by running it on small shards" if source == PROBED else "rule registered by the user"
+    return f"{op}: {origin} ({count} of them)"

@@ -15,6 +15,7 @@ from typing import Literal
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import MeshShape, Placement
 from passes.repeats.repeated_blocks import BlockRun
+from passes.rules.rule import TABLE
 from planner.sharding_ilp.liveness import live_nodes, saved_values
 from planner.sharding_ilp.options import Option
 
@@ -29,7 +30,8 @@ class Element:
 
     ``key`` names it for people and in plans: node key, ``input:…``, ``state:…``, ``carry:…#…``, ``output:…``.
     ``streams`` are the names of the streams of its inputs, one per entry of ``Option.inputs``. ``follows``: it costs
-    the same however it is placed, so its placement is told by its uses once those are chosen.
+    the same however it is placed, so its placement is told by its uses once those are chosen. ``rule_source`` says
+    where its sharding rule is from (``ShardingRule.source``).
     """
 
     key: str
@@ -38,6 +40,7 @@ class Element:
     streams: tuple[str, ...] = ()
     node: Node | None = None
     has_rule: bool = True
+    rule_source: str = TABLE
     matmul: bool = False
     follows: bool = False
     options: list[Option] = field(default_factory=list)

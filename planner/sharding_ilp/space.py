@@ -97,6 +97,7 @@ class _Filler:
         assert node is not None
         rule, flops = self.offers.facts(node)
         element.has_rule, element.matmul = rule is not None, flops > 0
+        element.rule_source = rule.source if rule is not None else ""
         saved_outputs = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
         return operator_options(
             node,

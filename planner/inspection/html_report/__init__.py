@@ -1,1 +1,0 @@
-"""A plan as one HTML file that opens without a network."""
