@@ -65,6 +65,39 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """What the seconds of one layer for one micro-batch are made of: ``LayerCosts.forward`` and ``backward`` by cause.
+
+    Attributes:
+        compute_forward, compute_backward: operators, each once.
+        communication_forward, communication_backward: collectives inside the layer, which its operators wait for.
+        recompute: operators that the backward pass runs again.
+        recommunicate: collectives that it issues again.
+        accumulate: gradients added to those of the micro-batches before.
+        contention_forward, contention_backward: by how much compute slows down beside gathers and reductions.
+    """
+
+    compute_forward: float = 0.0
+    compute_backward: float = 0.0
+    communication_forward: float = 0.0
+    communication_backward: float = 0.0
+    recompute: float = 0.0
+    recommunicate: float = 0.0
+    accumulate: float = 0.0
+    contention_forward: float = 0.0
+    contention_backward: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        return self.compute_forward + self.communication_forward + self.contention_forward
+
+    @property
+    def backward(self) -> float:
+        computing = self.compute_backward + self.communication_backward
+        return computing + self.recompute + self.recommunicate + self.accumulate + self.contention_backward
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChunkCosts:
     """Consecutive layers that one device holds: (costs, how many such layers in a row).
 

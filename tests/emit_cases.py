@@ -10,10 +10,11 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, Placement
 from passes.pipeline_cut import step_programs
 from passes.plan import Plan
-from passes.plan.step_plan import ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
+from passes.plan.step_plan import GroupPlan, RankMemory, StepCosts, StepPlan
 from passes.rules import rule_for
 from passes.shard import shard
 from tests.chain_graphs import GraphMaker, programs_of
+from tests.chunk_plans import chunk_plan
 from tests.hand_plan import hand_plan, mlp_graph
 
 CUT_ROWS, CUT_COLUMNS, CONTRACT = "rows", "columns", "contract"
@@ -143,7 +144,7 @@ def step_plan(graph: Graph, *, num_chunks: int = 2, num_microbatches: int = 2) -
         num_microbatches=num_microbatches,
         schedule="1f1b" if num_chunks > 1 else "none",
         chunks_per_rank=1,
-        chunks=tuple(ChunkPlan(rank, mine, 0.0, 0.0) for rank, mine in enumerate(by_chunk)),
+        chunks=tuple(chunk_plan(rank, mine) for rank, mine in enumerate(by_chunk)),
         optimizer="adamw",
         gradient_dtype="",
         compiled=False,

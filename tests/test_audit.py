@@ -29,6 +29,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
                 "num_microbatches": 4},
     },
 }  # fmt: skip
+FIRST_UNIT = ("step", "chunks", 0, "costs", "layers", 0, 0)
 Data = dict[str, Any]
 Mutation = Callable[[Data], object]
 
@@ -76,7 +77,9 @@ SMALLER: Mapping[str, tuple[Mutation, set[str]]] = {
     "closed form": (times(0.9, "step", "costs", "seconds"), {"step, closed form"}),
     "simulated": (times(0.9, "step", "costs", "simulated"), {"step, simulated"}),
     "utilisation": (times(1.1, "step", "costs", "utilisation"), {"utilisation"}),
-    "chunk": (times(0.9, "step", "chunks", 0, "backward"), {"chunk, backward"}),
+    "unit": (times(0.9, *FIRST_UNIT, "backward"), {"chunk, backward", "units, backward"}),
+    "unit's memory": (times(0.9, *FIRST_UNIT, "state_bytes"), {"units, state_bytes"}),
+    "causes": (times(0.9, "step", "chunks", 0, "parts", 0, "compute_backward"), {"units, backward by cause"}),
     "compute": (times(0.9, "costs", "compute_forward"), {"one micro-batch, compute forward"}),
     "memory": (times(0.5, "step", "memory", 0, "optimizer"), {"memory at its peak", "memory at its peak, optimizer"}),
     "memory limit": (times(0.5, "step", "memory_limit"), {"memory limit"}),

@@ -12,7 +12,8 @@ from cost_models import Cluster
 from passes.ir.types import MeshShape
 from passes.plan import BlockPlan, Certificate, Costs, Plan, TensorPlan
 from passes.plan.stage_table import format_numbers, path_range, unit_range
-from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
+from passes.plan.step_plan import Alternative, GroupPlan, RankMemory, StepCosts, StepPlan
+from tests.chunk_plans import chunk_plan
 
 GIB = 2.0**30
 LAYERS = tuple((f"model.layers.{index}",) for index in range(12))
@@ -25,10 +26,10 @@ def layers(first: int, count: int, *, recompute: str = "none", zero: int = 1) ->
 
 
 CHUNKS = (
-    ChunkPlan(0, (GroupPlan("model.embed", 0, 1, "none", 0), layers(0, 3)), 0.5, 1.0),
-    ChunkPlan(1, (layers(3, 3, recompute="full"),), 0.4, 0.9),
-    ChunkPlan(2, (layers(6, 3, recompute="full"),), 0.4, 0.9),
-    ChunkPlan(3, (layers(9, 3), GroupPlan("model.norm … lm_head", 0, 1, "none", 0)), 0.5, 1.1),
+    chunk_plan(0, (GroupPlan("model.embed", 0, 1, "none", 0), layers(0, 3)), forward=0.5, backward=1.0),
+    chunk_plan(1, (layers(3, 3, recompute="full"),), forward=0.4, backward=0.9),
+    chunk_plan(2, (layers(6, 3, recompute="full"),), forward=0.4, backward=0.9),
+    chunk_plan(3, (layers(9, 3), GroupPlan("model.norm … lm_head", 0, 1, "none", 0)), forward=0.5, backward=1.1),
 )
 FULL, ROOMY = RankMemory(*(20 * GIB,) * 3, 16 * GIB, 2 * GIB), RankMemory(*(10 * GIB,) * 5)
 STEP = StepPlan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 import typing
 from typing import Any, TypeVar
@@ -42,7 +43,10 @@ def _build(hint: Any, data: Any, where: str) -> Any:
         return {key: _build(arguments[1], item, f"{where}.{printable(key)}") for key, item in data.items()}
     if origin is tuple:
         _expect(isinstance(data, (list, tuple)), "a list", data, where)
-        return tuple(_build(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+        if arguments[-1] is not ...:
+            _expect(len(data) == len(arguments), f"a list of {len(arguments)}", data, where)
+        hints = arguments if arguments[-1] is not ... else itertools.repeat(arguments[0])
+        return tuple(_build(hint, item, f"{where}[{index}]") for index, (hint, item) in enumerate(zip(hints, data)))
     if origin in (typing.Union, types.UnionType):
         inner = next(argument for argument in arguments if argument is not type(None))
         return None if data is None else _build(inner, data, where)

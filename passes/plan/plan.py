@@ -6,6 +6,7 @@ same inputs, and loads without torch. Its parts are in ``passes.plan.plan_data``
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +62,21 @@ class Plan(PlanData):
     def summary(self, *, operators: bool = False) -> str:
         """The plan as tables of text; ``operators`` adds one line per operator."""
         return summarise(self, operators=operators)
+
+    def report(self, path: str | Path, *, device_hour_price: float | None = None, source: str | None = None) -> None:
+        """Write the plan as one HTML file with charts, which opens without a network.
+
+        Args:
+            device_hour_price: what one device costs an hour; adds the cost per million tokens.
+            source: an emitted program, to stand in the report.
+
+        Raises:
+            ValueError: if the price is negative, ``path`` cannot be written, or the plan's step does not play in the
+                seconds that it states.
+        """
+        # The page is made in a layer above, by name: nothing here depends on it.
+        writer = importlib.import_module("planner.inspection.html_report.report_page")
+        writer.write_report(self, path, device_hour_price=device_hour_price, source=source)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

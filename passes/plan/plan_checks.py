@@ -7,7 +7,7 @@ import math
 from passes.ir.conversions import exists, step_between
 from passes.ir.types import parse_type
 from passes.plan.plan_data import PlanData, TensorPlan
-from passes.plan.step_plan import StepPlan
+from passes.plan.step_plan import ChunkPlan, StepPlan
 
 #: What differs more than this is no rounding error of any dtype: a plan that says so would fuse unlike operators.
 MAX_TOLERANCE = 1e-3
@@ -59,12 +59,24 @@ def _check_stages(step: StepPlan) -> None:
     for index, chunk in enumerate(step.chunks):
         if chunk.rank >= ranks:
             raise ValueError(f"step.chunks[{index}].rank: expected less than {ranks}, got {chunk.rank}")
+        _check_costs(f"step.chunks[{index}]", chunk, told_apart=step.decides_units)
         for group in chunk.groups:
             if group.count < 1 or group.zero > 3:
                 raise ValueError(
                     f"step.chunks[{index}]: expected groups of at least one unit and ZeRO stages 0 to 3, got "
                     f"{group.count} units of stage {group.zero}"
                 )
+
+
+def _check_costs(where: str, chunk: ChunkPlan, *, told_apart: bool) -> None:
+    """A chunk's costs are those of its groups, one by one; of the whole model where units are not told apart."""
+    counts = [count for _, count in chunk.costs.layers]
+    expected = [group.count for group in chunk.groups] if told_apart else [1]
+    if counts != expected or len(chunk.parts) != len(expected):
+        raise ValueError(
+            f"{where}: expected costs and parts of {len(expected)} groups of {expected} units, got costs of {counts} "
+            f"and {len(chunk.parts)} parts"
+        )
 
 
 def check_placements(plan: PlanData) -> None:

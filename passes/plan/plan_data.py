@@ -13,7 +13,7 @@ from typing import Any
 from passes.ir.types import MeshShape, Placement
 from passes.plan.step_plan import StepPlan
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cost_models.step import ChunkCosts, LayerSeconds, PipelineStep
+
 #: The policy of a unit that computes the loss in chunks (``ops.linear_cross_entropy``): it never holds its logits, and
 #: makes each chunk's a second time in the backward pass. Of the rest it keeps all, as under ``none``.
 CHUNKED_LOSS = "chunked_loss"
@@ -35,12 +37,26 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Consecutive units on one pipeline rank, with predicted seconds of one micro-batch."""
+    """Consecutive units on one pipeline rank, with what each group is predicted to cost.
+
+    ``costs.layers`` and ``parts`` (seconds by cause) have one entry for each group; where a plan does not tell units
+    apart, one for the whole model.
+    """
 
     rank: int
     groups: tuple[GroupPlan, ...]
-    forward: float
-    backward: float
+    costs: ChunkCosts
+    parts: tuple[LayerSeconds, ...] = ()
+
+    @property
+    def forward(self) -> float:
+        """Predicted seconds of one micro-batch forward, without what the chunk receives."""
+        return sum(layer.forward * count for layer, count in self.costs.layers)
+
+    @property
+    def backward(self) -> float:
+        """Predicted seconds of one micro-batch backward, without what the chunk receives."""
+        return sum(layer.backward * count for layer, count in self.costs.layers)
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,17 @@ class StepPlan:
         for size in self.axes.values():
             total *= size
         return total
+
+    @property
+    def pipeline(self) -> PipelineStep:
+        """The step as the closed form and the simulator take it."""
+        schedule = self.schedule if self.schedule != "none" else "1f1b"
+        return PipelineStep(
+            schedule=schedule,
+            num_microbatches=self.num_microbatches,
+            num_ranks=self.axes.get("pp", 1),
+            chunks=tuple(chunk.costs for chunk in self.chunks),
+        )
 
     @property
     def decides_units(self) -> bool:

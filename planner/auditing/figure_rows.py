@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from cost_models.step import LayerCosts
 from passes.plan import ConversionPlan, Plan
 from passes.plan.step_plan import RankMemory
 from passes.plan.text_tables import format_bytes
-from planner.auditing.audit_report import BYTES, NUMBER, SHARE, AuditRow, compared
+from planner.auditing.audit_report import BYTES, NUMBER, SECONDS, SHARE, AuditRow, compared
 from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.auditing.subject import AuditSubject
 from planner.sharding_ilp.model_figures import batch_size_of, compute_dtype, model_flops
@@ -62,6 +63,24 @@ def _chunk_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:
         summed = [sum(getattr(layer, phase) * count for layer, count in chunk.layers) for chunk in priced.step.chunks]
         rows = [compared(f"chunk, {phase}", ours, again) for ours, again in zip(claimed, summed, strict=True)]
         yield _worst(rows, "chunk")
+    rows = [row for index in range(len(plan.step.chunks)) for row in _layer_rows(plan, priced, index)]
+    for unit in (SECONDS, BYTES):
+        yield _worst([row for row in rows if row.unit == unit], "figure")
+
+
+def _layer_rows(plan: Plan, priced: RepricedStep, index: int) -> Iterator[AuditRow]:
+    """Every figure of the units of a chunk; what seconds are made of adds up to them."""
+    chunk, again = plan.step.chunks[index], priced.step.chunks[index]
+    for (claimed, _), (repriced, _), parts in zip(chunk.costs.layers, again.layers, chunk.parts, strict=True):
+        least = repriced.forward + repriced.backward
+        for figure in (field.name for field in dataclasses.fields(LayerCosts)):
+            unit = BYTES if figure.endswith("_bytes") else SECONDS
+            ours, recomputed = getattr(claimed, figure), getattr(repriced, figure)
+            yield compared(f"units, {figure}", ours, recomputed, unit, least=0.0 if unit == BYTES else least)
+        for phase in ("forward", "backward"):
+            yield compared(f"units, {phase} by cause", getattr(parts, phase), getattr(repriced, phase))
+    for phase in ("receive_forward", "receive_backward"):
+        yield compared(f"chunk, {phase}", getattr(chunk.costs, phase), getattr(again, phase))
 
 
 def _micro_batch_rows(plan: Plan, priced: RepricedStep) -> Iterator[AuditRow]:

@@ -1,4 +1,4 @@
-"""The ``planner`` command: plan offline, show a plan, audit it, verify it, run a script on several processes.
+"""The ``planner`` command: plan offline; show, report, compare, audit and verify plans; run scripts.
 
 Exit codes: 0 success, 1 a verification or an audit that failed, 2 an error in what was asked (one line on standard
 error), and those of a shell for a pipe that was closed (141) and an interrupt (130).
@@ -16,6 +16,7 @@ from typing import Any
 from cost_models.text import printable, printable_lines
 from planner.cli.audit_command import add_audit
 from planner.cli.cluster_command import add_cluster
+from planner.cli.inspect_commands import add_diff, add_report, add_trace
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
@@ -28,6 +29,8 @@ _EXAMPLES = """examples:
   planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json
   planner plan ./my-model/config.json --cluster my-cluster.toml --mesh dp=4,tp=2 --global-batch 32 --seq-len 512
   planner show plan.json --operators
+  planner report plan.json -o plan.html
+  planner diff plan.json other.json
   planner audit plan.json
   planner verify tiny-llama --mesh dp=2,tp=2
   planner cluster show tpu-v4-torus:8x8x8
@@ -78,7 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_plan, _add_show, add_audit, _add_verify, add_cluster, add_run, _add_demo):
+    for add in (
+        add_plan,
+        _add_show,
+        add_report,
+        add_trace,
+        add_diff,
+        add_audit,
+        _add_verify,
+        add_cluster,
+        add_run,
+        _add_demo,
+    ):
         add(commands)
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ class Lattices:
     """Makes lattices, one for all values of the same shape, dtype and types.
 
     A lattice has all placements of the types of its ends, and on several axes those that a cheapest way between two of
-    them passes (a tree to three or more might pass others).
+    them passes (a tree to three or more might pass others). Steps that would take infinite seconds are left out.
     """
 
     def __init__(self, pricing: Pricing, forbidden: frozenset[str] = frozenset()) -> None:
@@ -172,8 +173,11 @@ class Lattices:
             if self.forbidden and self._is_forbidden(step, value, live):
                 continue
             forward, backward = self.pricing.step(step, value)
+            backward = backward if live else 0.0
+            if math.isinf(forward + backward):
+                continue
             memory = self.pricing.step_memory(step, value, saved=saved) if saved else 0
-            arcs[source, target] = Arc(source, target, step, forward, backward if live else 0.0, memory)
+            arcs[source, target] = Arc(source, target, step, forward, backward, memory)
         return arcs
 
     def _is_priced(self, step: Step) -> bool:

@@ -157,8 +157,8 @@ def operator_options(
     saved: Sequence[bool],
     fixed: Mapping[str, str] | None = None,
 ) -> list[Option]:
-    """All options of an operator in which factors and tensors divide evenly; of several that give the same placements
-    only the cheapest.
+    """All options of an operator in which factors and tensors divide evenly, and that finite seconds suffice for; of
+    several that give the same placements only the cheapest.
 
     ``saved`` says which outputs stay in memory for the backward pass; ``fixed`` is as in ``OperatorChoices.ways``.
     """
@@ -180,7 +180,7 @@ def operator_options(
             cut_axes=choice.cut_axes,
         )
         cheapest = best.get((inputs, outputs))
-        if cheapest is None or option.seconds < cheapest.seconds:
+        if option.seconds < (math.inf if cheapest is None else cheapest.seconds):
             best[inputs, outputs] = option
     return list(best.values())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.step import ChunkCosts, LayerCosts, LayerSeconds
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, shard_dim
 from passes.plan import Costs, TensorPlan
@@ -33,6 +34,9 @@ def step_on_mesh(
     flops = model_flops(graph)
     peak, capacity = _limits(cluster, compute_dtype(graph))
     parts = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0, "converted": 0, **costs.memory}
+    memory = RankMemory(
+        parts["parameters"], parts["gradients"], parts["optimizer"], parts["activations"] + parts["converted"], 0
+    )
     return StepPlan(
         axes={"pp": 1, **mesh.as_dict()},
         global_batch=samples,
@@ -40,14 +44,7 @@ def step_on_mesh(
         num_microbatches=1,
         schedule="none",
         chunks_per_rank=1,
-        chunks=(
-            ChunkPlan(
-                0,
-                (),
-                costs.compute_forward + costs.communication_forward,
-                costs.compute_backward + costs.communication_backward,
-            ),
-        ),
+        chunks=(ChunkPlan(0, (), _whole_model(costs, memory), (_seconds_by_cause(costs),)),),
         optimizer=CALLERS,
         gradient_dtype="",
         compiled=False,
@@ -63,16 +60,28 @@ def step_on_mesh(
             utilisation=flops / (seconds * peak * mesh.num_devices) if seconds and peak else 0.0,
             samples_per_second=samples / seconds if seconds else 0.0,
         ),
-        memory=(
-            RankMemory(
-                parts["parameters"],
-                parts["gradients"],
-                parts["optimizer"],
-                parts["activations"] + parts["converted"],
-                0,
-            ),
-        ),
+        memory=(memory,),
         memory_limit=capacity if memory_limit is None else memory_limit,
+    )
+
+
+def _whole_model(costs: Costs, memory: RankMemory) -> ChunkCosts:
+    """All layers together as one: ``costs`` are of the whole batch, which is one micro-batch."""
+    layer = LayerCosts(
+        forward=costs.compute_forward + costs.communication_forward,
+        backward=costs.compute_backward + costs.communication_backward,
+        state_bytes=memory.parameters + memory.gradients + memory.optimizer,
+        saved_bytes=memory.activations,
+    )
+    return ChunkCosts(layers=((layer, 1),))
+
+
+def _seconds_by_cause(costs: Costs) -> LayerSeconds:
+    return LayerSeconds(
+        compute_forward=costs.compute_forward,
+        compute_backward=costs.compute_backward,
+        communication_forward=costs.communication_forward,
+        communication_backward=costs.communication_backward,
     )
 
 

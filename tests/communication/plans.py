@@ -13,6 +13,7 @@ from passes.plan import Plan
 from passes.plan.step_plan import ChunkPlan, GroupPlan
 from planner.verification.verify_model import slow_devices
 from runtime.program_tools.recompute import POLICIES
+from tests.chunk_plans import chunk_plan
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
 #: Schedules, and a step of one stage.
@@ -89,7 +90,7 @@ def _chunks(groups: list[GroupPlan], cuts: list[int], kind: str, num_ranks: int)
         for chunk in range(num_chunks)
     ]
     return tuple(
-        ChunkPlan(rank, tuple(groups[start:end]), forward=1.0, backward=2.0)
+        chunk_plan(rank, tuple(groups[start:end]), forward=1.0, backward=2.0)
         for rank, start, end in zip(ranks, bounds, bounds[1:])
     )
 

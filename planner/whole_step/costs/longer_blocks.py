@@ -18,7 +18,6 @@ from planner.solvers.linear import OPTIMAL
 from planner.solvers.solver import solve
 from planner.whole_step.best_first import Search
 from planner.whole_step.costs.level_one import Sharded
-from planner.whole_step.costs.sharding import without_never
 from planner.whole_step.result.outcome import Outcome
 
 
@@ -40,7 +39,7 @@ class UnlikeCopies:
         problem, pricing = sharded.variant.problem, sharded.variant.pricing
         if not problem.runs or sharded.variant.cut.context * sharded.variant.cut.tensor == 1:
             return sharded.seconds
-        program = without_never(unfolded_relaxation(problem, Lattices(pricing), memory_limit=None))
+        program = unfolded_relaxation(problem, Lattices(pricing), memory_limit=None)
         self.num_variables = max(self.num_variables, program.num_variables)
         solution = solve(program, presolve=False)
         return min(sharded.seconds, max(0.0, solution.bound)) if solution.status == OPTIMAL else 0.0

@@ -31,7 +31,6 @@ from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
-    NEVER,
     STATE_AXES,
     TENSOR,
     Fusion,
@@ -232,14 +231,6 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
     return replace(problem, elements=elements)
 
 
-def without_never(program: LinearProgram) -> LinearProgram:
-    """The program with forbidden columns fixed at 0: their huge costs would exceed the solver's relative precision."""
-    never = [cost >= NEVER for cost in program.costs]
-    costs = [0.0 if out else cost for out, cost in zip(never, program.costs)]
-    uppers = [0.0 if out else upper for out, upper in zip(never, program.uppers)]
-    return replace(program, costs=costs, uppers=uppers)
-
-
 @dataclass(frozen=True)
 class _Solved:
     """The best assignment of a program, and how much less its objective may be."""
@@ -250,14 +241,13 @@ class _Solved:
 
 
 def _solved(ilp: ShardingIlp, lattices: Lattices, solver: str) -> _Solved | None:
-    """The best assignment, with forbidden columns only if there is no other."""
-    for program in (without_never(ilp.program), ilp.program):
-        solution = _solution(program, solver)
-        if solution.values is not None:
-            assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
-            slack = 0.0 if solution.status == OPTIMAL else program.cost_of(solution.values) - solution.bound
-            return None if assignment is None else _Solved(replace(ilp, program=program), assignment, slack)
-    return None
+    """The best assignment, None if there is none."""
+    solution = _solution(ilp.program, solver)
+    if solution.values is None:
+        return None
+    assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
+    slack = 0.0 if solution.status == OPTIMAL else ilp.program.cost_of(solution.values) - solution.bound
+    return None if assignment is None else _Solved(ilp, assignment, slack)
 
 
 def _solution(program: LinearProgram, solver: str) -> LinearSolution:

@@ -27,8 +27,6 @@ ATTENTION_BACKWARD = 2.5
 #: Attention that forms its scores: times that it reads or writes them outside its products, forward and backward, by
 #: whether elementwise chains are fused. One by one: scale, mask, softmax and dropout, each twice; a byte for a mask.
 SCORE_PASSES: dict[bool, tuple[float, float]] = {False: (8.5, 9.5), True: (2.5, 3.5)}
-#: Seconds of a conversion that must not be chosen: one that would gather what micro-batches see one after the other.
-NEVER = 1e6
 #: Bytes up to which a sum over the batch counts as a scalar of the loss.
 SCALAR_BYTES = 64
 
@@ -85,7 +83,7 @@ class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
     ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
-    ``unconverted`` are to be taken as they are made.
+    ``unconverted`` cannot be converted (infinite seconds).
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class StepPricing(Pricing):
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
-            return NEVER, 0.0
+            return math.inf, 0.0
         if value.name in self.states and self.mesh.names[step.axis] in STATE_AXES:
             return 0.0, 0.0
         return super().step(step, value)
@@ -223,7 +221,8 @@ def _turned(shape: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]
 
 
 class BatchPrices:
-    """A cost model for one micro-batch: scalars on ``dp`` cost a latency, anything larger there must not happen.
+    """A cost model for one micro-batch: scalars on ``dp`` cost a latency; anything larger there is not possible and
+    costs infinite seconds, as micro-batches are computed one after the other.
 
     ``sample_latency`` is the latency of an all-reduce over the data-parallel group (0 if there is one device in it);
     ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
@@ -240,7 +239,7 @@ class BatchPrices:
         if num_bytes <= SCALAR_BYTES:
             return self.sample_latency
         if not self.mixes:
-            return NEVER
+            return math.inf
         if not self.sample_latency or math.isinf(self.sample_bandwidth):
             return 0.0
         return self.sample_latency + 2.0 * num_bytes / self.sample_bandwidth

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS, StateBytes, zero_state_bytes
-from cost_models.step import LayerCosts
+from cost_models.step import LayerCosts, LayerSeconds
 from planner.pipeline_ilp.stage_problem import UnitChoice, UnitRun
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import ZERO_STAGES, TrainingOptions
@@ -90,15 +90,14 @@ def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice
 
 
 def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSetting) -> LayerCosts:
-    slowdown = setting.links.axes.device.overlap_slowdown
     forward = figures.compute[0] + figures.communication[0]
     backward = sum(
         (figures.compute[1], figures.communication[1], policy.compute, policy.communication, zero.accumulate)
     )
-    hidden = zero.gather_backward + zero.reduce_backward
+    slower_forward, slower_backward = _contention(forward, backward, zero, setting)
     return LayerCosts(
-        forward=forward + slowdown * min(forward, zero.gather_forward),
-        backward=backward + slowdown * min(backward, hidden),
+        forward=forward + slower_forward,
+        backward=backward + slower_backward,
         backward_weight=figures.weight_backward + zero.accumulate,
         gather_forward=zero.gather_forward,
         gather_backward=zero.gather_backward,
@@ -110,6 +109,31 @@ def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSett
         saved_bytes=policy.saved_bytes,
         peak_bytes=policy.peak_bytes + zero.transient_bytes,
     )
+
+
+def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: StageSetting) -> LayerSeconds:
+    """What the seconds of the choice (recompute policy, ``zero-<stage>``) of a unit are made of."""
+    name, stage = label
+    policy = next(policy for policy in figures.policies if policy.name == name)
+    zero = _zero(figures, int(stage.removeprefix("zero-")), setting)
+    parts = LayerSeconds(
+        compute_forward=figures.compute[0],
+        compute_backward=figures.compute[1],
+        communication_forward=figures.communication[0],
+        communication_backward=figures.communication[1],
+        recompute=policy.compute,
+        recommunicate=policy.communication,
+        accumulate=zero.accumulate,
+    )
+    slower_forward, slower_backward = _contention(parts.forward, parts.backward, zero, setting)
+    return replace(parts, contention_forward=slower_forward, contention_backward=slower_backward)
+
+
+def _contention(forward: float, backward: float, zero: _Zero, setting: StageSetting) -> tuple[float, float]:
+    """Seconds by which compute slows down while parameters are gathered and gradients reduced beside it."""
+    slowdown = setting.links.axes.device.overlap_slowdown
+    hidden = zero.gather_backward + zero.reduce_backward
+    return slowdown * min(forward, zero.gather_forward), slowdown * min(backward, hidden)
 
 
 def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:

@@ -22,7 +22,7 @@ from planner.solvers.pulp_solver import solver_text
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import recorded
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
-from planner.whole_step.costs.unit_choices import state_bytes, with_tied_copies
+from planner.whole_step.costs.unit_choices import seconds_by_cause, state_bytes, with_tied_copies
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.step_collectives import step_collectives
 
@@ -108,7 +108,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         num_microbatches=candidate.num_microbatches,
         schedule=candidate.schedule if candidate.layout.pipeline > 1 else "none",
         chunks_per_rank=candidate.chunks_per_rank,
-        chunks=_chunks(best),
+        chunks=_chunks(search, best),
         optimizer=demands.training.optimizer,
         gradient_dtype=demands.training.gradient_dtype or "",
         compiled=demands.compiled,
@@ -121,22 +121,21 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
     )
 
 
-def _chunks(best: Judged) -> tuple[ChunkPlan, ...]:
+def _chunks(search: Search, best: Judged) -> tuple[ChunkPlan, ...]:
     problem, assignment = best.solution.problem, best.solution.assignment
+    setting = search.setting(best.solution.candidate)
     num_done = [0] * len(problem.runs)
     chunk_plans = []
     for chunk, groups in enumerate(assignment):
-        plans = []
+        plans, parts = [], []
         for run, choice, count in groups:
             recompute, zero = problem.runs[run].choices[choice].label
             first = _unit_name(best, run, num_done[run])
             plans.append(GroupPlan(first, num_done[run], count, recompute, _zero_stage((recompute, zero))))
             num_done[run] += count
-        layers = best.step.chunks[chunk].layers
+            parts.append(seconds_by_cause(best.solution.sharded.figures[run], (recompute, zero), setting))
         rank = rank_of_chunk(problem.schedule, chunk, num_ranks=problem.num_ranks, num_chunks=problem.num_chunks)
-        forward = sum(costs.forward * count for costs, count in layers)
-        backward = sum(costs.backward * count for costs, count in layers)
-        chunk_plans.append(ChunkPlan(rank, tuple(plans), forward, backward))
+        chunk_plans.append(ChunkPlan(rank, tuple(plans), best.step.chunks[chunk], tuple(parts)))
     return tuple(chunk_plans)
 
 

@@ -1,0 +1,91 @@
+"""``planner report``, ``trace`` and ``diff``: saved plans looked at without their models."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cost_models.text import printable, printable_lines
+from planner.cli.shared_options import subparser
+
+
+def add_report(commands: Any) -> None:
+    """Add ``planner report``."""
+    parser = subparser(
+        commands,
+        "report",
+        help="write a saved plan as one HTML file with charts, to open offline",
+        examples=["planner report plan.json -o plan.html", "planner report plan.json -o plan.html --price 2.5"],
+    )
+    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="where to write it")
+    parser.add_argument("--price", type=_price, help="what one device costs an hour: adds the cost per million tokens")
+    parser.add_argument("--source", metavar="FILE.py", help="an emitted program to show in the report")
+    parser.set_defaults(command=_report)
+
+
+def add_trace(commands: Any) -> None:
+    """Add ``planner trace``."""
+    parser = subparser(
+        commands,
+        "trace",
+        help="write the simulated step of a saved plan for Perfetto (ui.perfetto.dev)",
+        examples=["planner trace plan.json -o trace.json"],
+    )
+    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.json", help="where to write it")
+    parser.set_defaults(command=_trace)
+
+
+def add_diff(commands: Any) -> None:
+    """Add ``planner diff``."""
+    parser = subparser(
+        commands,
+        "diff",
+        help="print what differs between two saved plans",
+        examples=["planner diff a.json b.json", "planner diff a.json b.json --all"],
+    )
+    parser.add_argument("first", help="a saved plan")
+    parser.add_argument("second", help="another one")
+    parser.add_argument("--all", action="store_true", help="every tensor and operator that differs")
+    parser.set_defaults(command=_diff)
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0.0 <= price < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a price of at least 0, got {text!r}")
+    return price
+
+
+def _report(options: argparse.Namespace) -> int:
+    from cost_models.files import check_writable, read_text
+    from passes.plan import Plan
+    from planner.inspection.html_report.report_page import write_report
+
+    path = check_writable(options.output)
+    source = None if options.source is None else read_text(options.source, what="emitted program")
+    write_report(Plan.load(options.plan), path, device_hour_price=options.price, source=source)
+    print(f"wrote {printable(str(path))}")
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from passes.plan import Plan
+    from planner.inspection.step_trace import write_trace
+
+    write_trace(Plan.load(options.plan), options.output)
+    print(f"wrote {printable(options.output)}: open it at ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from passes.plan import Plan
+    from planner.inspection.plan_difference import difference
+
+    changes = difference(Plan.load(options.first), Plan.load(options.second))
+    print(printable_lines(changes.table(all_rows=options.all)))
+    return 0

@@ -1,0 +1,42 @@
+"""The report's first figures: what a step takes, yields and costs, and how good the plan is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from passes.plan import Plan
+from passes.plan.step_summary import tokens_per_sample
+from passes.plan.text_tables import format_bytes, format_seconds
+
+
+class Card(NamedTuple):
+    """One figure: what it is, the figure, and a line on it."""
+
+    name: str
+    figure: str
+    remark: str = ""
+
+
+def headline(plan: Plan, *, device_hour_price: float | None) -> tuple[Card, ...]:
+    """Step time, throughput, utilisation, devices, memory, bound and gap; with a price the cost per million tokens."""
+    return tuple(_cards(plan, device_hour_price))
+
+
+def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
+    step, costs, certificate = plan.step, plan.step.costs, plan.certificate
+    yield Card("Step", format_seconds(costs.simulated), f"simulated; closed form {format_seconds(costs.seconds)}")
+    tokens = tokens_per_sample(plan)
+    name, rate = ("tokens", costs.samples_per_second * tokens) if tokens else ("samples", costs.samples_per_second)
+    yield Card(f"{name.capitalize()} per second", f"{rate:,.4g}", f"{rate / step.num_devices:,.4g} a device")
+    yield Card("Model flops utilisation", f"{costs.utilisation:.1%}", f"{costs.flops:.4g} flops a step")
+    axes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items())
+    yield Card("Devices", f"{step.num_devices:,}", f"{axes} of {plan.cluster.get('name', 'an unnamed cluster')}")
+    fullest = max(memory.total for memory in step.memory)
+    share = f"{fullest / step.memory_limit:.1%} of {format_bytes(step.memory_limit)}" if step.memory_limit else ""
+    yield Card("Fullest device", format_bytes(fullest), share)
+    yield Card("Gap", f"{certificate.gap:.2%}", f"no plan takes less than {format_seconds(certificate.bound)}")
+    if price is not None:
+        hours = step.num_devices * price / 3600.0
+        cost = hours / rate * 1e6 if rate else 0.0
+        yield Card(f"Cost per million {name}", f"{cost:,.4g}", f"at {price:g} per device-hour")

@@ -1,0 +1,80 @@
+"""Memory of each pipeline rank over the step, stacked by what it is for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from cost_models.simulator import StepReport
+from passes.plan import Plan
+from passes.plan.text_tables import format_bytes
+from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure, with_legend_below
+from planner.inspection.memory_curves import PARTS, MemoryCurve, memory_curves
+
+_GIB = 2.0**30
+_COLOURS = dict(zip(PARTS, ("blue", "sky", "green", "grey", "orange", "red")))
+#: Points of a curve that a reader can tell apart on a wide screen; of more, each stretch shows its fullest moment.
+MAX_POINTS = 1200
+
+
+def memory_section(plan: Plan, report: StepReport) -> ReportSection:
+    """One stacked chart a rank (the fullest is shown first), and the parts of each rank at its fullest moment."""
+    curves = memory_curves(plan, report)
+    rows = []
+    for curve in curves:
+        totals = [sum(amounts) for amounts in zip(*curve.parts.values())]
+        peak = totals.index(max(totals))
+        cells = [format_bytes(curve.parts[part][peak]) for part in PARTS]
+        rows.append([str(curve.rank), *cells, format_bytes(totals[peak]), _share(totals[peak], plan.step.memory_limit)])
+    fullest = max(curves, key=lambda curve: curve.peak_bytes)
+    summary = (
+        f"Rank {fullest.rank} is the fullest: {format_bytes(fullest.peak_bytes)} of the "
+        f"{format_bytes(plan.step.memory_limit)} that tensors may take."
+    )
+    return ReportSection(
+        summary, ("pipeline rank", *PARTS, "at its peak", "full"), rows, _charts(plan, curves, fullest.rank)
+    )
+
+
+def _charts(plan: Plan, curves: tuple[MemoryCurve, ...], first: int) -> Any:
+    from bokeh.models import TabPanel, Tabs
+
+    panels = [TabPanel(child=_chart(plan, curve), title=f"rank {curve.rank}") for curve in curves]
+    return Tabs(tabs=panels, active=first, sizing_mode="stretch_width")
+
+
+def _chart(plan: Plan, curve: MemoryCurve) -> Any:
+    import numpy
+    from bokeh.models import ColumnDataSource
+
+    places = _shown(curve)
+    columns = {"seconds": numpy.array([curve.seconds[place] for place in places])}
+    for part in PARTS:
+        columns[part] = numpy.array([curve.parts[part][place] / _GIB for place in places])
+    chart = plain_figure(
+        height=320, x_axis_label="seconds", y_axis_label="GiB", tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
+        active_scroll=None,
+    )  # fmt: skip
+    colours = [COLOURS[_COLOURS[part]] for part in PARTS]
+    chart.varea_stack(
+        list(PARTS), x="seconds", color=colours, source=ColumnDataSource(columns), legend_label=list(PARTS)
+    )
+    if plan.step.memory_limit < float("inf"):
+        limit = plan.step.memory_limit / _GIB
+        chart.hspan(y=[limit], line_dash="dashed", line_color=COLOURS["red"])
+        chart.y_range.start, chart.y_range.end = 0.0, 1.05 * max(limit, curve.peak_bytes / _GIB)
+    return with_legend_below(chart)
+
+
+def _shown(curve: MemoryCurve) -> list[int]:
+    """Places of the curve to draw: all, or of each of ``MAX_POINTS`` stretches the fullest."""
+    count = len(curve.seconds)
+    if count <= MAX_POINTS:
+        return list(range(count))
+    totals = [sum(amounts) for amounts in zip(*curve.parts.values())]
+    bounds = [count * index // MAX_POINTS for index in range(MAX_POINTS + 1)]
+    return [max(range(low, high), key=totals.__getitem__) for low, high in itertools.pairwise(bounds)]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""

@@ -1,0 +1,84 @@
+"""The report of a plan: one self-contained HTML file, with charts by Bokeh and text by Jinja2.
+
+Whatever stands in the page comes from the plan; its names are a model's or a stranger's file's, and Jinja2 escapes
+each of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cost_models.files import write_text
+from passes.plan import Plan
+from planner.inspection.html_report.cluster_section import cluster_section
+from planner.inspection.html_report.headline import headline
+from planner.inspection.html_report.memory_chart import memory_section
+from planner.inspection.html_report.model_tree import model_tree
+from planner.inspection.html_report.pipeline_chart import pipeline_section
+from planner.inspection.html_report.plan_tables import assumption_rows, collective_rows, runner_up_rows
+from planner.inspection.html_report.waterfall_chart import waterfall_section
+from planner.inspection.simulated_step import simulated_step
+
+_FOLDER = Path(__file__).parent
+
+
+def write_report(
+    plan: Plan, path: str | Path, *, device_hour_price: float | None = None, source: str | None = None
+) -> None:
+    """Write the report of ``plan`` as HTML.
+
+    Args:
+        device_hour_price: what one device costs an hour, in any currency; adds the cost per million tokens.
+        source: the emitted program, to stand in the report.
+
+    Raises:
+        ValueError: if the price is negative, ``path`` cannot be written, or the plan's step does not play in the
+            seconds that it states.
+
+    Example:
+        >>> write_report(planner.Plan.load("plan.json"), "plan.html", device_hour_price=2.5)
+    """
+    write_text(path, report_page(plan, device_hour_price=device_hour_price, source=source))
+
+
+def report_page(plan: Plan, *, device_hour_price: float | None = None, source: str | None = None) -> str:
+    """The report's HTML; arguments and errors as ``write_report``."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    if device_hour_price is not None and not device_hour_price >= 0.0:
+        raise ValueError(f"device_hour_price: expected a price of at least 0, got {device_hour_price!r}")
+    report = simulated_step(plan)
+    sections: dict[str, Any] = {
+        "waterfall": waterfall_section(plan, report),
+        "pipeline": pipeline_section(plan, report),
+        "memory": memory_section(plan, report),
+        "cluster": cluster_section(plan),
+    }
+    charts = {name: section.chart for name, section in sections.items() if section.chart is not None}
+    script, divs = components(charts)
+    return _template().render(
+        plan=plan,
+        title=f"{plan.model} on {plan.step.num_devices:,} devices",
+        cards=headline(plan, device_hour_price=device_hour_price),
+        sections=sections,
+        divs=divs,
+        chart_script=script,
+        library=Resources(mode="inline", components=["bokeh"]).render_js(),
+        style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+        behaviour=(_FOLDER / "report.js").read_text(encoding="utf-8"),
+        collectives=collective_rows(plan),
+        runners_up=runner_up_rows(plan),
+        assumptions=assumption_rows(plan),
+        tree=model_tree(plan),
+        source=source,
+    )
+
+
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(_FOLDER)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("report.html.jinja")

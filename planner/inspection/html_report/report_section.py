@@ -1,0 +1,50 @@
+"""A part of the report that has a chart: the chart for the eye, the same figures as a table for everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """``chart`` is a Bokeh model; ``summary`` says in words what the chart shows; ``rows`` are its figures."""
+
+    summary: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    chart: Any = None
+
+
+#: Colours that stand out on light and on dark, and from each other for colour-blind readers (Okabe and Ito 2008).
+COLOURS = {
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "green": "#009E73",
+    "blue": "#0072B2",
+    "red": "#D55E00",
+    "pink": "#CC79A7",
+    "grey": "#8A8F98",
+}
+
+
+def plain_figure(**options: Any) -> Any:
+    """A Bokeh figure without a background of its own, as wide as the page."""
+    from bokeh.plotting import figure
+
+    chart = figure(sizing_mode="stretch_width", toolbar_location="above", **options)
+    chart.background_fill_alpha = chart.border_fill_alpha = 0.0
+    chart.outline_line_color = None
+    chart.xgrid.grid_line_alpha = chart.ygrid.grid_line_alpha = 0.25
+    chart.toolbar.logo = None
+    return chart
+
+
+def with_legend_below(chart: Any) -> Any:
+    """``chart`` with its legend under it, in rows that a narrow screen has room for."""
+    chart.add_layout(chart.legend[0], "below")
+    chart.legend.ncols = 3
+    chart.legend.background_fill_alpha = 0.0
+    chart.legend.border_line_color = None
+    return chart

@@ -1,0 +1,151 @@
+"""What differs between two plans: choices, seconds by cause, memory, and the types of tensors and operators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from passes.ir.types import describe
+from passes.plan import Plan
+from passes.plan.step_plan import StepPlan
+from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from planner.inspection.simulated_step import simulated_step
+from planner.inspection.time_waterfall import waterfall
+
+#: Rows of tensors and operators that are shown unless all are asked for.
+MAX_ROWS = 20
+
+
+@dataclass(frozen=True)
+class PlanDifference:
+    """Rows of (what, in the first plan, in the second): only what differs, but seconds and memory always."""
+
+    choices: tuple[tuple[str, str, str], ...]
+    figures: tuple[tuple[str, str, str, str], ...]
+    tensors: tuple[tuple[str, str, str], ...]
+    operators: tuple[tuple[str, str, str], ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both plans choose the same."""
+        return not (self.choices or self.tensors or self.operators)
+
+    def table(self, *, all_rows: bool = False) -> str:
+        """The rows as text."""
+        parts = [
+            "Both plans choose the same." if self.same else "",
+            format_table("Choices", ("choice", "first", "second"), self.choices),
+            format_table("One step", ("figure", "first", "second", "change"), self.figures),
+            _cut("Tensors", self.tensors, all_rows=all_rows),
+            _cut("Operators", self.operators, all_rows=all_rows),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+
+def difference(first: Plan, second: Plan) -> PlanDifference:
+    """Compare two plans, of one model or of two.
+
+    Raises:
+        ValueError: if a plan's step does not play in the seconds that it states.
+
+    Example:
+        >>> print(difference(Plan.load("a.json"), Plan.load("b.json")).table())
+    """
+    return PlanDifference(
+        choices=tuple(_changed(_choices(first), _choices(second))),
+        figures=tuple(_figures(first, second)),
+        tensors=tuple(_merged(_changed(_tensors(first), _tensors(second)))),
+        operators=tuple(_merged(_changed(_operators(first), _operators(second)))),
+    )
+
+
+def _changed(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in dict.fromkeys((*first, *second)):
+        ours, theirs = first.get(name, "—"), second.get(name, "—")
+        if ours != theirs:
+            yield name, ours, theirs
+
+
+def _merged(rows: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Rows whose names differ in layer numbers alone as one row, which says how many they are."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name, ours, theirs in rows:
+        row = re.sub(r"(?<=\.)\d+(?=[.:])", "*", name), ours, theirs
+        counts[row] = counts.get(row, 0) + 1
+    for (name, ours, theirs), count in counts.items():
+        yield f"{name} ({count})" if count > 1 else name, ours, theirs
+
+
+def _choices(plan: Plan) -> dict[str, str]:
+    step = plan.step
+    return {
+        "model": plan.model,
+        "cluster": str(plan.cluster.get("name", "")),
+        **{axis: str(size) for axis, size in step.axes.items()},
+        "order of axes, outermost first": ", ".join(axis for axis, size in step.axes.items() if size > 1),
+        "global batch": f"{step.global_batch:,}",
+        "micro-batches": f"{step.num_microbatches:,} of {step.local_batch:,}",
+        "schedule": step.schedule,
+        "chunks a rank": str(step.chunks_per_rank),
+        "layers of each chunk": " ".join(str(sum(group.count for group in chunk.groups)) for chunk in step.chunks),
+        "recompute": ", ".join(step.recompute),
+        "ZeRO": ", ".join(map(str, step.zero)),
+        "optimizer": step.optimizer,
+        "gradients": step.gradient_dtype or "float32 or wider",
+        "kernels": "fused by torch.compile" if step.compiled else "one an operator",
+    }
+
+
+def _figures(first: Plan, second: Plan) -> Iterator[tuple[str, str, str, str]]:
+    seconds = [{bar.name: bar.seconds for bar in waterfall(plan, simulated_step(plan))} for plan in (first, second)]
+    for name in seconds[0]:
+        yield _row(name, seconds[0][name], seconds[1][name], format_seconds)
+    ours, theirs = first.step, second.step
+    yield _row("step, simulated", ours.costs.simulated, theirs.costs.simulated, format_seconds)
+    yield _row("samples per second", ours.costs.samples_per_second, theirs.costs.samples_per_second, "{:,.4g}".format)
+    for part in ("parameters", "gradients", "optimizer", "activations", "transient", "total"):
+        yield _row(f"memory, {part} (most of any rank)", _most(ours, part), _most(theirs, part), format_bytes)
+    yield _row("bytes in collectives, a device of every stage", sum_of_bytes(first), sum_of_bytes(second), format_bytes)
+
+
+def _most(step: StepPlan, part: str) -> float:
+    return float(max(getattr(rank, part) for rank in step.memory))
+
+
+def _row(name: str, first: float, second: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    return name, form(first), form(second), _change(first, second)
+
+
+def sum_of_bytes(plan: Plan) -> float:
+    """Bytes that the collectives of a step move on one device of every stage together."""
+    return float(sum(item.num_bytes for item in plan.collectives))
+
+
+def _change(first: float, second: float) -> str:
+    if not first:
+        return "" if not second else "new"
+    ratio = second / first
+    return f"{ratio - 1.0:+.2%}" if ratio < 10.0 else f"{ratio:,.4g} times"
+
+
+def _tensors(plan: Plan) -> dict[str, str]:
+    groups = (("input", plan.inputs), ("parameter", plan.states), ("output", plan.outputs))
+    return {
+        f"{kind} {name}": describe(tensor.placement, plan.mesh)
+        for kind, tensors in groups
+        for name, tensor in tensors.items()
+    }
+
+
+def _operators(plan: Plan) -> dict[str, str]:
+    return {
+        key: ", ".join(f"{axis}: {label}" for axis, label in zip(plan.mesh.names, node.strategy))
+        for key, node in plan.nodes.items()
+    }
+
+
+def _cut(title: str, rows: tuple[tuple[str, str, str], ...], *, all_rows: bool) -> str:
+    shown = rows if all_rows else rows[:MAX_ROWS]
+    more = f" (the first {len(shown)} of {len(rows)}; --all shows all)" if len(shown) < len(rows) else ""
+    return format_table(title + more, ("name", "first", "second"), shown)

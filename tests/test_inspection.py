@@ -1,0 +1,157 @@
+"""Saved plans looked at without their models: what is shown are the plan's own numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from cost_models import Cluster
+from passes.plan import Plan
+from planner.cli import main
+from planner.inspection.html_report.report_page import report_page
+from planner.inspection.memory_curves import memory_curves
+from planner.inspection.plan_difference import difference
+from planner.inspection.simulated_step import simulated_step
+from planner.inspection.step_trace import trace_events
+from planner.inspection.time_waterfall import busiest_rank, waterfall
+from tests.small_models import Mlp, mlp_batch, squared_error
+
+PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4}
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "mesh": {"mesh": "dp=2,tp=2"},
+    "1f1b": {"fix": {**PIPELINE, "schedule": "1f1b", "zero": 2, "recompute": "full"}},
+    "zb_h1": {"fix": {**PIPELINE, "schedule": "zb_h1", "zero": 1}},
+    "zero 3": {"fix": {"pp": 1, "dp": 4, "cp": 1, "tp": 1, "zero": 3}},
+}
+
+
+@cache
+def plan_of(kind: str) -> Plan:
+    """As a file has it."""
+    cluster = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    model = Mlp(layers=4)
+    plan = planner.plan(model, cluster, example_inputs=mlp_batch(batch=16), loss_fn=squared_error, **PLANS[kind])
+    return Plan.from_dict(json.loads(plan.to_json()))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_saved_plan_plays_in_the_seconds_that_it_states(kind: str) -> None:
+    plan = plan_of(kind)
+    assert simulated_step(plan).seconds == pytest.approx(plan.step.costs.simulated, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_the_waterfall_adds_up_to_the_step(kind: str) -> None:
+    plan = plan_of(kind)
+    report = simulated_step(plan)
+    bars = waterfall(plan, report)
+    assert sum(bar.seconds for bar in bars) == pytest.approx(report.seconds, rel=1e-6)
+    assert bars[0].seconds == pytest.approx(plan.step.costs.flops / (4 * 1e9), rel=1e-6)
+    assert all(bar.seconds >= -1e-6 * report.seconds for bar in bars)
+
+
+def bars_of(kind: str) -> dict[str, float]:
+    return {bar.name: bar.seconds for bar in waterfall(plan_of(kind), simulated_step(plan_of(kind)))}
+
+
+def test_what_is_recomputed_is_in_the_waterfall() -> None:
+    seconds = {kind: bars_of(kind) for kind in PLANS}
+    assert seconds["1f1b"]["computed again for the backward pass"] > 0.0
+    assert seconds["zb_h1"]["waiting for other stages"] < seconds["1f1b"]["waiting for other stages"]
+    assert seconds["zero 3"]["waiting for other stages"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_memory_over_time_peaks_where_the_plan_says(kind: str) -> None:
+    plan = plan_of(kind)
+    for curve, planned in zip(memory_curves(plan, simulated_step(plan)), plan.step.memory, strict=True):
+        assert curve.peak_bytes == pytest.approx(planned.total, rel=1e-6)
+        for part in ("parameters", "gradients", "optimizer"):
+            assert set(curve.parts[part]) == {getattr(planned, part)}
+        assert curve.parts["activations"][-1] == 0.0 or plan.step.costs.update == 0.0
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_trace_has_every_second_that_ranks_compute(kind: str) -> None:
+    plan = plan_of(kind)
+    report = simulated_step(plan)
+    events = [event for event in trace_events(plan, report) if event["ph"] == "X"]
+    for rank, played in enumerate(report.ranks):
+        computed = [event["dur"] for event in events if (event["pid"], event["cat"]) == (rank, "compute")]
+        assert sum(computed) * 1e-6 == pytest.approx(played.compute_seconds, rel=1e-6)
+    assert max(event["ts"] + event["dur"] for event in events) * 1e-6 == pytest.approx(report.seconds, rel=1e-6)
+
+
+def test_a_step_that_plays_otherwise_than_it_states_is_refused() -> None:
+    plan = plan_of("1f1b")
+    costs = dataclasses.replace(plan.step.costs, simulated=0.9 * plan.step.costs.simulated)
+    with pytest.raises(ValueError, match=r"states a simulated step of .* its units play in"):
+        simulated_step(dataclasses.replace(plan, step=dataclasses.replace(plan.step, costs=costs)))
+
+
+def test_a_plan_differs_from_itself_in_nothing() -> None:
+    same = difference(plan_of("1f1b"), plan_of("1f1b"))
+    assert same.same and "choose the same" in same.table()
+    assert {change for _, _, _, change in same.figures} <= {"+0.00%", ""}
+
+
+def test_what_differs_between_plans_is_told() -> None:
+    changes = difference(plan_of("1f1b"), plan_of("zb_h1"))
+    choices = {name: (first, second) for name, first, second in changes.choices}
+    assert choices["schedule"] == ("1f1b", "zb_h1")
+    assert choices["recompute"] == ("full", "none") and choices["ZeRO"] == ("2", "1")
+    assert "pp" not in choices
+    figures = {name: change for name, _, _, change in changes.figures}
+    ours, theirs = plan_of("1f1b").step.costs, plan_of("zb_h1").step.costs
+    assert figures["step, simulated"] == f"{theirs.simulated / ours.simulated - 1:+.2%}"
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_report_is_one_file_that_names_no_other(kind: str) -> None:
+    page = report_page(plan_of(kind), device_hour_price=2.0)
+    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", page)
+    for section in ("time", "pipeline", "memory", "cluster", "collectives", "model", "others", "assumptions"):
+        assert f'<section id="{section}"' in page
+    assert "Cost per million samples" in page and len(page) < 5_000_000
+
+
+def test_names_in_a_report_are_text() -> None:
+    page = report_page(
+        dataclasses.replace(plan_of("mesh"), model="<img src=x onerror=alert(1)>"), source="</pre><script>"
+    )
+    assert "<img" not in page and "</pre><script>" not in page
+
+
+def test_the_cost_per_million_is_devices_times_price_over_throughput() -> None:
+    plan = plan_of("1f1b")
+    cost = 4 * 2.0 / 3600.0 / plan.step.costs.samples_per_second * 1e6
+    assert f"{cost:,.4g}" in report_page(plan, device_hour_price=2.0)
+
+
+def test_the_busiest_rank_is_the_one_that_computes_longest() -> None:
+    report = simulated_step(plan_of("1f1b"))
+    assert report.ranks[busiest_rank(report)].compute_seconds == max(rank.compute_seconds for rank in report.ranks)
+
+
+def test_the_command_line_writes_reports_and_traces_and_prints_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    plan_of("1f1b").save(first)
+    plan_of("zb_h1").save(second)
+    assert main(["report", str(first), "-o", str(tmp_path / "a.html"), "--price", "2"]) == 0
+    assert main(["trace", str(first), "-o", str(tmp_path / "trace.json")]) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    capsys.readouterr()
+    assert main(["diff", str(first), str(second)]) == 0
+    assert "schedule" in capsys.readouterr().out
+    assert main(["report", str(first), "-o", str(tmp_path / "missing" / "a.html")]) == 2
+    assert main(["report", str(first), "-o", str(tmp_path / "a.html"), "--source", str(tmp_path / "none.py")]) == 2
