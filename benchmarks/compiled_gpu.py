@@ -23,6 +23,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from runtime.kernels import chain_launch
+from runtime.kernels.spill_free import SpillFreeKernel
 
 
 class Device(NamedTuple):
@@ -64,6 +65,11 @@ class Compiled:
     def is_sound(self) -> bool:
         """Whether it compiles, fits and spills nothing."""
         return not self.error and not self.spilled
+
+    @property
+    def n_spills(self) -> int:
+        """Words that a thread spills, as Triton calls them."""
+        return -(-self.spilled // 4)
 
 
 class _Driver(DriverBase):
@@ -119,11 +125,13 @@ class OfflineGpu:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[OfflineGpu]:
         compile_launch = JITFunction.run
+        launched: list[SpillFreeKernel] = []
 
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool = True, **options: Any) -> None:
-            self.launches.append(
-                self._compiled(kernel, lambda: compile_launch(kernel, *args, grid=grid, warmup=True, **options))
-            )
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool = True, **options: Any) -> Compiled:
+            launch = self._compiled(kernel, lambda: compile_launch(kernel, *args, grid=grid, warmup=True, **options))
+            self.launches.append(launch)
+            launched.append(kernel)
+            return launch
 
         def processors(device: torch.device, *, elsewhere: int) -> int:
             return self.device.processors
@@ -142,6 +150,8 @@ class OfflineGpu:
                 yield self
         finally:
             triton.runtime.driver._active = before
+            for kernel in launched:  # what spills on one device may not on the next
+                kernel.forget()
 
     def _compiled(self, kernel: Any, compile_launch: Callable[[], Any]) -> Compiled:
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"

@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from runtime.torch_compat.compilers import repair_interpreter
-
 __all__ = ["has_triton", "interprets_triton", "tl", "triton"]
 
 
@@ -34,11 +32,26 @@ class _Missing:
         return None
 
 
+class _Triton:
+    """``triton``, whose ``jit`` makes kernels that do not spill registers (``runtime.kernels.spill_free``)."""
+
+    def jit(self, function: Callable[..., Any]) -> Any:
+        if not interprets_triton():
+            return SpillFreeKernel(function)
+        from runtime.torch_compat.triton_interpreter import interpreted_kernel  # here: needs NumPy
+
+        return interpreted_kernel(function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(triton_package, name)
+
+
 triton: Any = _Missing()
 tl: Any = _Missing()
 if has_triton():
-    import triton  # type: ignore[no-redef]
+    import triton as triton_package
     import triton.language as tl  # type: ignore[no-redef]
 
-    if interprets_triton():
-        repair_interpreter()
+    from runtime.kernels.spill_free import SpillFreeKernel
+
+    triton = _Triton()

@@ -24,6 +24,7 @@ from runtime.torch_compat.dtensors import (
     part_on_mesh,
     set_local_part,
     spec_of,
+    use_foreach_on,
 )
 
 #: Optimizer state that counts steps or the like: one number for a parameter, whatever its shape.
@@ -58,6 +59,7 @@ class ShardedParameter(ParameterTensor):
         assert isinstance(owned.tensor, nn.Parameter) and owned.device_mesh is not None
         part = (tuple(owned.tensor.shape), tuple(owned.offsets))
         assert part_on_mesh(owned.shape, owned.device_mesh, owned.placements) == part or not owned.tensor.numel()
+        use_foreach_on(ParameterTensor)  # what gradients are: torch's list of classes grows with the first parameter
         spec = dtensor_spec(owned.shape, owned.tensor.dtype, owned.device_mesh, owned.placements)
         parameter: ShardedParameter = dtensor_over(
             cls, owned.tensor.detach(), spec, requires_grad=owned.tensor.requires_grad

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
-from runtime.torch_compat.dtensors import dtensor_over, local_part, set_content, spec_of, use_foreach_on
+from runtime.torch_compat.dtensors import dtensor_over, local_part, set_content, spec_of
 
 #: Operators on lists work on each place of the lists for itself.
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -72,9 +72,6 @@ class ParameterTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
         return plain.__reduce_ex__(protocol)
-
-
-use_foreach_on(ParameterTensor)
 
 
 def of_parameter(value: Any, source: ParameterTensor) -> Any:

@@ -1,4 +1,4 @@
-"""Dynamo's limit of recompilations, and Triton's interpreter."""
+"""Dynamo's limit of recompilations."""
 
 from __future__ import annotations
 
@@ -29,20 +29,3 @@ def call_within_limit(function: Callable[..., Any], arguments: tuple[Any, ...]) 
             return function(*arguments)
     except FailOnRecompileLimitHit:
         raise TooManyKinds(torch._dynamo.config.recompile_limit) from None
-
-
-def repair_interpreter() -> None:
-    """Let loops run to a bound given at launch: NumPy 2.4 no longer makes an int of the array of one that holds it.
-
-    For the whole process and for good, where ``TRITON_INTERPRET=1`` asks for the interpreter (triton 3.6 with NumPy
-    2.4): a kernel is interpreted on whatever thread launches it.
-    """
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def repaired(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
-
-    interpreter._patch_lang_tensor = repaired
