@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton import JITFunction  # noqa: E402
+from triton import JITFunction
 
-from runtime.kernels.rows import _sum_kernel  # noqa: E402
-from runtime.kernels.spill_free import SpillFreeKernel  # noqa: E402
+from runtime.kernels.rows import _sum_kernel
+from runtime.kernels.spill_free import SpillFreeKernel
 
 BFLOAT16, FLOAT32 = (torch.empty(4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
 
