@@ -44,16 +44,14 @@ class SpillFreeKernel(JITFunction):  # type: ignore[misc]
         remedy = self._remedies.get(kind)
         extra = remedy.options if remedy is not None and (remedy.has_run or _may_compile()) else {}
         compiled = super().run(*arguments, grid=grid, warmup=warmup, **options, **extra)
-        if (extra and not remedy.has_run) or (remedy is None and _spilled(compiled) and _takes_limit(options)):
-            self._remember(kind or _kind_of(arguments, options), remedy, _spilled(compiled), options)
-        return compiled
-
-    def _remember(self, kind: Any, remedy: _Remedy | None, spilled: int, options: Mapping[str, Any]) -> None:
         if remedy is None:
-            self._remedies[kind] = _Remedy({_OPTION: _room_of(options)}, spilled)
-        else:
-            helps = spilled < remedy.spilled
-            self._remedies[kind] = remedy._replace(options=remedy.options if helps else {}, has_run=True)
+            if _spilled(compiled) and _takes_limit(options):
+                room = {_OPTION: _room_of(options)}
+                self._remedies[_kind_of(arguments, options)] = _Remedy(room, _spilled(compiled))
+        elif extra and not remedy.has_run:
+            helps = _spilled(compiled) < remedy.spilled
+            self._remedies[kind] = remedy._replace(options=extra if helps else {}, has_run=True)
+        return compiled
 
     def forget(self) -> None:
         """Launch everything without more room again, as on a device that is seen for the first time."""
