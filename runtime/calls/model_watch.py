@@ -41,7 +41,7 @@ class _Owner:
 
     path: str
     attribute: str
-    reference: weakref.ref[Any]
+    reference: Callable[[], Any]
     names: tuple[str, ...]
     values: tuple[Any, ...]
     num_hooks: int
@@ -213,10 +213,10 @@ def _same(value: Any, before: Any) -> bool:
 
 def _watched(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of a module's own attributes that may be kept alive."""
-    return tuple(name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and _is_light(value))
+    return tuple(name for name, value in attributes.items() if name not in _OF_EVERY_MODULE and is_light(value))
 
 
-def _is_light(value: Any, depth: int = 0) -> bool:
+def is_light(value: Any, depth: int = 0) -> bool:
     """Whether keeping ``value`` alive surely keeps no weights alive: a number, a function, a config."""
     if isinstance(value, (*_PLAIN, type, types.BuiltinFunctionType)):
         return True
@@ -225,13 +225,14 @@ def _is_light(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (nn.Module, torch.Tensor)) or callable(value) or depth > 3:
         return False
     if isinstance(value, Mapping):
-        return all(_is_light(entry, depth + 1) for entry in value.values())
+        return all(is_light(entry, depth + 1) for entry in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(_is_light(entry, depth + 1) for entry in value)
-    return hasattr(value, "__dict__") and all(_is_light(entry, depth + 1) for entry in vars(value).values())
+        return all(is_light(entry, depth + 1) for entry in value)
+    return hasattr(value, "__dict__") and all(is_light(entry, depth + 1) for entry in vars(value).values())
 
 
-def _is_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
+    """Whether ``value`` has attributes and is neither called nor a container."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (Mapping, list, tuple, set))
 
 
@@ -247,9 +248,17 @@ def _owners(model: nn.Module) -> Iterator[_Owner]:
         yield _owner(path, "", module, names)
         for name in names:
             value = vars(module)[name]
-            if id(value) not in visited and _is_object(value):
+            if id(value) not in visited and is_plain_object(value):
                 visited.add(id(value))
                 yield _owner(path, name, value, tuple(vars(value)))
+
+
+def _reference(target: Any) -> Callable[[], Any]:
+    """A call that gives ``target``, without keeping a module alive."""
+    try:
+        return weakref.ref(target)
+    except TypeError:  # as a SimpleNamespace; it is light
+        return lambda: target
 
 
 def _owner(path: str, attribute: str, target: Any, names: tuple[str, ...]) -> _Owner:
@@ -257,7 +266,7 @@ def _owner(path: str, attribute: str, target: Any, names: tuple[str, ...]) -> _O
     num_hooks = 0 if attribute else _num_hooks(vars(target))
     version = dict_version(vars(target))
     changes_inside = _changes_inside(values, num_hooks)
-    return _Owner(path, attribute, weakref.ref(target), names, values, num_hooks, version, changes_inside)
+    return _Owner(path, attribute, _reference(target), names, values, num_hooks, version, changes_inside)
 
 
 def _changes_inside(values: tuple[Any, ...], num_hooks: int) -> bool:

@@ -214,16 +214,20 @@ def _shape_backward(
 def _tables(
     grad: torch.Tensor, input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of cos and sin, in the type computed in. Tables are seldom learned, so torch's operators will do."""
+    """Gradients of cos and sin, in the type computed in. Tables are seldom learned, so torch's operators will do.
+
+    Terms lie in the order of their dims before they are summed: the sum is the same however ``grad`` lies in memory.
+    """
     dtype, rotated = wide_dtype(grad, input, cos, sin), cos.shape[-1]
     grad, input = grad[..., :rotated].to(dtype), input[..., :rotated].to(dtype)
     first, second = _pairs(input, rotated, interleaved=interleaved)
-    grad_sin = torch.empty_like(grad)
+    grad_cos, grad_sin = (torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(2))
     first_sin, second_sin = _pairs(grad_sin, rotated, interleaved=interleaved)
     first_grad, second_grad = _pairs(grad, rotated, interleaved=interleaved)
     torch.mul(first_grad, second, out=first_sin).neg_()
     torch.mul(second_grad, first, out=second_sin)
-    return (grad * input).sum_to_size(cos.shape).contiguous(), grad_sin.sum_to_size(sin.shape).contiguous()
+    torch.mul(grad, input, out=grad_cos)
+    return grad_cos.sum_to_size(cos.shape).contiguous(), grad_sin.sum_to_size(sin.shape).contiguous()
 
 
 def _shapes_tables(

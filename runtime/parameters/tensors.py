@@ -16,14 +16,21 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
-from runtime.torch_compat.dtensors import dtensor_over, local_part, set_content, spec_of
+from runtime.torch_compat.dtensors import (
+    are_subclasses_dispatched,
+    as_dtensors,
+    dtensor_over,
+    local_part,
+    set_content,
+    spec_of,
+)
 
 #: Operators on lists work on each place of the lists for itself.
 _ON_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 #: Operators that put tensors side by side, even where a stage has but one.
 _JOINING = ("stack", "cat")
 #: What reads a number (``item``), which DTensor does on each rank's own part.
-_READING = ("_local_scalar_dense",)
+_READING = ("_local_scalar_dense", "item")
 
 
 class ParameterTensor(DTensor):
@@ -43,23 +50,27 @@ class ParameterTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
-        on_lists = name.startswith(_ON_LISTS)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ParameterTensor)]
-        if not on_lists and any(tensor.of_stage for tensor in tensors):
-            _refuse_several(name, tensors)
         in_place = schema(func).is_mutable and bool(args)
-        if in_place or name in _READING:
-            for tensor in args[0] if on_lists else args[:1]:
-                if isinstance(tensor, ParameterTensor):
-                    tensor.complete()
+        tensors = _prepared(name, args, kwargs, in_place=in_place)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if on_lists:
-            return _each_of(result, args[0])
-        if in_place and isinstance(args[0], ParameterTensor) and isinstance(result, DTensor):
-            return args[0]
-        if isinstance(result, (tuple, list)):
-            return type(result)(of_parameter(one, tensors[0]) for one in result)
-        return of_parameter(result, tensors[0])
+        return _of_parameters(name, result, args, tensors, in_place=in_place)
+
+    if not are_subclasses_dispatched():
+
+        @classmethod
+        def __torch_function__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            """As ``__torch_dispatch__``, a level above: what has a history is left as it is."""
+            kwargs = kwargs or {}
+            name = getattr(func, "__name__", "")
+            in_place = name.endswith("_") and not name.endswith("__") and bool(args)
+            tensors = _prepared(name, args, kwargs, in_place=in_place)
+            with as_dtensors():
+                result = func(*args, **kwargs)
+                if any(isinstance(one, DTensor) and one.requires_grad for one in tree_leaves(result)):
+                    return result
+                return _of_parameters(name, result, args, tensors, in_place=in_place)
 
     def complete(self) -> None:
         """Add up partial sums, in place."""
@@ -72,6 +83,34 @@ class ParameterTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
         return plain.__reduce_ex__(protocol)
+
+
+def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[ParameterTensor]:
+    """The tensors of an operator that may run; what it writes to or reads from is added up.
+
+    Raises:
+        ValueError: if it combines those of several parameters of a pipeline's stage.
+    """
+    on_lists = name.startswith(_ON_LISTS)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ParameterTensor)]
+    if not on_lists and any(tensor.of_stage for tensor in tensors):
+        _refuse_several(name, tensors)
+    if in_place or name in _READING:
+        for tensor in args[0] if on_lists else args[:1]:
+            if isinstance(tensor, ParameterTensor):
+                tensor.complete()
+    return tensors
+
+
+def _of_parameters(name: str, result: Any, args: Any, tensors: Sequence[ParameterTensor], *, in_place: bool) -> Any:
+    """Results of an operator as computed from the parameters that its ``tensors`` were."""
+    if name.startswith(_ON_LISTS):
+        return _each_of(result, args[0])
+    if in_place and isinstance(args[0], ParameterTensor) and isinstance(result, DTensor):
+        return args[0]
+    if isinstance(result, (tuple, list)):
+        return type(result)(of_parameter(one, tensors[0]) for one in result)
+    return of_parameter(result, tensors[0])
 
 
 def of_parameter(value: Any, source: ParameterTensor) -> Any:

@@ -85,6 +85,11 @@ def _regather(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
     return _policy_of(operator.overloadpacket.__name__ not in _GATHERS | {"wait_tensor", "cat", "split"})
 
 
+def _full(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Said of each operator: without, torch 2.11 keeps what functions with a backward of their own send."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
 def _policy_of(is_kept: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -98,7 +103,7 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
 
 _REMAKING: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "none": lambda forward: forward,
-    "full": _checkpointed,
+    "full": partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _full)),
     "selective": partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _selective)),
     "regather": partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, _regather)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,20 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import optimizer as optimizer_module
 from torch.utils._foreach_utils import _foreach_supported_types
 
-__all__ = ["TensorBase", "dtensor_over", "dtensor_spec", "has_step_hooks", "local_part", "part_on_mesh", "set_content",
-           "set_local_part",
-           "spec_of", "use_foreach_on"]  # fmt: skip
+__all__ = [
+    "TensorBase",
+    "are_subclasses_dispatched",
+    "as_dtensors",
+    "dtensor_over",
+    "dtensor_spec",
+    "has_step_hooks",
+    "local_part",
+    "part_on_mesh",
+    "set_content",
+    "set_local_part",
+    "spec_of",
+    "use_foreach_on",
+]
 
 
 def dtensor_spec(
@@ -29,6 +41,20 @@ def dtensor_spec(
         strides.append(strides[-1] * max(size, 1))
     meta = TensorMeta(torch.Size(shape), tuple(reversed(strides)) if shape else (), dtype)
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta)
+
+
+def are_subclasses_dispatched() -> bool:
+    """Whether operators on a class derived from DTensor come to its ``__torch_dispatch__``: not in torch 2.11."""
+    try:
+        DTensor.__torch_dispatch__(lambda: None, (), ())  # type: ignore[arg-type]
+    except NotImplementedError:
+        return False
+    return True
+
+
+def as_dtensors() -> contextlib.AbstractContextManager[Any]:
+    """Functions called inside do not come to ``__torch_function__`` of tensors' classes."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def dtensor_over(kind: type[DTensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> Any:

@@ -58,6 +58,7 @@ RUNTIME_NAMES = {
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "parts cannot be held against DTensor's",
     "torch.distributed.tensor.DTensor._local_tensor": "optimizers run on DTensors, ten times slower",
     "torch.distributed.tensor.DTensor._spec": "partial sums of gradients cannot be completed in place",
+    "torch._C.DisableTorchFunctionSubclass": "gradients of a pipeline's stage are combined without a word (torch 2.11)",
     "torch.utils._foreach_utils._foreach_supported_types": "optimizers work on parameters one by one",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "step hooks see plain tensors instead of DTensors",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "step hooks see plain tensors instead of DTensors",
