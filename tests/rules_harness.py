@@ -100,6 +100,9 @@ def reference(op: str, args: Any, kwargs: Any) -> Any:
         logits, target = args
         flat = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), reduction="none", **kwargs)
         return flat.reshape(target.shape)
+    if op == "meshwright.expert_linear":
+        rows, ids, weight = args
+        return torch.einsum("...i,...oi->...o", rows, weight[ids])
     if op == "aten.empty_like.default":  # promises no values: the programs' zeros do
         return torch.zeros_like(*args, **kwargs)
     namespace, name, overload = op.split(".")

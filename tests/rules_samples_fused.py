@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from rules_samples import SAMPLERS, Arguments, Draw, Sampler
+from rules_samples import SAMPLERS, Arguments, Draw, Sampler, sampler
 
 import runtime.kernels  # noqa: F401  (registers the operators)
 
@@ -100,3 +100,12 @@ def linear_cross_entropy(draw: Draw) -> Arguments:
     bias = draw.normal(classes) if draw.flag() else None
     options = {"label_smoothing": draw.of(0.0, 0.1), "z_loss": draw.of(0.0, 1e-2)}
     return (draw.normal(*positions, width), draw.normal(classes, width), bias, target), options
+
+
+@sampler("meshwright.expert_linear")
+def expert_linear(draw: Draw) -> Arguments:
+    """Rows of experts, some of none; ids may stand for several rows and rows for several ids."""
+    lead, width, experts = draw.shape(1, 2), draw.size(), draw.of(1, 2, 4)
+    rows = [1 if draw.int(0, 3) == 0 else size for size in lead]
+    ids = draw.integers(0, experts, *lead)
+    return (draw.normal(*rows, width), ids, draw.normal(experts, draw.size(), width)), {}

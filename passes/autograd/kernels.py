@@ -18,7 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 #: Kernels whose outputs a selective recomputation keeps (matrix products, convolutions, fused attention): the names
 #: that a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` marks ``MUST_SAVE``.
 EXPENSIVE = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm",
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm", "expert_linear",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 })  # fmt: skip

@@ -15,6 +15,7 @@ from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_en
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
+from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
@@ -28,7 +29,7 @@ from passes.canonicalise.sparse_gradients import make_gradients_dense
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
 
-__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "nodes_with_gradient"]
+__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "nodes_with_gradient"]
 
 
 def canonicalise(

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalise import CONSTANT, cross_entropy, nodes_with_gradient
+from passes.canonicalise import CONSTANT, cross_entropy, expert_linear, nodes_with_gradient
 from passes.capture.naming import Namer, name_wishes
 from passes.capture.nested_values import Path
 from passes.ir.errors import CaptureError
 from passes.ir.graph import ITEM_SIZE, Graph, Node, Ref, State, Value, assign_keys
 from passes.torch_compat.operators import HigherOrderOperator
 
-OUR_OPERATORS: dict[Any, str] = {cross_entropy: "meshwright.cross_entropy"}
+OUR_OPERATORS: dict[Any, str] = {
+    cross_entropy: "meshwright.cross_entropy",
+    expert_linear: "meshwright.expert_linear",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from passes.canonicalise import cross_entropy
+from passes.canonicalise import cross_entropy, expert_linear
 from passes.ir.graph import Graph, Node, Ref, State
 
-_OURS: dict[str, Callable[..., Any]] = {"meshwright.cross_entropy": cross_entropy}
+_OURS: dict[str, Callable[..., Any]] = {
+    "meshwright.cross_entropy": cross_entropy,
+    "meshwright.expert_linear": expert_linear,
+}
 
 #: Operators that make a tensor from no tensor: they need to be told the device.
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "eye", "rand", "randn", "scalar_tensor", "linspace",

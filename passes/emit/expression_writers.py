@@ -227,6 +227,29 @@ def embedding(writer: Writer) -> str:
     return f"ops.embedding({indices.name}, {weight.name}, vocabulary={vocabulary}{suffix}, axes={_axes(axes)})"
 
 
+def expert_linear(writer: Writer) -> str:
+    """``kernels.expert_linear``; from ``runtime.ops`` where experts are cut."""
+    arguments = ", ".join(str(writer.arguments[name]) for name in ("input", "expert_ids", "weight"))
+    axes = writer.axes_cutting("e")
+    if not axes:
+        return f"kernels.expert_linear({arguments})"
+    num_experts = writer.global_shape(writer.tensor("weight"))[0]
+    source = f"ops.expert_linear({arguments}, num_experts={num_experts}, axes={_axes(axes)})"
+    if writer.contracted_axes == axes:
+        writer.summed = True
+        return source
+    return _summed_elsewhere(writer, source, axes)
+
+
+def _summed_elsewhere(writer: Writer, source: str, axes: tuple[str, ...]) -> str:
+    """``source`` declared as partial sums on the contracted axes that are none of ``axes``."""
+    writer.summed = True
+    for axis in writer.contracted_axes:
+        if axis not in axes:
+            source = f"spmd.reinterpret({source}, {literal(axis)}, src=V, dst=P)"
+    return source
+
+
 def cross_entropy(writer: Writer) -> str:
     """``ops.cross_entropy`` (loss of each token); ``axes`` are those that cut the vocabulary."""
     source = writer.function(
@@ -314,6 +337,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     "meshwright.embedding.default": embedding,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     "meshwright.cross_entropy": cross_entropy,
+    "meshwright.expert_linear": expert_linear,
     **{
         f"aten.{name}.default": loss(f"F.{name}")
         for name in (

@@ -52,6 +52,11 @@ def grouped_matmul(call: OperatorCall) -> float:
     return 2.0 * math.prod(left) * columns
 
 
+def expert_linear(call: OperatorCall) -> float:
+    """Each row meets one matrix."""
+    return 2.0 * math.prod(call.outputs[0].shape) * call.shape("weight")[2]
+
+
 def linear_cross_entropy(call: OperatorCall) -> float:
     return 2.0 * math.prod(call.shape("hidden")) * call.shape("weight")[0]
 
@@ -80,6 +85,7 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     ),
     "aten.addbmm.default": lambda call: 2.0 * math.prod(call.inputs[1].shape) * call.inputs[2].shape[-1],
     **dict.fromkeys(("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"), grouped_matmul),
+    "meshwright.expert_linear": expert_linear,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,

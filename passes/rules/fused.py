@@ -70,6 +70,19 @@ def embedding(call: OperatorCall) -> ShardingRule:
     return call.rule(inputs, [(*indices, table[1])], terms=((call.slots.index("weight"),),), passes_partial=False)
 
 
+def expert_linear(call: OperatorCall) -> ShardingRule:
+    """Rows; output features; input features (partial sums); and experts: each rank computes the rows of its own."""
+    lead = named_dims(call.outputs[0].shape[:-1])
+    experts, outside, inside = (
+        (factor,) if size != 1 else () for factor, size in zip("eoi", call.shape("weight"), strict=True)
+    )
+    rows = _aligned(call.shape("input")[:-1], lead)
+    factors = {"input": (*rows, inside), "expert_ids": _aligned(call.shape("expert_ids"), lead)}
+    inputs = call.by_slot({**factors, "weight": (experts, outside, inside)})
+    product = tuple(call.slots.index(name) for name in ("input", "weight"))
+    return call.rule(inputs, [(*lead, outside)], terms=(product,), passes_partial=False)
+
+
 def linear_cross_entropy(call: OperatorCall) -> ShardingRule:
     """Positions; and the vocabulary, which costs an all-reduce of the maxima and one of the sums."""
     shape = call.shape("hidden")
@@ -95,3 +108,4 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     }.items()
     for name in names.split()
 }
+COMPUTED["meshwright.expert_linear"] = expert_linear

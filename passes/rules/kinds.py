@@ -25,6 +25,7 @@ KINDS["meshwright.cross_entropy"] = NORM
 KINDS.update((f"meshwright.{name}", NORM) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"))
 KINDS["meshwright.embedding"] = GATHER
 KINDS["meshwright.linear_cross_entropy"] = MATMUL
+KINDS["meshwright.expert_linear"] = MATMUL
 
 
 def kind_of(node: Node) -> str:
@@ -41,6 +42,11 @@ def matmul_shape(node: Node, inputs: Sequence[tuple[int, ...]], output: tuple[in
     if node.op == "meshwright.linear_cross_entropy.default":
         classes, width = inputs[1]
         return 1, math.prod(inputs[0][:-1]), classes, width
+    if node.op == "meshwright.expert_linear":
+        experts, outside, inside = inputs[2]
+        rows = math.prod(output[:-1])
+        groups = max(1, min(experts, rows))
+        return groups, max(1, rows // groups), outside, inside
     matrices = [shape for shape in inputs if len(shape) >= 2] or [(1, 1)]
     first = matrices[1] if node.op.startswith(("aten.addmm", "aten.baddbmm")) and len(matrices) > 2 else matrices[0]
     weights = [shape for shape in matrices if len(shape) == 2]

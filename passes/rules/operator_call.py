@@ -26,8 +26,12 @@ SIGNATURES: dict[str, Signature] = {
         ("label_smoothing", 0.0),
         ("reuse_logits", False),
     ),
+    "meshwright.expert_linear": (("input", REQUIRED), ("expert_ids", REQUIRED), ("weight", REQUIRED)),
 }
-_OWN_TENSORS = {"meshwright.cross_entropy": ("logits", "target")}
+_OWN_TENSORS = {
+    "meshwright.cross_entropy": ("logits", "target"),
+    "meshwright.expert_linear": ("input", "expert_ids", "weight"),
+}
 
 
 @functools.cache

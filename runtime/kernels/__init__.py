@@ -5,6 +5,7 @@ from runtime.kernels.bias_gelu import bias_gelu
 from runtime.kernels.chain_call import Chain
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.embedding import embedding
+from runtime.kernels.expert_linear import expert_linear
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
 from runtime.kernels.linear_cross_entropy import linear_cross_entropy
@@ -21,6 +22,7 @@ __all__ = [
     "bias_gelu",
     "cross_entropy",
     "embedding",
+    "expert_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

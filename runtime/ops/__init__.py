@@ -30,6 +30,7 @@ from runtime.ops.random import (
     seed,
     set_random_state,
 )
+from runtime.ops.sharded_expert_linear import expert_linear
 from runtime.ops.sharded_linear_cross_entropy import linear_cross_entropy
 from runtime.ops.vocabulary import cross_entropy, embedding
 
@@ -41,6 +42,7 @@ __all__ = [
     "current_microbatch",
     "dropout",
     "embedding",
+    "expert_linear",
     "get_random_state",
     "grouped_query_attention",
     "in_microbatch",
