@@ -17,6 +17,7 @@ from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.functionalise import functionalise
+from passes.canonicalise.gathered_experts import name_gathered_experts
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
@@ -24,9 +25,12 @@ from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
+from passes.canonicalise.repeated_rows import expand_repeated_rows
 from passes.canonicalise.settled_choices import take_settled_choices
+from passes.canonicalise.sorted_experts import unsort_experts
 from passes.canonicalise.sparse_gradients import make_gradients_dense
 from passes.canonicalise.synonyms import replace_synonyms
+from passes.canonicalise.token_dims import unmerge_token_dims
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
 
 __all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "nodes_with_gradient"]
@@ -58,6 +62,11 @@ def canonicalise(
     normalise_views(module)
     drop_dead_code(module)
     split_cross_entropy(module)
+    unsort_experts(module)
+    name_gathered_experts(module)
+    expand_repeated_rows(module)
+    drop_dead_code(module)
+    unmerge_token_dims(module)
     unflatten_linears(module)
     fold_reshapes(module)
     group_queries(module)

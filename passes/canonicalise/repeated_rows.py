@@ -1,0 +1,68 @@
+"""Rows that stand several times in a row, as a dim of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.canonicalise.fx import argument, aten, calls, insert, replace, shape
+
+#: Most entries of an index that is computed to see what it is.
+_MOST = 1 << 24
+
+
+def repeated(node: fx.Node, source: fx.Node, count: int) -> fx.Node:
+    """Each row of ``source`` ``count`` times in a row, as a view: inserted before ``node``."""
+    rows, *rest = shape(source)
+    apart = insert(node, aten.unsqueeze.default, (source, 1))
+    wide = insert(node, aten.expand.default, (apart, [rows, count, *rest]))
+    return insert(node, aten.reshape.default, (wide, [rows * count, *rest]))
+
+
+def expand_repeated_rows(module: fx.GraphModule) -> None:
+    """``repeat_interleave`` along the first dim, and rows picked by ``0, 0, 1, 1, …``, as views."""
+    for node in calls(module.graph, aten.repeat_interleave.self_int, aten.index.Tensor):
+        source: Any = node.args[0]
+        count: int | None = None
+        if node.target is aten.index.Tensor:
+            indices: Any = node.args[1]
+            if len(indices) == 1 and len(shape(indices[0])) == 1:
+                count = repetitions(indices[0], shape(node)[0])
+                count = count if count and shape(source)[0] * count == shape(node)[0] else None
+        elif argument(node, "dim") is not None and argument(node, "dim") % len(shape(source)) == 0:
+            count = argument(node, "repeats")
+        if count == 1:
+            replace(node, source)
+        elif count is not None:
+            replace(node, repeated(node, source, count))
+
+
+def repetitions(index: Any, length: int) -> int | None:
+    """``count`` if ``index`` is the constant ``0, …, 0, 1, …, 1, 2, …`` with each number ``count`` times."""
+    if not isinstance(index, fx.Node) or shape(index) != (length,) or not 0 < length <= _MOST:
+        return None
+    values = _constant(index, {})
+    if values is None or values.is_floating_point():
+        return None
+    count = int((values == 0).sum())
+    return count if count and torch.equal(values, torch.arange(length) // count) else None
+
+
+def _constant(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """The value of a node that depends on no tensor; None for one that does."""
+    if node in values:
+        return values[node]
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    inputs = {operand: _constant(operand, values) for operand in node.all_input_nodes}
+    if any(value is None for value in inputs.values()) or (not inputs and node.target not in _SOURCES):
+        return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: inputs[operand])
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+    values[node] = result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result  # type: ignore[no-any-return]
+
+
+_SOURCES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

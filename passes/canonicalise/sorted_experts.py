@@ -1,0 +1,175 @@
+"""Rows that are sorted by expert, multiplied group by group, and put back: as rows that stay where they are.
+
+    order = sort(ids); y = grouped_mm(x[order // k], weight, cumsum(histc(ids))); y[inverse of order]
+
+becomes ``expert_linear(x, ids, weight)``. Sorting mixes the samples of a batch; what it is for does not. Every value in
+sorted order gets a counterpart in the order of the ids, operator by operator; where rows are put back (or added up, or
+counted), the counterpart takes over. What has none keeps the sorted rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.canonicalise.expert_rows import expert_linear
+from passes.canonicalise.fx import argument, aten, calls, insert, is_tensor, replace, shape
+from passes.canonicalise.repeated_rows import repeated, repetitions
+from passes.canonicalise.row_operators import rebuild
+
+_SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+_FILLED = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+#: Operators that count, whatever the order.
+_COUNTS = (aten.histc.default, aten.bincount.default)
+
+
+def grouped_products() -> tuple[Any, ...]:
+    """Operators ``(rows, weight[experts, in, out], ends)`` that multiply groups of rows by a matrix each."""
+    library = getattr(torch.ops, "transformers", None)
+    packet = getattr(library, "grouped_mm_fallback", None)
+    return (aten._grouped_mm.default, *((packet.default,) if packet is not None else ()))
+
+
+def unsort_experts(module: fx.GraphModule) -> None:
+    """Replace what is computed on rows sorted by expert by the same on rows in their own order."""
+    products = grouped_products()
+    if not any(True for _ in calls(module.graph, *products)):
+        return
+    for sort in calls(module.graph, *_SORTS):
+        if len(shape(sort.args[0])) == 1 and not argument(sort, "descending"):  # type: ignore[arg-type]
+            _Unsorting(sort, products).run()
+
+
+class _Unsorting:
+    """The counterparts of what one sort puts in order.
+
+    Attributes:
+        in_order: value in sorted order → the same in the order of the ids.
+        orders: the places of sorted rows, divided by how many rows one entry of a table stands for → that number.
+    """
+
+    def __init__(self, sort: fx.Node, products: tuple[Any, ...]) -> None:
+        self.ids: fx.Node = sort.args[0]  # type: ignore[assignment]
+        self.products = products
+        self.in_order: dict[fx.Node, fx.Node] = {}
+        self.orders: dict[fx.Node, int] = {}
+        self.inverses: set[fx.Node] = set()
+        self.num_rows = shape(self.ids)[0]
+        self.graph = sort.graph
+        if is_tensor(sort):
+            self.orders[sort] = 1
+        for user in sort.users:
+            if user.target is operator.getitem and user.args[1] == 0:
+                self.in_order[user] = self.ids
+            elif user.target is operator.getitem:
+                self.orders[user] = 1
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node in self.in_order or node in self.orders:
+                continue
+            if any(operand in self.orders or operand in self.inverses for operand in node.all_input_nodes):
+                self._by_order(node)
+            elif any(operand in self.in_order for operand in node.all_input_nodes):
+                self._of_sorted(node)
+
+    def _by_order(self, node: fx.Node) -> None:
+        """A use of the places of sorted rows."""
+        order = next((operand for operand in node.all_input_nodes if operand in self.orders), None)
+        count = self.orders.get(order, 0) if order is not None else 0
+        target, args = node.target, node.args
+        if target is aten.index.Tensor and len(args[1]) == 1:  # type: ignore[arg-type]
+            table, (place,) = args  # type: ignore[misc]
+            if place in self.inverses and table in self.in_order:
+                replace(node, self.in_order[table])  # type: ignore[index]
+            elif place is order and shape(table)[0] * count == self.num_rows:  # type: ignore[arg-type]
+                self.in_order[node] = table if count == 1 else repeated(node, table, count)  # type: ignore[assignment, arg-type]
+        elif target in (aten.floor_divide.default, aten.div.Tensor_mode) and isinstance(args[1], int):
+            self.orders[node] = count * args[1]
+        elif count == 1 and target in _SORTS:
+            self.inverses.update([node] if is_tensor(node) else [
+                user for user in node.users if user.target is operator.getitem and user.args[1] == 1
+            ])  # fmt: skip
+        elif count == 1 and self._puts_back(node):
+            written = node.args[2] if target is aten.index_put.default else node.args[3]
+            if written in self.in_order:
+                replace(node, self.in_order[written])  # type: ignore[index]
+            elif repetitions(written, self.num_rows) == 1:
+                self.inverses.add(node)
+        elif target is aten.index_add.default and args[2] is order and args[3] in self.in_order:
+            self._add_up(node, count)
+
+    def _puts_back(self, node: fx.Node) -> bool:
+        """Whether ``node`` writes every row of a tensor, at the places of the sorted rows."""
+        if node.target is aten.index_put.default:
+            places, accumulates = node.args[1], argument(node, "accumulate")
+            return len(places) == 1 and not accumulates and shape(node)[0] == self.num_rows  # type: ignore[arg-type]
+        if node.target in (aten.index_copy.default, aten.scatter.src):
+            first = node.args[1] == 0 and shape(node)[0] == self.num_rows
+            return first and shape(node.args[2]) == (self.num_rows,)  # type: ignore[arg-type]
+        return False
+
+    def _add_up(self, node: fx.Node, count: int) -> None:
+        """``zeros.index_add(0, order // count, rows)``: the sum of each entry's rows."""
+        base, dim, _, rows = node.args
+        if dim != 0 or argument(node, "alpha") != 1 or shape(base)[0] * count != self.num_rows:  # type: ignore[arg-type]
+            return
+        source = self.in_order[rows]  # type: ignore[index]
+        apart = insert(node, aten.reshape.default, (source, [shape(base)[0], count, *shape(source)[1:]]))  # type: ignore[arg-type]
+        total = insert(node, aten.sum.dim_IntList, (apart, [1]))
+        if base.target not in _FILLED:  # type: ignore[union-attr]
+            total = insert(node, aten.add.Tensor, (base, total))
+        replace(node, total)
+
+    def _of_sorted(self, node: fx.Node) -> None:
+        """An operator on sorted rows."""
+        if node.target in self.products:
+            rows, weight, ends = node.args[0], node.args[1], argument(node, "offs")
+            if rows in self.in_order and self._are_ends(ends, shape(weight)[0]):  # type: ignore[arg-type]
+                turned = _transposed(node, weight)  # type: ignore[arg-type]
+                product = insert(node, expert_linear, (self.in_order[rows], self.ids, turned))  # type: ignore[index]
+                self.in_order[node] = product
+        elif node.target in _COUNTS:
+            node.update_arg(0, self.in_order[node.args[0]])  # type: ignore[index]
+        else:
+            counterpart = rebuild(node, self.in_order, 1)
+            if counterpart is not None:
+                self.in_order[node] = counterpart
+
+    def _are_ends(self, ends: Any, num_experts: int) -> bool:
+        """Whether ``ends`` are the places behind each expert's last row."""
+        total = _without_casts(ends)
+        if total.target is not aten.cumsum.default or argument(total, "dim") != 0:
+            return False
+        counts = _without_casts(total.args[0])  # type: ignore[arg-type]
+        if counts.target is aten.histc.default:
+            bounds = [argument(counts, name) for name in ("bins", "min", "max")]
+            if bounds != [num_experts, 0, num_experts - 1]:
+                return False
+        elif counts.target is aten.bincount.default:
+            if argument(counts, "weights") is not None or shape(counts) != (num_experts,):
+                return False
+        elif counts.target is aten.sum.dim_IntList and list(counts.args[1]) == [0] and len(counts.args) == 2:  # type: ignore[arg-type]
+            counts = _without_casts(counts.args[0])  # type: ignore[arg-type]
+            if counts.target is not aten.one_hot.default or shape(counts)[-1] != num_experts:
+                return False
+        else:
+            return False
+        counted = _without_casts(counts.args[0])  # type: ignore[arg-type]
+        return self.in_order.get(counted, counted) is self.ids
+
+
+def _without_casts(node: fx.Node) -> fx.Node:
+    while node.target is aten.to.dtype:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
+    """``weight`` [experts, in, out] as [experts, out, in]."""
+    if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:  # type: ignore[operator]
+        return weight.args[0]  # type: ignore[return-value]
+    return insert(node, aten.transpose.int, (weight, 1, 2))

@@ -1,0 +1,78 @@
+"""Rows of experts with the dims that they were flattened from: batch, sequence, choices.
+
+Models flatten tokens before they route them. On ``[tokens, hidden]`` only the outermost of the flattened dims can be
+cut. Operators that treat rows alike are moved in front of the reshape that merges the dims, one after the other, until
+another reshape takes the dims apart again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from passes.canonicalise.expert_rows import expert_linear
+from passes.canonicalise.fx import aten, calls, insert, replace, shape
+from passes.canonicalise.row_operators import rebuild
+
+
+def unmerge_token_dims(module: fx.GraphModule) -> None:
+    """Compute on unmerged rows what is computed on merged ones; nothing is done in graphs without experts."""
+    if not any(True for _ in calls(module.graph, expert_linear)):
+        return
+    for node in calls(module.graph):
+        if node.target is aten.reshape.default:
+            base = _base(node)
+            if shape(base) == shape(node):
+                replace(node, base)
+        else:
+            _before_merging(node)
+    for node in calls(module.graph, expert_linear):
+        _broadcast(node)
+
+
+def _before_merging(node: fx.Node) -> None:
+    """Move ``node`` in front of the reshapes that merge the rows of its operands."""
+    sources = {operand: _unmerged(operand) for operand in node.all_input_nodes}
+    leads = {shape(base)[:count] for base, count in filter(None, sources.values())}
+    if len(leads) != 1:
+        return
+    (lead,) = leads
+    rows = {operand: source[0] for operand, source in sources.items() if source is not None}
+    result = rebuild(node, rows, len(lead))
+    if result is None:
+        return
+    if hasattr(node.meta["val"], "shape"):
+        replace(node, insert(node, aten.reshape.default, (result, list(shape(node)))))
+        return
+    for user in list(node.users):  # parts of a call with several results
+        part = insert(user, user.target, (result, user.args[1]))  # type: ignore[arg-type]
+        replace(user, insert(user, aten.reshape.default, (part, list(shape(user)))))
+    node.graph.erase_node(node)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a row of reshapes starts from."""
+    while node.target is aten.reshape.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _unmerged(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """(source, number of dims) if ``node`` merges the first dims of ``source`` to one and leaves the others."""
+    if node.target is not aten.reshape.default or not shape(node):
+        return None
+    base = _base(node)
+    rows, rest = shape(node)[0], shape(node)[1:]
+    count = len(shape(base)) - len(rest)
+    merges = count > 1 and shape(base)[count:] == rest and math.prod(shape(base)[:count]) == rows
+    return (base, count) if merges else None
+
+
+def _broadcast(node: fx.Node) -> None:
+    """Experts read the rows of a token once: what is expanded for its choices need not be."""
+    source: Any = node.args[0]
+    if source.target is aten.expand.default and len(shape(source)) == len(shape(source.args[0])):
+        if shape(source)[-1] == shape(source.args[0])[-1]:
+            node.update_arg(0, source.args[0])
