@@ -39,7 +39,7 @@ def unsort_experts(module: fx.GraphModule) -> None:
     if not any(True for _ in calls(module.graph, *products)):
         return
     for sort in calls(module.graph, *_SORTS):
-        if len(shape(sort.args[0])) == 1 and not argument(sort, "descending"):  # type: ignore[arg-type]
+        if len(shape(sort.all_input_nodes[0])) == 1 and not argument(sort, "descending"):
             _Unsorting(sort, products).run()
 
 
@@ -52,7 +52,7 @@ class _Unsorting:
     """
 
     def __init__(self, sort: fx.Node, products: tuple[Any, ...]) -> None:
-        self.ids: fx.Node = sort.args[0]  # type: ignore[assignment]
+        self.ids: Any = sort.args[0]
         self.products = products
         self.in_order: dict[fx.Node, fx.Node] = {}
         self.orders: dict[fx.Node, int] = {}
@@ -80,60 +80,67 @@ class _Unsorting:
         """A use of the places of sorted rows."""
         order = next((operand for operand in node.all_input_nodes if operand in self.orders), None)
         count = self.orders.get(order, 0) if order is not None else 0
-        target, args = node.target, node.args
-        if target is aten.index.Tensor and len(args[1]) == 1:  # type: ignore[arg-type]
-            table, (place,) = args  # type: ignore[misc]
+        target = node.target
+        args: Any = node.args
+        if target is aten.index.Tensor and len(args[1]) == 1:
+            table, (place,) = args
             if place in self.inverses and table in self.in_order:
-                replace(node, self.in_order[table])  # type: ignore[index]
-            elif place is order and shape(table)[0] * count == self.num_rows:  # type: ignore[arg-type]
-                self.in_order[node] = table if count == 1 else repeated(node, table, count)  # type: ignore[assignment, arg-type]
-        elif target in (aten.floor_divide.default, aten.div.Tensor_mode) and isinstance(args[1], int):
+                replace(node, self.in_order[table])
+            elif place is order and shape(table)[0] * count == self.num_rows:
+                self.in_order[node] = table if count == 1 else repeated(node, table, count)
+        elif self._divides(node) and isinstance(args[1], int):
             self.orders[node] = count * args[1]
         elif count == 1 and target in _SORTS:
             self.inverses.update([node] if is_tensor(node) else [
                 user for user in node.users if user.target is operator.getitem and user.args[1] == 1
             ])  # fmt: skip
         elif count == 1 and self._puts_back(node):
-            written = node.args[2] if target is aten.index_put.default else node.args[3]
+            written = args[2] if target is aten.index_put.default else args[3]
             if written in self.in_order:
-                replace(node, self.in_order[written])  # type: ignore[index]
+                replace(node, self.in_order[written])
             elif repetitions(written, self.num_rows) == 1:
                 self.inverses.add(node)
         elif target is aten.index_add.default and args[2] is order and args[3] in self.in_order:
             self._add_up(node, count)
 
+    def _divides(self, node: fx.Node) -> bool:
+        """Whether ``node`` is an integer division."""
+        rounds = node.target is aten.div.Tensor_mode and argument(node, "rounding_mode") is not None
+        return rounds or node.target is aten.floor_divide.default
+
     def _puts_back(self, node: fx.Node) -> bool:
         """Whether ``node`` writes every row of a tensor, at the places of the sorted rows."""
+        args: Any = node.args
         if node.target is aten.index_put.default:
-            places, accumulates = node.args[1], argument(node, "accumulate")
-            return len(places) == 1 and not accumulates and shape(node)[0] == self.num_rows  # type: ignore[arg-type]
+            return len(args[1]) == 1 and not argument(node, "accumulate") and shape(node)[0] == self.num_rows
         if node.target in (aten.index_copy.default, aten.scatter.src):
-            first = node.args[1] == 0 and shape(node)[0] == self.num_rows
-            return first and shape(node.args[2]) == (self.num_rows,)  # type: ignore[arg-type]
+            return bool(args[1] == 0 and shape(node)[0] == self.num_rows and shape(args[2]) == (self.num_rows,))
         return False
 
     def _add_up(self, node: fx.Node, count: int) -> None:
         """``zeros.index_add(0, order // count, rows)``: the sum of each entry's rows."""
-        base, dim, _, rows = node.args
-        if dim != 0 or argument(node, "alpha") != 1 or shape(base)[0] * count != self.num_rows:  # type: ignore[arg-type]
+        args: Any = node.args
+        base, dim, _, rows = args
+        if dim != 0 or argument(node, "alpha") != 1 or shape(base)[0] * count != self.num_rows:
             return
-        source = self.in_order[rows]  # type: ignore[index]
-        apart = insert(node, aten.reshape.default, (source, [shape(base)[0], count, *shape(source)[1:]]))  # type: ignore[arg-type]
+        source = self.in_order[rows]
+        apart = insert(node, aten.reshape.default, (source, [shape(base)[0], count, *shape(source)[1:]]))
         total = insert(node, aten.sum.dim_IntList, (apart, [1]))
-        if base.target not in _FILLED:  # type: ignore[union-attr]
+        if base.target not in _FILLED:
             total = insert(node, aten.add.Tensor, (base, total))
         replace(node, total)
 
     def _of_sorted(self, node: fx.Node) -> None:
         """An operator on sorted rows."""
         if node.target in self.products:
-            rows, weight, ends = node.args[0], node.args[1], argument(node, "offs")
-            if rows in self.in_order and self._are_ends(ends, shape(weight)[0]):  # type: ignore[arg-type]
-                turned = _transposed(node, weight)  # type: ignore[arg-type]
-                product = insert(node, expert_linear, (self.in_order[rows], self.ids, turned))  # type: ignore[index]
+            args: Any = node.args
+            rows, weight, ends = args[0], args[1], argument(node, "offs")
+            if rows in self.in_order and self._are_ends(ends, shape(weight)[0]):
+                turned = _transposed(node, weight)
+                product = insert(node, expert_linear, (self.in_order[rows], self.ids, turned))
                 self.in_order[node] = product
         elif node.target in _COUNTS:
-            node.update_arg(0, self.in_order[node.args[0]])  # type: ignore[index]
+            node.update_arg(0, self.in_order[node.all_input_nodes[0]])
         else:
             counterpart = rebuild(node, self.in_order, 1)
             if counterpart is not None:
@@ -144,7 +151,7 @@ class _Unsorting:
         total = _without_casts(ends)
         if total.target is not aten.cumsum.default or argument(total, "dim") != 0:
             return False
-        counts = _without_casts(total.args[0])  # type: ignore[arg-type]
+        counts = _without_casts(total.args[0])
         if counts.target is aten.histc.default:
             bounds = [argument(counts, name) for name in ("bins", "min", "max")]
             if bounds != [num_experts, 0, num_experts - 1]:
@@ -152,24 +159,26 @@ class _Unsorting:
         elif counts.target is aten.bincount.default:
             if argument(counts, "weights") is not None or shape(counts) != (num_experts,):
                 return False
-        elif counts.target is aten.sum.dim_IntList and list(counts.args[1]) == [0] and len(counts.args) == 2:  # type: ignore[arg-type]
-            counts = _without_casts(counts.args[0])  # type: ignore[arg-type]
+        elif counts.target is aten.sum.dim_IntList and counts.args[1:] == ([0],):
+            counts = _without_casts(counts.args[0])
             if counts.target is not aten.one_hot.default or shape(counts)[-1] != num_experts:
                 return False
         else:
             return False
-        counted = _without_casts(counts.args[0])  # type: ignore[arg-type]
+        counted = _without_casts(counts.args[0])
         return self.in_order.get(counted, counted) is self.ids
 
 
-def _without_casts(node: fx.Node) -> fx.Node:
+def _without_casts(node: Any) -> fx.Node:
     while node.target is aten.to.dtype:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
     return node
 
 
-def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
+def _transposed(node: fx.Node, weight: Any) -> fx.Node:
     """``weight`` [experts, in, out] as [experts, out, in]."""
-    if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:  # type: ignore[operator]
-        return weight.args[0]  # type: ignore[return-value]
+    if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
+        source: fx.Node = weight.args[0]
+        return source
     return insert(node, aten.transpose.int, (weight, 1, 2))

@@ -73,6 +73,7 @@ def _unmerged(node: fx.Node) -> tuple[fx.Node, int] | None:
 def _broadcast(node: fx.Node) -> None:
     """Experts read the rows of a token once: what is expanded for its choices need not be."""
     source: Any = node.args[0]
-    if source.target is aten.expand.default and len(shape(source)) == len(shape(source.args[0])):
-        if shape(source)[-1] == shape(source.args[0])[-1]:
+    if source.target is aten.expand.default:
+        narrow = shape(source.args[0])
+        if len(narrow) == len(shape(source)) and narrow[-1] == shape(source)[-1]:
             node.update_arg(0, source.args[0])

@@ -10,6 +10,7 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
 from planner.whole_step.candidates.demands import CHOICES, CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, divisors
+from planner.whole_step.candidates.mixed_samples import mixed_samples
 
 #: What ties the choices together, each for the names that it is about; filled in with the figures of the search.
 _RULES: tuple[tuple[frozenset[str], str], ...] = (
@@ -26,7 +27,6 @@ _RULES: tuple[tuple[frozenset[str], str], ...] = (
 )
 #: Demands that users cannot make.
 _HIDDEN = ("order",)
-_MIXING = "the model mixes the samples of a batch (as batch normalisation does), so num_microbatches must be 1"
 
 
 def conflict(search: Search) -> str | None:
@@ -39,12 +39,12 @@ def conflict(search: Search) -> str | None:
     if not names:
         return (
             f"{_figures(search)} go together in no way: "
-            f"{_MIXING if not search.level_one.micro_batches else 'neither batch, sequence, tensors nor layers divide'}"
+            f"{mixed_samples(search) or 'neither batch, sequence, tensors nor layers divide'}"
         )
     demands_text = ", ".join(_demand(search.demands, name) for name in names)
     reasons = [text.format(**_sizes(search)) for text in _reasons(search, names)]
     if not search.level_one.micro_batches and {"micro_batch", "num_microbatches"} & set(names):
-        reasons.append(_MIXING)
+        reasons.append(mixed_samples(search))
     options = [_options(search, name) for name in names]
     what = (
         f"{demands_text} cannot be met" if len(names) == 1 else f"these demands contradict each other: {demands_text}"

@@ -7,6 +7,7 @@ from planner.pipeline_ilp.stage_problem import as_step
 from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.conflicts import conflict
+from planner.whole_step.candidates.mixed_samples import mixed_samples
 from planner.whole_step.candidates.nearest_feasible import Closest, Looks, closest, size_text
 from planner.whole_step.candidates.relaxations import relaxations
 from planner.whole_step.result.outcome import Outcome, StepSolution
@@ -51,10 +52,17 @@ def _what_is_missing(search: Search, nearest: Closest) -> str:
         f"fullest device, of which {size_text(search.memory)} can be used"
     )
     if fullest is None:
-        return message
+        return message + _why_whole(search)
     parts = {name: getattr(fullest, field) for field, name in _PARTS.items()}
     sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
-    return f"{message}; most of what it holds is {max(parts, key=lambda name: parts[name])} ({sizes})"
+    most = max(parts, key=lambda name: parts[name])
+    return f"{message}; most of what it holds is {most} ({sizes}){_why_whole(search)}"
+
+
+def _why_whole(search: Search) -> str:
+    """Why batches cannot be cut into micro-batches, which would save most, if they cannot."""
+    reason = mixed_samples(search)
+    return f"; {reason}" if reason else ""
 
 
 def _fullest(search: Search, nearest: Closest) -> RankMemory | None:

@@ -32,11 +32,13 @@ class Followed:
         mixing: names of the values that must be whole over all samples, and of nodes that write a buffer (once a step).
             Scalars that depend on inputs alone are not among them: they are computed before the first sample is run
             (how many labels are valid).
+        mixers: names of the nodes that need those values whole, and of those that write a buffer.
     """
 
     labels: Mapping[str, str]
     types: Mapping[str, SpmdType]
     mixing: tuple[str, ...]
+    mixers: tuple[str, ...] = ()
 
 
 def follow_batch(
@@ -56,6 +58,7 @@ def follow_batch(
     types.update((state.value.name, _whole(state.value)) for state in graph.states)
     labels: dict[str, str] = {}
     mixing: list[str] = []
+    mixers: list[str] = []
     last = alias or {}
     learnt, behind_loss = _learnt(graph), _behind_loss(graph)
     for node in graph.nodes:
@@ -67,6 +70,7 @@ def follow_batch(
             continue
         if node.writes_buffer:
             mixing.append(node.name)
+            mixers.append(node.name)
         choice = _best(node, values, types, rules)
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
@@ -74,7 +78,8 @@ def follow_batch(
             is_known_ahead = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
             if _effort(types[name], needed, values[name]) >= REDUCE and not is_known_ahead:
                 mixing.append(name)
-    return Followed(labels, types, tuple(dict.fromkeys(mixing)))
+                mixers.append(node.name)
+    return Followed(labels, types, tuple(dict.fromkeys(mixing)), tuple(dict.fromkeys(mixers)))
 
 
 def _learnt(graph: Graph) -> frozenset[str]:

@@ -1,0 +1,36 @@
+"""Why a model cannot be run in micro-batches: the operators that need all samples of a batch at once."""
+
+from __future__ import annotations
+
+from passes.ir.graph import Node
+from passes.ir.types import P
+from planner.whole_step.best_first import Search
+
+#: How many operators the message names.
+_NAMED = 3
+
+
+def mixed_samples(search: Search) -> str:
+    """What mixes the samples of a batch and what would help, as text; "" if nothing does."""
+    followed = search.level_one.space.followed
+    if not followed.mixing:
+        return ""
+    graph = search.level_one.space.graph
+    nodes = {node.name: node for node in graph.nodes}
+    mixers = [nodes[name] for name in dict.fromkeys(followed.mixers)]
+    named = "; ".join(_described(node) for node in mixers[:_NAMED])
+    more = f"; and {len(mixers) - _NAMED} more" if len(mixers) > _NAMED else ""
+    text = f"the model mixes the samples of a batch, so num_microbatches must be 1: {named}{more}"
+    if any(followed.types.get(name) == P for node in mixers for name in node.inputs):
+        text += (
+            ". What is computed from means over the batch (a load-balancing loss, say) has another value on each "
+            "micro-batch: train with num_microbatches = 1, or leave it out of the loss (output_router_logits=False in "
+            "models of transformers)"
+        )
+    return text
+
+
+def _described(node: Node) -> str:
+    place = f"module {node.module_path!r} ({node.module_class})" if node.module_path else "the model itself or its loss"
+    what = "writes a buffer once a step" if node.writes_buffer else f"needs {', '.join(node.inputs[:2])} of all samples"
+    return f"{node.op} in {place} {what}"
