@@ -52,7 +52,7 @@ class _Unsorting:
     """
 
     def __init__(self, sort: fx.Node, products: tuple[Any, ...]) -> None:
-        self.ids: Any = sort.args[0]
+        self.ids = sort.all_input_nodes[0]
         self.products = products
         self.in_order: dict[fx.Node, fx.Node] = {}
         self.orders: dict[fx.Node, int] = {}

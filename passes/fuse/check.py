@@ -95,7 +95,17 @@ def _ways_to_shrink(inputs: Sequence[str], nodes: _Nodes, values: Mapping[str, V
         {size: 2 + place for place, size in enumerate(outer)},
         {size: LARGE + 2 + 2 * place for place, size in enumerate(large)},
         {size: 2 + place for place, size in enumerate(first)},
+        _halved_alike(large),
     ]
+
+
+def _halved_alike(sizes: Sequence[int]) -> dict[int, int]:
+    """Large size → small size, where what is twice as large stays so: of tensors that are split in two."""
+    small: dict[int, int] = {}
+    for place, size in enumerate(sizes):
+        half = small.get(size // 2) if size % 2 == 0 else None
+        small[size] = LARGE + 2 + 2 * place if half is None else 2 * half
+    return small
 
 
 def _resized(sizes: Sequence[int], small: Mapping[int, int]) -> tuple[int, ...]:

@@ -113,6 +113,9 @@ def _aten(*names: str) -> tuple[str, ...]:
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "pow": _aten("pow.Tensor_Scalar"),
     "mean": _aten("mean.dim"),
+    "sum_dim": _aten("sum.dim_IntList"),
+    "index": _aten("index.Tensor"),
+    "expert_linear": ("meshwright.expert_linear",),
     "var": _aten("var.correction"),
     "var_dim": _aten("var.dim"),
     "var_mean": _aten("var_mean.correction"),

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from passes.fuse.expert_patterns import expert_spellings
 from passes.fuse.pattern_notation import PatternCall, parse
 
 #: Shape of every tensor that a pattern takes, by its name in the pattern.
@@ -244,6 +245,7 @@ def _neighbours_to_halves(first: str, second: str, sides: str, sine: str) -> Row
 
 
 OPERATORS: tuple[Row, ...] = (
+    *(Row("experts", spelled, fused) for spelled, fused in expert_spellings()),
     *_rms_norms(),
     *_layer_norms(),
     *_rotaries(),
