@@ -7,8 +7,15 @@ Sizes are those of the published configs. Where papers leave something open:
 * ``t5-xl`` and ``t5-xxl`` are version 1.1 (gated, the head not tied); ``t5-3b`` and ``t5-11b`` are version 1.0.
 * ``vit-giant`` is ViT-g/14, ``vit-gigantic`` ViT-G/14. ``wide-resnet-50x2`` is ResNet-50 with twice the channels
   everywhere, inside and outside its bottlenecks.
-* ``mixtral-*`` are captured as transformers builds them, with grouped matmuls over the tokens sorted by expert: shapes
-  are static, but sorting mixes all samples, so that part of a layer is not cut along the batch.
+* ``deepseek-v3`` is without its multi-token prediction module, which transformers does not build either (671B, not
+  685B).
+* ``clip-*``, ``siglip-*``: batches are images with their texts, and the loss is contrastive over the whole batch.
+* ``llava-*``, ``llama-4-*``, ``qwen*-vl-*``: texts of one image each, its tokens first (Qwen's of 16 × 16 patches).
+* ``whisper-*``: 30 seconds of sound; ``wav2vec2-*`` and ``hubert-*`` are fine-tuned by CTC on 32 letters, without the
+  masks of their pre-training, which are drawn by NumPy.
+
+Sizes come from the published configs on the models' pages; ``tests/test_library.py`` holds their numbers of parameters
+against the published ones.
 """
 
 from __future__ import annotations

@@ -42,6 +42,9 @@ def build_model(config: Any, *, dtype: str = "float32", device: str = "meta") ->
     try:
         with torch.device(device):
             model = build_from_config(cls, config, dtype=getattr(torch, dtype)).train()
+        model = model.to(
+            device
+        )  # ``torch.Tensor(size)``, as wav2vec 2.0 writes, is on the CPU whatever the context says
     except Exception as error:  # models and their checks raise what they like
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"transformers cannot build a {config.model_type} from this config: {reason}") from error

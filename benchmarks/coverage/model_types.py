@@ -1,0 +1,65 @@
+"""Which class of transformers stands for a model type: one that computes a loss of its own."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+#: Tables of transformers' automatic classes, in the order in which a head is looked for.
+TABLES = (
+    "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "CTC", "RNNT", "TDT", "CAUSAL_LM",
+    "MULTIMODAL_LM", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION", "OBJECT_DETECTION",
+    "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION",
+    "MASKED_IMAGE_MODELING", "TIME_SERIES_PREDICTION", "TIME_SERIES_CLASSIFICATION", "TIME_SERIES_REGRESSION",
+    "SEQUENCE_CLASSIFICATION", "QUESTION_ANSWERING", "VISUAL_QUESTION_ANSWERING", "TOKEN_CLASSIFICATION",
+    "TABLE_QUESTION_ANSWERING", "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM", "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "ZERO_SHOT_OBJECT_DETECTION", "RETRIEVAL", "DEPTH_ESTIMATION", "CAUSAL_IMAGE_MODELING", "IMAGE_TO_IMAGE",
+    "PRETRAINING", "KEYPOINT_DETECTION", "POSE_ESTIMATION", "DECISION",
+)  # fmt: skip
+
+#: Model type → class, where the tables name none that trains, or a worse one.
+CLASSES: dict[str, str] = {
+    "autoformer": "AutoformerForPrediction",
+    "bridgetower": "BridgeTowerForContrastiveLearning",
+    "informer": "InformerForPrediction",
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+    "time_series_transformer": "TimeSeriesTransformerForPrediction",
+}
+
+#: Arguments of ``forward`` that make a model compute a loss.
+LOSS_ARGUMENTS = frozenset({
+    "labels", "return_loss", "start_positions", "next_sentence_label", "mask_labels", "future_values", "target_values",
+})  # fmt: skip
+
+
+def model_types() -> dict[str, str]:
+    """Model type → the name of the class that trains it, for every type that has one; sorted."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    tables = [dict(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")) for table in TABLES]
+    tables.append(dict(modeling_auto.MODEL_MAPPING_NAMES))
+    classes = {}
+    for model_type in sorted(CONFIG_MAPPING_NAMES):
+        names = [CLASSES[model_type]] if model_type in CLASSES else _names(tables, model_type)
+        name = next((name for name in names if _computes_loss(name)), None)
+        if name is not None:
+            classes[model_type] = name
+    return classes
+
+
+def _names(tables: list[dict[str, Any]], model_type: str) -> list[str]:
+    entries = (table.get(model_type, ()) for table in tables)
+    return [name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)]
+
+
+def _computes_loss(name: str) -> bool:
+    """Whether the class takes labels."""
+    import transformers
+
+    try:
+        forward = getattr(transformers, name).forward
+    except (AttributeError, ImportError, RuntimeError):  # needs a package that is not installed
+        return False
+    return bool(LOSS_ARGUMENTS & set(inspect.signature(forward).parameters))
