@@ -20,7 +20,12 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 #: imports.
 LAUNCHED = "language_model"
 #: Example → processes and axis sizes, other than four on its own mesh.
-MESHES = {"captioning": (2, "dp=2"), "meta_learning": (2, "dp=2"), "sequence_to_sequence": (2, "tp=2")}
+MESHES = {
+    "captioning": (2, "dp=2"),
+    "clip": (2, "dp=2"),
+    "meta_learning": (2, "dp=2"),
+    "sequence_to_sequence": (2, "tp=2"),
+}
 
 
 def launched(name: str) -> str:

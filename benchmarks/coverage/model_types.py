@@ -35,18 +35,31 @@ LOSS_ARGUMENTS = frozenset({
 
 def model_types() -> dict[str, str]:
     """Model type → the name of the class that trains it, for every type that has one; sorted."""
-    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    classes = {model_type: _class_of(model_type) for model_type in sorted(CONFIG_MAPPING_NAMES)}
+    return {model_type: name for model_type, name in classes.items() if name is not None}
+
+
+def class_of(model_type: str) -> str:
+    """The class that trains a model type.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    name = _class_of(model_type)
+    if name is None:
+        raise ValueError(f"no class of transformers computes a loss for model type {model_type!r}")
+    return name
+
+
+def _class_of(model_type: str) -> str | None:
+    from transformers.models.auto import modeling_auto
 
     tables = [dict(getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES")) for table in TABLES]
     tables.append(dict(modeling_auto.MODEL_MAPPING_NAMES))
-    classes = {}
-    for model_type in sorted(CONFIG_MAPPING_NAMES):
-        names = [CLASSES[model_type]] if model_type in CLASSES else _names(tables, model_type)
-        name = next((name for name in names if _computes_loss(name)), None)
-        if name is not None:
-            classes[model_type] = name
-    return classes
+    names = [CLASSES[model_type]] if model_type in CLASSES else _names(tables, model_type)
+    return next((name for name in names if _computes_loss(name)), None)
 
 
 def _names(tables: list[dict[str, Any]], model_type: str) -> list[str]:
