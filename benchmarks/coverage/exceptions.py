@@ -8,7 +8,6 @@ import torch
 
 #: Model type → fields of its small config (sub-configs as dicts). ``default``: what the config cannot be made without.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "align": {"vision_config": {"hidden_dim": 64}},
     "aria": {"projector_patch_to_query_dict": {16: 8}},
     "audio-spectrogram-transformer": {"max_length": 32},
     "autoformer": {"default": {"prediction_length": 8, "context_length": 16}, "moving_average": 5},
@@ -62,6 +61,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "lilt": {"channel_shrink_ratio": 4},
 }  # fmt: skip
+
+#: The stem of EfficientNet has the width that its first block takes.
+EFFICIENT_WIDTHS = {"in_channels": (32, 16, 24, 40, 80, 112, 192), "out_channels": (16, 24, 40, 80, 112, 192, 320),
+                    "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 64}  # fmt: skip
+CONFIGS["efficientnet"] = EFFICIENT_WIDTHS
+CONFIGS["align"] = {"vision_config": EFFICIENT_WIDTHS}
 
 #: Speech models that share wav2vec 2.0's front of strided convolutions; seconds of sound are not needed to try them.
 CONVOLUTIONS = {

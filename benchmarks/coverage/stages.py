@@ -67,7 +67,7 @@ def _eager(row: Row, model: Any) -> Any:
 
     inputs = TinyInputs(model, row["type"], BATCH_SIZE)
     first: Exception | None = None
-    for attempt in range(2):
+    for attempt in range(3):
         learned = False
         for batch in inputs.candidates():
             try:

@@ -162,6 +162,8 @@ def _divisor(values: dict[str, Any]) -> int:
 def _small_list(name: str, values: Any, divisor: int) -> Any:
     if DEPTHS.fullmatch(name):
         return type(values)(min(value, 1) for value in values)
+    if re.fullmatch(r".*(image|patch)_size", name):
+        return type(values)(_small(name, value) for value in values)
     if WIDTHS.fullmatch(name):
-        return type(values)(max(value // divisor, 2) for value in values)
+        return type(values)(max(value // divisor, min(value, 4)) for value in values)
     return values

@@ -33,6 +33,7 @@ class TinyInputs:
         self.exceptions = INPUTS.get(model_type, {})
         self.generator = torch.Generator().manual_seed(0)
         self.num_placeholders = 0
+        self.tried: set[int] = set()
 
     def candidates(self) -> Iterator[Batch]:
         """Batches to try in turn, the fullest first."""
@@ -49,19 +50,20 @@ class TinyInputs:
             yield {**batch, **decoder}
 
     def learns_from(self, error: Exception) -> bool:
-        """Take the number of placeholder tokens from a message about features and tokens; False if there is none."""
-        match = re.search(r"features:?\s*(?:shape )?\D{0,20}(\d+)", str(error))
-        if match is None or self.num_placeholders:
-            return False
-        self.num_placeholders = self._placeholders(int(match.group(1)))
-        return True
+        """Take the number of placeholder tokens from a message about features and tokens; False if it says nothing new.
 
-    def _placeholders(self, reported: int) -> int:
-        """Placeholder tokens of each sample, from a number that counts features of the batch, or their elements."""
-        width = self.text("hidden_size") or 1
-        if reported % width == 0 and reported // width >= self.batch_size:
-            reported //= width
-        return max(reported // self.batch_size, 1)
+        Some messages count the features of the batch, others their elements.
+        """
+        match = re.search(r"features:?\s*(?:shape )?\D{0,20}(\d+)", str(error))
+        if match is None:
+            return False
+        reported, width = int(match.group(1)), int(self.text("hidden_size") or 1)
+        for count in (reported // width // self.batch_size, reported // self.batch_size):
+            if count > 0 and count not in self.tried:
+                self.tried.add(count)
+                self.num_placeholders = count
+                return True
+        return False
 
     def batch(self) -> Batch:
         """All that ``forward`` takes and that can be made up, in the order of its signature."""
@@ -147,8 +149,9 @@ def _input_ids(t: TinyInputs) -> Any:
 
 
 def _attention_mask(t: TinyInputs) -> Any:
-    if not ({"input_ids"} & set(t.arguments)):
-        return None
+    if "input_ids" not in t.arguments:
+        frames = "input_features" in t.arguments
+        return torch.ones(t.batch_size, AUDIO_FRAMES, dtype=torch.long) if frames else None
     mask = torch.ones(t.batch_size, t.num_tokens, dtype=torch.long)
     mask[1::2, t.num_tokens - NUM_PADDED :] = 0
     return mask
@@ -203,6 +206,14 @@ def _audio_features(t: TinyInputs) -> Any:
     return t.floats(t.batch_size, AUDIO_FRAMES, mels)
 
 
+def _audio_mask(t: TinyInputs) -> Any:
+    return torch.ones(t.batch_size, AUDIO_FRAMES, dtype=torch.long)
+
+
+def _image_sizes(t: TinyInputs) -> Any:
+    return torch.tensor([list(t.image_size)] * t.batch_size)
+
+
 def _audio_values(t: TinyInputs) -> Any:
     return t.floats(t.batch_size, AUDIO_SAMPLES)
 
@@ -254,7 +265,9 @@ _MAKERS = {
     "image_grid_thw": _grid,
     "mm_token_type_ids": _mm_token_types,
     "input_features": _audio_features,
+    "input_features_mask": _audio_mask,
     "input_values": _audio_values,
+    "image_sizes": _image_sizes,
     "bool_masked_pos": _bool_masked,
     "return_loss": _return_loss,
     "start_positions": _positions,
