@@ -103,6 +103,7 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
+    from planner.graph_cache.planned_graph import PlannedGraph, planned_graph
     from planner.solvers.pulp_solver import solver_named
     from planner.whole_step.candidates.demands import asks_for_step, check_count, fixed_axes, read_demands, said
     from planner.whole_step.candidates.training_options import TrainingOptions
@@ -145,52 +146,54 @@ def plan(
     )
     if write_lp is not None:
         check_writable(write_lp)
-    graph = capture_for_planning(
-        model,
-        batch_size=_one_of(batch_size, global_batch),
-        seq_len=seq_len,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
-        dtype=dtype,
-        training=training,
-        progress=progress,
-    )
-    if shape is not None:
-        refuse_checkpoints(graph)
-        on_mesh = plan_graph(
-            graph,
-            hardware,
-            mesh=shape,
-            memory_limit=memory_limit,
-            constraints=constraints,
-            forbid_collectives=forbid_collectives,
-            time_limit=time_limit,
-            solver=solver,
-            write_lp=write_lp,
-            fuse=fuse,
-        )
-        return dataclasses.replace(on_mesh, config_name=_config_name(model))
-    if graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
-        demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
-    graph, fusion = _fused(graph) if fuse else (graph, None)
-    step_plan = plan_step(
-        graph,
-        hardware,
-        demands,
-        pins=constraints,
-        objective=objective,
-        target_seconds=target_seconds,
-        progress=progress,
-        write_lp=write_lp,
-    )
-    return dataclasses.replace(step_plan, fusion=fusion, config_name=_config_name(model))
+    options: dict[str, Any] = {
+        "batch_size": _one_of(batch_size, global_batch),
+        "seq_len": seq_len,
+        "example_inputs": example_inputs,
+        "loss_fn": loss_fn,
+        "dtype": dtype,
+        "training": training,
+    }
+
+    def captured() -> PlannedGraph:
+        graph = capture_for_planning(model, progress=progress, **options)
+        return PlannedGraph(*_fused(graph)) if fuse else PlannedGraph(graph, None)
+
+    with planned_graph(model, captured, fuse=fuse, **options) as planned:
+        if shape is not None:
+            refuse_checkpoints(planned.graph)
+            decided = plan_graph(
+                planned.graph,
+                hardware,
+                mesh=shape,
+                memory_limit=memory_limit,
+                constraints=constraints,
+                forbid_collectives=forbid_collectives,
+                time_limit=time_limit,
+                solver=solver,
+                write_lp=write_lp,
+            )
+        else:
+            if planned.graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
+                demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
+            decided = plan_step(
+                planned.graph,
+                hardware,
+                demands,
+                pins=constraints,
+                objective=objective,
+                target_seconds=target_seconds,
+                progress=progress,
+                write_lp=write_lp,
+            )
+    return dataclasses.replace(decided, fusion=planned.fusion, config_name=_config_name(model))
 
 
 def _config_name(model: Any) -> str:
     """``model`` if it is a name in the config library, else an empty string."""
     if not isinstance(model, str):
         return ""
-    from planner.library import config_names
+    from planner.library.configs import config_names
 
     return model if model in config_names() else ""
 

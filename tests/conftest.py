@@ -21,6 +21,7 @@ gc.set_threshold(100_000, 20, 20)
 # Read when a kernel is defined, so before any test imports one.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["MESHWRIGHT_CACHE"] = ""  # nothing that another run left behind
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

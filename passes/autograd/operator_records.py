@@ -1,14 +1,13 @@
 """What autograd does in one operator call, observed by making the call on the meta device.
 
 No data is touched: the call runs on tensors that have shapes, strides and storages but no memory, under hooks that see
-every tensor that autograd packs away, and every kernel that torch dispatches to. Records are remembered per distinct
-call, so that a model of many equal layers costs one layer.
+every tensor that autograd packs away, and every kernel that torch dispatches to. ``passes.autograd.recorded_calls``
+remembers records per distinct call, so that a model of many equal layers costs one layer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,41 +16,15 @@ import torch
 from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, attention_kernel
 from passes.autograd.record import CallRecord, Made, RecordedOperand
 from passes.capture.interpret import run_node
-from passes.ir.graph import Node, Ref, map_refs
-from passes.ir.recent_results import RecentResults
+from passes.ir.graph import Node, map_refs
 from passes.torch_compat.operators import TorchDispatchMode
 from passes.torch_compat.tensor_fields import storage_id
 
 _Tensors = Sequence[torch.Tensor]
-_records: RecentResults[CallRecord | None] = RecentResults(8192)
 
 
-def record_call(node: Node, operands: Mapping[str, RecordedOperand], *, grad: bool, kernels: str) -> CallRecord | None:
-    """The record of ``node``, None if torch cannot make the call without data.
-
-    Args:
-        operands: name → shape, strides, dtype and gradient of every input.
-        grad: whether a gradient comes back to the call.
-        kernels: whose kernels run (a key of ``REPLACEMENTS``).
-    """
-    names = tuple(dict.fromkeys(node.inputs))
-    places = {name: Ref(str(place)) for place, name in enumerate(names)}
-    plain = dataclasses.replace(
-        node,
-        name="call",
-        args=map_refs(node.args, lambda ref: places[ref.name]),
-        kwargs={key: map_refs(value, lambda ref: places[ref.name]) for key, value in node.kwargs.items()},
-        outputs=(),
-        module_path="",
-        module_class="",
-        key="",
-    )
-    shapes = tuple(operands[name] for name in names)
-    key = (repr((plain.op, plain.args, plain.kwargs)), shapes, grad, kernels)
-    return _records.get(key, lambda: _record(plain, shapes, grad, kernels))
-
-
-def _record(call: Node, operands: Sequence[RecordedOperand], grad: bool, kernels: str) -> CallRecord | None:
+def observed(call: Node, operands: Sequence[RecordedOperand], *, grad: bool, kernels: str) -> CallRecord | None:
+    """The record of ``call``, whose inputs are named by their places in ``operands``; arguments as ``record_call``."""
     inputs = [_tensor(operand) for operand in operands]
     function = _function(call, inputs, kernels)
     packed: list[torch.Tensor] = []

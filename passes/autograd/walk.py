@@ -8,6 +8,7 @@ from typing import Literal
 
 from passes.autograd.operator_tables import is_view
 from passes.autograd.record import CallRecord, RecordedOperand
+from passes.autograd.recorded_calls import record_call
 from passes.ir.graph import Graph, Node, Value
 
 Kernels = Literal["gpu", "cpu"]
@@ -41,8 +42,6 @@ def walk(
 
     Constant nodes are left out. Values from outside are taken to be contiguous.
     """
-    from passes.autograd.operator_records import record_call
-
     values = graph.values
     strides: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.ir.graph import Node, Ref, Value
+from passes.ir.torch_facts import asked
 from passes.rules.rule import Dims, Factor, ShardingRule
 
 #: Name of each argument and its default; ``REQUIRED`` marks those without one.
@@ -34,29 +35,44 @@ _OWN_TENSORS = {
 }
 
 
-@functools.cache
 def signature(op: str) -> Signature | None:
     """Arguments of ``op`` in call order, or None if torch does not know it."""
     if op in SIGNATURES:
         return SIGNATURES[op]
-    schema = schema_of(op)
-    if schema is None:
-        return None
-    return tuple(
-        (argument.name, argument.default_value if argument.has_default_value() else REQUIRED)
-        for argument in schema.arguments
-    )
+    arguments = _arguments(op)
+    return None if arguments is None else _signature(op)
 
 
 @functools.cache
+def _signature(op: str) -> Signature:
+    return tuple((name, default[0] if default else REQUIRED) for name, _, default in _arguments(op) or ())
+
+
 def tensor_arguments(op: str) -> tuple[str, ...]:
     """Names of the arguments of ``op`` that take one tensor, in the order of its schema."""
     if op in _OWN_TENSORS:
         return _OWN_TENSORS[op]
-    schema = schema_of(op)
-    if schema is None:
-        return ()
-    return tuple(argument.name for argument in schema.arguments if str(argument.type) in ("Tensor", "Optional[Tensor]"))
+    return _tensor_arguments(op) if _arguments(op) is not None else ()
+
+
+@functools.cache
+def _tensor_arguments(op: str) -> tuple[str, ...]:
+    return tuple(name for name, kind, _ in _arguments(op) or () if kind in ("Tensor", "Optional[Tensor]"))
+
+
+def _arguments(op: str) -> list[tuple[str, str, list[Any]]] | None:
+    """Name, type and default (in a list, empty without one) of every argument of ``op``; None for no operator."""
+
+    def ask() -> list[list[Any]] | None:
+        schema = schema_of(op)
+        if schema is None:
+            return None
+        return [
+            [argument.name, str(argument.type), [argument.default_value] if argument.has_default_value() else []]
+            for argument in schema.arguments
+        ]
+
+    return asked("schema", op, ask)  # type: ignore[no-any-return]
 
 
 def schema_of(op: str) -> Any:

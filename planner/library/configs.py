@@ -41,7 +41,7 @@ def load_config(name_or_path: str | Path) -> Any:
     Raises:
         ValueError: for an unknown name, a file that is no config, or a model type that transformers does not know.
     """
-    path = _find(str(name_or_path))
+    path = config_file(str(name_or_path))
     try:
         entries = read_json(path)
     except ValueError as error:
@@ -61,8 +61,12 @@ def load_config(name_or_path: str | Path) -> Any:
     return config
 
 
-def _find(name: str) -> Path:
-    """The file of a library name or of a path."""
+def config_file(name: str) -> Path:
+    """The file of a library name or of a path.
+
+    Raises:
+        ValueError: if there is none.
+    """
     names = config_names()
     if name in names:
         return FOLDER / f"{name}.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from passes.torch_compat.module_tables import buffers_of
 from runtime import ops
 from runtime.execution.state_info import StateInfo
 from runtime.execution.step_state import StepState
+from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, weight_groups
 from runtime.program_tools.compiling import as_compiled, can_be_one_graph
 from runtime.program_tools.recompute import always_again, recomputed
 from runtime.programs.program import Block
@@ -23,9 +24,6 @@ from runtime.state.weight_tree import WeightTree
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.zero.group import StateGroup
 from runtime.zero.unit import Unit, UnitWeight
-
-#: The ZeRO stage from which on weights are gathered for every use.
-_GATHERED_PER_USE = 3
 
 
 class BoundUnit:
@@ -44,7 +42,7 @@ class BoundUnit:
         self, stage_unit: StageUnit, units: Sequence[tuple[Unit, Sequence[str]]], fixed: dict[str, torch.Tensor]
     ) -> None:
         self.units = tuple(unit for unit, _ in units)
-        self.keeps_weights = all(unit.zero < _GATHERED_PER_USE for unit in self.units)
+        self.keeps_weights = all(unit.zero < GATHERED_PER_USE for unit in self.units)
         self._names = tuple(name for _, names in units for name in names)
         count = 1 + max((root for root, _, _ in stage_unit.states), default=0)
         self.trees = [WeightTree() for _ in range(count)]
@@ -89,60 +87,6 @@ class BoundUnit:
     def _weights(self) -> list[torch.Tensor]:
         with always_again():
             return [weight for unit in self.units for weight in unit.use()]
-
-
-class UnitTable:
-    """The units of a rank, made for its training programs and shared by all others.
-
-    A weight that several of the rank's units use, and that one of them keeps, is a unit of its own, so that it and its
-    gradient are held once.
-    """
-
-    def __init__(self) -> None:
-        self._exact: dict[tuple[int | None, int, tuple[str, ...]], Unit] = {}
-        self._of: dict[tuple[int, str], tuple[Unit, tuple[str, ...]]] = {}
-        #: ZeRO stage of every weight that several units hold together.
-        self.held_together: dict[str, int] = {}
-        #: Weights that several units gather for each use.
-        self.gathered_apart: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._exact)
-
-    def hold_together(self, stages: Sequence[StageGraph]) -> None:
-        """Find the weights that several units of a rank's chunks use."""
-        uses: dict[str, list[int]] = {}
-        for unit in (unit for stage in stages for unit in stage.all_units):
-            for path in {path: None for _, _, path in unit.states}:
-                uses.setdefault(path, []).append(unit.policy.zero)
-        for path, zeros in uses.items():
-            if len(zeros) > 1 and min(zeros) < _GATHERED_PER_USE:
-                self.held_together[path] = min(max(zeros), _GATHERED_PER_USE - 1)
-            elif len(zeros) > 1:
-                self.gathered_apart.add(path)
-
-    def in_turn(self, units: Sequence[Unit]) -> list[Unit]:
-        """The members of ``units`` that a micro-batch uses exactly once."""
-        several = {id(unit) for (chunk, _, _), unit in self._exact.items() if chunk is None}
-        return [unit for unit in units if id(unit) not in several]
-
-    def add(self, chunk: int, zero: int, names: tuple[str, ...], make: Callable[[], Unit]) -> Unit:
-        """The unit of a training program."""
-        together = len(names) == 1 and names[0] in self.held_together
-        key = (None if together else chunk, zero, names)
-        if key not in self._exact:
-            self._exact[key] = make()
-        for name in names:
-            self._of.setdefault((chunk, name), (self._exact[key], names))
-        return self._exact[key]
-
-    def find(self, chunk: int, names: tuple[str, ...]) -> list[tuple[Unit, tuple[str, ...]]]:
-        """The units that hold ``names``, each once; a training program of this chunk uses them all."""
-        by_unit = {}
-        for name in names:
-            unit, unit_names = self._of[chunk, name]
-            by_unit[id(unit)] = (unit, unit_names)
-        return list(by_unit.values())
 
 
 class ChunkUnits:
@@ -226,23 +170,6 @@ def _bind(
         for names, zero in groups
     ]
     return BoundUnit(stage_unit, units, fixed)
-
-
-def weight_groups(
-    stage_unit: StageUnit, trained: Mapping[str, tuple[str, ...]], held_together: Mapping[str, int]
-) -> list[tuple[tuple[str, ...], int]]:
-    """The ``trained`` weights of a unit that are gathered and reduced together, each group with its ZeRO stage.
-
-    Args:
-        trained: by name, the axes over which the gradient is summed: weights of the same axes go together.
-    """
-    names_by_axes: dict[tuple[str, ...], list[str]] = {}
-    for name, axes in trained.items():
-        if name not in held_together:
-            names_by_axes.setdefault(axes, []).append(name)
-    groups = [(tuple(names), stage_unit.policy.zero) for names in names_by_axes.values()]
-    groups += [((name,), held_together[name]) for name in trained if name in held_together]
-    return groups or [((), stage_unit.policy.zero)]
 
 
 def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collection[str]) -> Unit:

@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.pipeline_cut import Deferral, StepPrograms
 from passes.plan import Plan
-from passes.plan.step_plan import CALLERS
 from runtime.execution.rank_mapping import Rectangle, RectangleOf, piece_axes
+from runtime.execution.unit_table import sharded_paths, stages_of
 from runtime.state.owned import is_first_holder, rectangle, torch_placements
-from runtime.zero.precision import Dtypes, Precision
+from runtime.zero.precision import Dtypes, Precision, precision_of
 from runtime.zero.state_pieces import piece_dim, piece_of
 
 
@@ -175,47 +175,6 @@ class Placing:
             if compute != info.dtype:
                 return Dtypes(compute, info.dtype, self.precision.of(compute).gradient)
         return self.precision.of(info.dtype)
-
-
-def precision_of(plan: Plan) -> Precision:
-    """The optimizer keeps float32 masters of narrow weights unless there is none to keep them.
-
-    With the caller's own optimizer everything is in the parameter's own dtype, as it would be on one device.
-    """
-    if plan.step.optimizer == CALLERS:
-        return Precision(master=None, gradient=None)
-    master = "float32" if plan.step.optimizer != "none" else None
-    return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")
-
-
-def stages_of(plan: Plan, programs: StepPrograms) -> dict[str, tuple[int, ...]]:
-    """State path → pipeline ranks whose programs use it."""
-    users: dict[str, set[int]] = {}
-    for stage, chunk in zip(programs.stages, plan.step.chunks):
-        for state in stage.sharded.graph.states:
-            users.setdefault(state.path, set()).add(chunk.rank)
-    return {path: tuple(sorted(ranks)) for path, ranks in users.items()}
-
-
-def sharded_paths(programs: StepPrograms) -> frozenset[str]:
-    """Paths of the states that some unit shards over its data ranks, with all others of their units.
-
-    A unit gathers all of its parameters or none, so one that is sharded for another unit's sake takes the rest along.
-    """
-    units = [
-        (unit.policy.zero, frozenset(path for _, _, path in unit.states))
-        for stage in programs.stages
-        for unit in stage.all_units
-    ]
-    in_pieces: set[str] = set()
-    for _ in units:
-        before = len(in_pieces)
-        for zero, paths in units:
-            if zero or paths & in_pieces:
-                in_pieces |= paths
-        if len(in_pieces) == before:
-            break
-    return frozenset(in_pieces)
 
 
 def _product(mesh: MeshShape, axes: Sequence[str]) -> int:

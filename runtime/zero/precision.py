@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from cost_models.dtypes import ITEM_SIZE
+from passes.plan import Plan
+from passes.plan.step_plan import CALLERS
+
+if TYPE_CHECKING:
+    import torch
 
 _NARROW_BYTES = 2
 
@@ -16,6 +22,14 @@ class Dtypes:
     compute: torch.dtype
     master: torch.dtype
     gradient: torch.dtype
+
+
+class DtypeNames(NamedTuple):
+    """``Dtypes`` by name."""
+
+    compute: str
+    master: str
+    gradient: str
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,7 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("compute", "master", "gradient"):
             name = getattr(self, field)
-            dtype = getattr(torch, name, None) if name is not None else torch.float32
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < _NARROW_BYTES:
+            if name is not None and not (_is_floating(name) and ITEM_SIZE[name] >= _NARROW_BYTES):
                 raise ValueError(
                     f"{field} precision {name!r} is not known: expected a floating-point dtype of 16 bits or more, "
                     "like 'float32' or 'bfloat16', or None"
@@ -46,8 +59,30 @@ class Precision:
 
     def of(self, dtype: torch.dtype) -> Dtypes:
         """The dtypes of a parameter that the model holds in ``dtype``."""
-        if not dtype.is_floating_point or dtype.itemsize > _NARROW_BYTES:
-            return Dtypes(dtype, dtype, dtype)
-        compute = getattr(torch, self.compute) if self.compute else dtype
-        master = getattr(torch, self.master) if self.master else compute
-        return Dtypes(compute, master, getattr(torch, self.gradient) if self.gradient else master)
+        import torch
+
+        names = self.of_name(str(dtype).removeprefix("torch."))
+        return Dtypes(*(getattr(torch, name) for name in names))
+
+    def of_name(self, dtype: str) -> DtypeNames:
+        """The same by name."""
+        if not _is_floating(dtype) or ITEM_SIZE[dtype] > _NARROW_BYTES:
+            return DtypeNames(dtype, dtype, dtype)
+        compute = self.compute or dtype
+        master = self.master or compute
+        return DtypeNames(compute, master, self.gradient or master)
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype in ITEM_SIZE and "float" in dtype
+
+
+def precision_of(plan: Plan) -> Precision:
+    """The optimizer keeps float32 masters of narrow weights unless there is none to keep them.
+
+    With the caller's own optimizer everything is in the parameter's own dtype, as it would be on one device.
+    """
+    if plan.step.optimizer == CALLERS:
+        return Precision(master=None, gradient=None)
+    master = "float32" if plan.step.optimizer != "none" else None
+    return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")

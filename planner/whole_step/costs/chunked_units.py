@@ -8,6 +8,7 @@ from passes.ir.graph import Graph
 from passes.losses import ChunkedUnits
 from passes.repeats.model_units import ModelUnit
 from passes.repeats.repeated_blocks import BlockRun
+from runtime.program_tools.fused_operators import register_before_asking
 
 
 def chunked_units(graph: Graph, runs: Sequence[BlockRun], units: Sequence[ModelUnit]) -> ChunkedUnits:
@@ -16,6 +17,5 @@ def chunked_units(graph: Graph, runs: Sequence[BlockRun], units: Sequence[ModelU
         return ChunkedUnits(graph)
     chunked = ChunkedUnits.of(graph, runs, units, results={graph.outputs[graph.loss]})
     if chunked.pairs:
-        # Registers the operator: rules and records of its calls ask torch about it.
-        import runtime.kernels  # noqa: F401
+        register_before_asking()  # rules and records of the operator's calls
     return chunked

@@ -38,10 +38,11 @@ from planner.whole_step.result.unit_collectives import (
     sent_again,
     sent_once,
 )
+from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, sharded_paths, stages_of, weight_groups
+from runtime.zero.precision import DtypeNames, precision_of
 
 PIPELINE = "pp"
 SEND, BROADCAST = "send", "broadcast"
-_GATHERED_PER_USE = 3
 
 
 def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
@@ -122,8 +123,6 @@ class _Counter:
 
     def _weights(self, stages: Sequence[StageGraph]) -> None:
         """What the units of one rank send over the data ranks."""
-        from runtime.execution.binding import UnitTable, weight_groups
-
         table = UnitTable()
         table.hold_together(stages)
         uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
@@ -131,7 +130,7 @@ class _Counter:
             for unit, block in self._units(stage):
                 for names, zero in weight_groups(unit, self._trained(unit), table.held_together):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
-                    again = zero == _GATHERED_PER_USE and self._gathers_again(block)
+                    again = zero == GATHERED_PER_USE and self._gathers_again(block)
                     uses.setdefault(key, []).append(again)
         sharded = self._sharded()
         for (_, zero, names), again_in in uses.items():
@@ -181,22 +180,16 @@ class _Counter:
         reduce = Sent(REDUCE_SCATTER if zero else ALL_REDUCE, axis, BACKWARD, elements * item_size(gradient))
         uses = len(again_in) * self.times
         if zero:
-            self._add(gather, uses if zero == _GATHERED_PER_USE else 1)
+            self._add(gather, uses if zero == GATHERED_PER_USE else 1)
         if not self.trains:
             return
-        if zero == _GATHERED_PER_USE:
+        if zero == GATHERED_PER_USE:
             self._add(gather._replace(phase=BACKWARD), sum(again_in) * self.times)
         self._add(reduce, uses if zero > 1 else 1)
 
-    def _dtypes(self, name: str) -> tuple[str, str, str]:
+    def _dtypes(self, name: str) -> DtypeNames:
         """Of a trained weight: of the working copy, of what the optimizer updates, of the gradient that is reduced."""
-        import torch
-
-        from runtime.execution.state_info import precision_of
-
-        precision = precision_of(self.plan)
-        dtypes = precision.of(getattr(torch, self.plan.states[name].dtype))
-        return tuple(str(dtype).removeprefix("torch.") for dtype in (dtypes.compute, dtypes.master, dtypes.gradient))  # type: ignore[return-value]
+        return precision_of(self.plan).of_name(self.plan.states[name].dtype)
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         """Of a weight as programs use it: whole on the data axes."""
@@ -207,8 +200,6 @@ class _Counter:
 
     def _sharded(self) -> frozenset[str]:
         """Weights of which a data rank owns a piece."""
-        from runtime.execution.state_info import sharded_paths
-
         paths = sharded_paths(self.programs)
         return frozenset(path for path in paths if path in self.plan.states and self.plan.states[path].shape)
 
@@ -226,7 +217,6 @@ class _Counter:
 
     def _tied_gradients(self) -> None:
         """Gradients of weights that several stages hold copies of."""
-        from runtime.execution.state_info import stages_of
         from runtime.zero.state_pieces import piece_shape
 
         sharded = self._sharded()

@@ -1,0 +1,140 @@
+"""Captured graphs that are kept: the same plan from less work, and never a wrong one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from passes.ir.graph import Graph, Node, Ref, State, Value
+from planner.graph_cache import graph_store
+from planner.graph_cache.graph_json import from_plain_graph, to_plain
+from planner.graph_cache.graph_store import FOLDER_VARIABLE
+from planner.planning import capture_for_planning
+
+REQUEST: dict[str, Any] = {"seq_len": 16, "global_batch": 8}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    yield tmp_path / "graphs"
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that grows by each capture."""
+    calls: list[Any] = []
+
+    def counted(model: Any, **options: Any) -> Graph:
+        calls.append(model)
+        return capture_for_planning(model, **options)
+
+    monkeypatch.setattr("planner.planning.capture_for_planning", counted)
+    return calls
+
+
+def test_a_second_plan_captures_nothing_and_is_the_same(folder: Path, captures: list[Any]) -> None:
+    first = planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    second = planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    assert captures == ["tiny-llama"]
+    assert second.to_json() == first.to_json()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_other_clusters_and_meshes_use_the_same_graph(folder: Path, captures: list[Any]) -> None:
+    planner.plan("tiny-gpt2", "dgx-h100:1", **REQUEST)
+    planner.plan("tiny-gpt2", "dgx-a100-80g:2", **REQUEST)
+    planner.plan("tiny-gpt2", "dgx-h100:1", mesh="dp=2,tp=4", **REQUEST)
+    assert captures == ["tiny-gpt2"]
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 32}, {"global_batch": 16}, {"dtype": "float32"}, {"fuse": False}])
+def test_what_a_graph_depends_on_is_in_its_key(folder: Path, captures: list[Any], change: dict[str, Any]) -> None:
+    planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    planner.plan("tiny-llama", "dgx-h100:1", **{**REQUEST, **change})
+    assert len(captures) == 2
+
+
+def test_a_config_that_was_edited_is_captured_again(folder: Path, captures: list[Any], tmp_path: Path) -> None:
+    from planner.library.configs import config_file
+
+    config = tmp_path / "config.json"
+    content = json.loads(config_file("tiny-llama").read_text())
+    config.write_text(json.dumps(content))
+    planner.plan(str(config), "dgx-h100:1", **REQUEST)
+    config.write_text(json.dumps({**content, "intermediate_size": 2 * content["intermediate_size"]}))
+    planner.plan(str(config), "dgx-h100:1", **REQUEST)
+    assert len(captures) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"graph": {}, "fusion": null, "facts": {}}', "null"])
+def test_a_damaged_file_is_captured_again_and_mended(folder: Path, captures: list[Any], damage: str) -> None:
+    first = planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    (path,) = folder.iterdir()
+    path.write_text(damage)
+    assert planner.plan("tiny-llama", "dgx-h100:1", **REQUEST).to_json() == first.to_json()
+    planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    assert len(captures) == 2
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
+    assert planner.plan("tiny-llama", "dgx-h100:1", **REQUEST).step.num_devices == 8
+
+
+def test_an_empty_variable_keeps_nothing(folder: Path, captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    for _ in range(2):
+        planner.plan("tiny-llama", "dgx-h100:1", **REQUEST)
+    assert len(captures) == 2 and not folder.exists()
+
+
+def test_the_folder_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_store, "MAX_FILES", 3)
+    for place in range(5):
+        graph_store.keep_graph(f"graph{place}", {"place": place})
+        os.utime(folder / f"graph{place}.json", (place, place))
+    assert {path.stem for path in folder.iterdir()} == {"graph2", "graph3", "graph4"}
+
+
+def test_a_kept_graph_is_planned_without_transformers(folder: Path) -> None:
+    """In a process of its own."""
+    code = (
+        "import sys, planner\n"
+        "plan = planner.plan('tiny-llama', 'dgx-h100:1', seq_len=16, global_batch=8, fix={'pp': 2, 'zero': 1})\n"
+        "print('transformers' in sys.modules)\n"
+    )
+    environment = {**os.environ, FOLDER_VARIABLE: str(folder.parent)}
+    run = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert run == ["True\n", "False\n"]
+
+
+def test_a_graph_is_the_same_after_json() -> None:
+    x, out = Value("x", (2, 3), "float32", "input"), Value("y", (2,), "float32")
+    weight = State(Value("w", (3,), "float32", "parameter", True), "layer.0.w", ("tied.w",))
+    arguments = (Ref("x"), (1, [Ref("w"), None], ()), float("-inf"), 1.5, True)
+    keywords = {"dtype": "dtype:float32", "dims": [0, -1]}
+    key = "layer.0:aten.thing.default:0"
+    node = Node("y", "aten.thing.default", arguments, keywords, (out,), "layer.0", "Layer", False, key, 3)
+    graph = Graph("M", (x,), (("batch", 0),), (weight,), (node,), {"loss": "y"}, "loss")
+    again = from_plain_graph(json.loads(json.dumps(to_plain(graph))))
+    assert again == graph
+    assert again.nodes[0].constants == node.constants
+
+
+def test_what_json_cannot_say_is_refused() -> None:
+    node = Node("y", "aten.thing.default", (1j,), {}, (Value("y", (), "complex64"),))
+    with pytest.raises(ValueError, match="complex"):
+        to_plain(Graph("M", (), (), (), (node,), {}))
