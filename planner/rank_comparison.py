@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.capture.nested_values import flatten
 from passes.plan import Plan
+from passes.rules.registered_rules import registered_in_words
 from runtime.agreement.call_contents import in_words
 from runtime.agreement.ranks_together import Ranks
 from runtime.launch.place import find_place
@@ -50,6 +51,7 @@ def check_compiled_alike(
         "the mesh": shown or (target.to_json() if isinstance(target, Plan) else str(target)),
         "the plan": "none" if plan is None else plan.to_json(),
         "loss_fn": f"{getattr(loss_fn, '__module__', None)}.{getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}",
+        "registered sharding rules": registered_in_words(),
         **{f"option {name}": _in_words(value) for name, value in sorted(options.items())},
     }
     names = sorted(facts)

@@ -36,6 +36,7 @@ def run_of_the_tests(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
     """A folder that all processes of one run share, for ``tests.ranks``."""
     own = tmp_path_factory.getbasetemp()
     os.environ["MESHWRIGHT_TEST_RUN"] = str(own if worker_id == "master" else own.parent)
+    os.environ["XDG_CACHE_HOME"] = os.environ["MESHWRIGHT_TEST_RUN"]  # rules found by running are not of the user's
 
 
 def _has_group() -> bool:

@@ -88,7 +88,7 @@ class Experts(nn.Module):
         return (x + torch.einsum("besd,bse->bsd", given, chosen)).square().mean()
 
 
-class Renormed(nn.Module):
+class Powered(nn.Module):
     """An operator that no rule is known for between two linears."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Renormed(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.renorm(self.first(x), 2, 0, 1.0)).square().mean()
+        return self.last(torch.linalg.matrix_power(self.first(x), 3)).square().mean()
 
 
 class Scaled(nn.Module):
@@ -183,7 +183,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "tied": lambda: capture(TiedClassifier(), kwargs=token_batch()),
     "images": module(Images, images=(8, 3, 8, 8)),
     "experts": module(Experts, x=(8, 4, 8)),
-    "renormed": module(Renormed, x=(8, 8)),
+    "powered": module(Powered, x=(8, 8)),
     "scaled": module(Scaled, x=(8, 8), temperature=()),
     "counted": module(Counted, x=(8, 8)),
     "turn": module(Turn, x=(8, 8)),
@@ -251,7 +251,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "vocabulary_cut": _case("tied", "tp=2", {"embedding.weight": {"tp": "S(0)"}, "embedding": {"tp": "P"}}),
     "images": _case("images", "dp=2", **WHOLE),
     "experts": _case("experts", "tp=2", {"up": {"tp": "S(0)"}, "down": {"tp": "S(0)"}}),
-    "unknown_operator": _case("renormed", "dp=2", {**SAMPLES, "first": {"dp": "S(0)"}, "last": {"dp": "S(0)"}}),
+    "unknown_operator": _case("powered", "dp=2", {**SAMPLES, "first": {"dp": "S(0)"}, "last": {"dp": "S(0)"}}),
     "mapping_of_outputs": _case("scaled", "dp=2", {"input:x": {"dp": "S(0)"}, "linear": {"dp": "S(0)"}}),
     "buffers": _case("counted", "dp=2", {**SAMPLES, "linear": {"dp": "S(0)"}}),
     "joint_axes": _case("turn", "dp=2,tp=2", PINS),

@@ -220,10 +220,10 @@ def test_other_ways_to_call_cross_entropy(function: Callable[..., torch.Tensor])
     assert "aten.log_softmax.int" not in ops(graph)
 
 
-def test_probabilities_as_targets_are_left_alone() -> None:
+def test_probabilities_as_targets_are_a_sum_of_products() -> None:
     target = torch.rand(2, 7, dtype=torch.float64)
     graph = assert_parity(Loss(F.cross_entropy, (2, 7)), args=(torch.randn(2, 7, dtype=torch.float64), target))
-    assert "aten.cross_entropy_loss.default" in ops(graph)
+    assert "aten.cross_entropy_loss.default" not in ops(graph) and "aten.log_softmax.int" in ops(graph)
 
 
 def test_constants_are_marked_and_shared() -> None:

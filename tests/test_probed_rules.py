@@ -137,8 +137,18 @@ DECEIVING = {
     "size": (lambda x: x / x.shape[0], {"S1 -> S1"}),
     "gradient_only": (lambda x: x + (x.sum() - x.sum().detach()), set()),
     "first_three": (lambda x: torch.cat([x[:3] * 2.0, x[3:]]), {"S1 -> S1"}),
-    "groups_of_four": (lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1), {"S0 -> S0", "S1 -> S1"}),
+    "pairs": (lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1), {"S0 -> S0", "S1 -> S1"}),
 }
+
+
+def test_a_number_hidden_in_the_code_shows_at_the_size_of_the_call() -> None:
+    """What is done to the first 128 entries is done to all entries of small tensors."""
+    op = operator("first_block", "(Tensor x) -> Tensor", lambda x: torch.cat([x[:, :128] * 2.0, x[:, 128:]], 1))
+    assert cuts(found(op, normal(8, 512))) == {"S0 -> S0"}
+    case = make_case(Sample(op, (normal(8, 512),), {}))
+    planner.register_rule(op, "~ bn -> bn")
+    with pytest.raises(ValueError, match=r"is wrong: under 'cut n', .*\(tensor\[\d+, 512\]\)"):
+        rule_for(case.node, case.values)
 
 
 @pytest.mark.parametrize("name", DECEIVING)
@@ -146,7 +156,7 @@ def test_no_wrong_rule_is_found(name: str) -> None:
     function, expected = DECEIVING[name]
     rule = found(operator(name, "(Tensor x) -> Tensor", function), normal(8, 12))
     assert cuts(rule) == expected
-    if name == "groups_of_four":
+    if name == "pairs":
         assert rule is not None and dict(rule.sizes) == {"p0": 8, "p1": 6}
 
 

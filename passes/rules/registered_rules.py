@@ -65,6 +65,16 @@ def register_rule(op: Any, rule: str | RuleFunction | None, *, check: bool = Tru
     REGISTRY[name] = RegisteredRule(rule, check, next(_NUMBERS))
 
 
+def registered_in_words() -> str:
+    """What is registered, for ranks to compare: one line an operator, functions by name."""
+    lines = []
+    for op, registered in sorted(REGISTRY.items()):
+        rule = registered.rule
+        text = f"{rule.__module__}.{getattr(rule, '__qualname__', '')}" if callable(rule) else str(rule)
+        lines.append(f"{op}: {text}")
+    return "\n".join(lines) or "none"
+
+
 def operator_name(op: Any) -> str:
     """An operator's name in graphs (``"my.op.default"``).
 

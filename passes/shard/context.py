@@ -139,7 +139,8 @@ class Context:
             offered[INVARIANT] = offered[REPLICATE]
         missing = [label for label in planned.strategy if label not in offered]
         if missing:
-            raise PlanMismatch(f"{node.op} ({node.key!r}) cannot be sharded as the plan says: {missing[0]!r}")
+            hint = "; register its rule again (planner.register_rule), in every process" if rule is None else ""
+            raise PlanMismatch(f"{node.op} ({node.key!r}) cannot be sharded as the plan says: {missing[0]!r}{hint}")
         return rule, tuple(offered[label] for label in planned.strategy)
 
     def _trees(self) -> Iterator[tuple[str, Tree]]:

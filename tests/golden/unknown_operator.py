@@ -1,4 +1,4 @@
-"""Renormed on mesh dp=2, written by Meshwright.
+"""Powered on mesh dp=2, written by Meshwright.
 
 Each rank runs this on its own part of every tensor; "global shape → local shape {axis: type}" stands where they
 change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gradient partial; I: the same on all
@@ -26,9 +26,9 @@ class Last(Block):
         w = self.weights
         # first: [8, 8] → [4, 8] {dp: S(0)}
         first = spmd.all_gather(first, "dp", src=S(0), dst=I)             # 256 B
-        renorm = torch.ops.aten.renorm.default(first, 2, 0, 1.0)
-        renorm = spmd.convert(renorm, "dp", src=I, dst=S(0))              # 256 B, backward all-gather
-        last = F.linear(renorm, w.last.weight, w.last.bias)
+        linalg_matrix_power = torch.ops.aten.linalg_matrix_power.default(first, 3)
+        linalg_matrix_power = spmd.convert(linalg_matrix_power, "dp", src=I, dst=S(0))  # 256 B, backward all-gather
+        last = F.linear(linalg_matrix_power, w.last.weight, w.last.bias)
         square = torch.square(last)
         square = spmd.all_gather(square, "dp", src=S(0), dst=I)           # 256 B
         loss = torch.mean(square)

@@ -20,7 +20,7 @@ from passes.rules.probing.clean_thread import on_clean_thread
 from passes.rules.probing.probe_call import ProbeCall, ProbeFailure, Shapes
 from passes.rules.probing.probe_samples import samples
 from passes.rules.probing.sharded_trial import WholeRun, mismatch, sharded_outputs, whole_run
-from passes.rules.probing.small_shapes import small_shapes, takes
+from passes.rules.probing.small_shapes import nearly_full_size, small_shapes, takes
 from passes.rules.rule import PROBED, Dims, ShardingRule
 
 #: Dims in which an operator must have this many numbers to be worth a probe.
@@ -68,7 +68,7 @@ def _probe(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
             wholes = whole_runs(attempt, small)
         if wholes:
             cuts = _together(attempt, small, list(_proved_cuts(attempt, shapes, small, wholes)))
-            return _rule(node, shapes, small, wholes[0], cuts)
+            return _rule(node, shapes, cuts)
     return None
 
 
@@ -96,15 +96,17 @@ def _proved_cuts(call: ProbeCall, shapes: Shapes, small: Shapes, wholes: Sequenc
                 continue
             for cut in candidate_cuts(call, shapes, tensor, dim):
                 places = {(number, place) for number, place in enumerate(cut.dims) if place is not None}
-                proved = None if places & taken else _proved(call, cut, small, wholes)
+                proved = None if places & taken else _proved(call, cut, shapes, small, wholes)
                 if proved is not None:
                     taken |= places
                     yield proved
                     break
 
 
-def _proved(call: ProbeCall, cut: CandidateCut, small: Shapes, wholes: Sequence[WholeRun]) -> ProvedCut | None:
-    """``cut`` with the smallest piece that holds in all samples, at ``small`` and another size; None if none does."""
+def _proved(
+    call: ProbeCall, cut: CandidateCut, shapes: Shapes, small: Shapes, wholes: Sequence[WholeRun]
+) -> ProvedCut | None:
+    """``cut`` with the smallest piece that holds in all samples, at ``small`` and other sizes; None if none does."""
     size = cut.size(small)
     outputs = _types_of_outputs(cut, size, wholes)
     if outputs is None:
@@ -112,7 +114,7 @@ def _proved(call: ProbeCall, cut: CandidateCut, small: Shapes, wholes: Sequence[
     for piece in (divisor for divisor in range(1, size) if size % divisor == 0):
         proved = ProvedCut(cut, outputs, piece)
         if _holds(proved, wholes, size) and _holds_at_other_sizes(call, proved, small):
-            return proved
+            return proved if _holds_at_full_size(call, proved, shapes, small) else None
     return None
 
 
@@ -147,6 +149,15 @@ def _holds_at_other_sizes(call: ProbeCall, proved: ProvedCut, small: Shapes) -> 
     return False
 
 
+def _holds_at_full_size(call: ProbeCall, proved: ProvedCut, shapes: Shapes, small: Shapes) -> bool:
+    """Whether two ranks give the same as one device where the dims of the cut are about as large as in the call."""
+    resized = nearly_full_size(shapes, small, proved.cut.dims, proved.piece)
+    if resized is None:
+        return True
+    wholes = whole_runs(call, resized, count=1)
+    return bool(wholes) and mismatch(wholes[0], proved.cut.types(), proved.outputs, 2) is None
+
+
 def _together(call: ProbeCall, small: Shapes, cuts: list[ProvedCut]) -> list[ProvedCut]:
     """The cuts that hold beside each other: each of them on shapes of which the others have cut off all but a piece or
     two."""
@@ -162,7 +173,7 @@ def _together(call: ProbeCall, small: Shapes, cuts: list[ProvedCut]) -> list[Pro
     return accepted
 
 
-def _rule(node: Node, shapes: Shapes, small: Shapes, whole: WholeRun, cuts: Sequence[ProvedCut]) -> ShardingRule | None:
+def _rule(node: Node, shapes: Shapes, cuts: Sequence[ProvedCut]) -> ShardingRule | None:
     """The cuts as a rule of the call's own shapes; None if nothing is left to cut.
 
     A dim is (pieces, what stays together in each); of an operator that gives partial sums none may come in.
@@ -187,12 +198,11 @@ def _rule(node: Node, shapes: Shapes, small: Shapes, whole: WholeRun, cuts: Sequ
     if not sizes:
         return None
     contracts = any(P in proved.outputs for proved in cuts)
-    numbers = tuple(place for place, tensor in enumerate(whole.tensors) if tensor.is_floating_point())
     return ShardingRule(
         tuple(map(_frozen, inputs)),
         tuple(map(_frozen, outputs)),
         sizes,
-        terms=(numbers,) if contracts else None,
+        terms=(tuple(range(len(shapes))),) if contracts else None,
         passes_partial=False,
         source=PROBED,
     )

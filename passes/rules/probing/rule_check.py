@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from passes.ir.graph import Node, Value
+from passes.ir.types import shard_dim
 from passes.rules.operator_call import OperatorCall, bind
 from passes.rules.probing.clean_thread import on_clean_thread
 from passes.rules.probing.probe_call import ProbeCall
 from passes.rules.probing.probed_rules import whole_runs
 from passes.rules.probing.sharded_trial import WholeRun, mismatch
-from passes.rules.probing.small_shapes import small_shapes
+from passes.rules.probing.small_shapes import nearly_full_size, small_shapes
 from passes.rules.rule import AxisChoice, ShardingRule, axis_choices
 
 _RANKS = (2, 3, 4)
+_MAX_RANKS = 24
 
 
 def check_rule(node: Node, values: Mapping[str, Value], rule_of: Callable[[OperatorCall], ShardingRule | None]) -> None:
@@ -30,17 +32,37 @@ def check_rule(node: Node, values: Mapping[str, Value], rule_of: Callable[[Opera
 
 
 def _check(node: Node, values: Mapping[str, Value], rule_of: Callable[[OperatorCall], ShardingRule | None]) -> None:
-    for whole in _whole_runs(node, values):
-        small_node, small_values = whole.call.node_at(whole.shapes, whole.outputs)
-        call = bind(small_node, small_values)
-        rule = rule_of(call) if call is not None else None
-        for choice, pieces in _choices(rule) if rule is not None else ():
-            wrong = mismatch(whole, choice.inputs, choice.outputs, pieces)
-            if wrong is not None:
-                raise ValueError(
-                    f"the registered sharding rule of {node.op} is wrong: under {choice.label!r}, "
-                    f"{whole.call.text(whole.shapes)}: {wrong}; mend the rule, or register it with check=False"
-                )
+    shapes = tuple(values[name].shape for name in node.inputs)
+    wholes = _whole_runs(node, values)
+    for whole in wholes:
+        for choice, pieces in _choices_at(whole, rule_of):
+            _compare(whole, choice, pieces)
+    for choice in dict(_choices_at(wholes[0], rule_of)):
+        resized = nearly_full_size(shapes, wholes[0].shapes, tuple(map(shard_dim, choice.inputs)), 1)
+        large = whole_runs(wholes[0].call, resized, count=1) if resized is not None else []
+        for whole in large:
+            for again, pieces in _choices_at(whole, rule_of):
+                if again.label == choice.label and pieces == min(_RANKS):
+                    _compare(whole, again, pieces)
+
+
+def _compare(whole: WholeRun, choice: AxisChoice, pieces: int) -> None:
+    wrong = mismatch(whole, choice.inputs, choice.outputs, pieces)
+    if wrong is not None:
+        raise ValueError(
+            f"the registered sharding rule of {whole.call.node.op} is wrong: under {choice.label!r}, "
+            f"{whole.call.text(whole.shapes)}: {wrong}; mend the rule, or register it with check=False"
+        )
+
+
+def _choices_at(
+    whole: WholeRun, rule_of: Callable[[OperatorCall], ShardingRule | None]
+) -> Iterator[tuple[AxisChoice, int]]:
+    """The choices that the rule gives an axis at the shapes of ``whole``."""
+    node, values = whole.call.node_at(whole.shapes, whole.outputs)
+    call = bind(node, values)
+    rule = rule_of(call) if call is not None else None
+    yield from _choices(rule) if rule is not None else ()
 
 
 def _whole_runs(node: Node, values: Mapping[str, Value]) -> list[WholeRun]:
@@ -64,6 +86,5 @@ def _choices(rule: ShardingRule) -> Iterator[tuple[AxisChoice, int]]:
     grads = [True] * len(rule.inputs)
     for choice in axis_choices(rule, input_grads=grads, output_grads=[True] * len(rule.outputs)):
         size = rule.sizes[choice.factor] if choice.factor is not None else 1
-        for pieces in sorted({*_RANKS, size}):
-            if pieces > 1 and size % pieces == 0:
-                yield choice, pieces
+        several = {*_RANKS, size} if size <= _MAX_RANKS else {*_RANKS}
+        yield from ((choice, pieces) for pieces in sorted(several) if pieces > 1 and size % pieces == 0)

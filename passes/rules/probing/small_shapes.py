@@ -14,6 +14,8 @@ SMALL_SIZES = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22)
 #: Numbers that all tensors of a probe may have together, and ways to shrink that are tried.
 _MAX_NUMBERS = 2**15
 _MAX_TRIALS = 64
+#: Largest size of a dim that is cut in a probe.
+MAX_PROBED_SIZE = 1536
 #: Largest whole ratio between two sizes that is kept (four gates of a hidden dim).
 _MAX_RATIO = 8
 
@@ -26,6 +28,21 @@ def small_shapes(call: ProbeCall, shapes: Shapes) -> Shapes | None:
         if sum(map(math.prod, small)) <= _MAX_NUMBERS and takes(call, small):
             return small
     return None
+
+
+def nearly_full_size(shapes: Shapes, small: Shapes, dims: tuple[int | None, ...], piece: int) -> Shapes | None:
+    """``small`` with ``dims`` (of each tensor the dim, or None) as large as in ``shapes``, in an even number of pieces.
+
+    A number hidden in an operator's code (a window of 128) shows in dims that are larger alone. At most
+    ``MAX_PROBED_SIZE``; None where that is no more than ``small`` has.
+    """
+    size = next(shape[dim] for shape, dim in zip(shapes, dims) if dim is not None)
+    before = next(shape[dim] for shape, dim in zip(small, dims) if dim is not None)
+    largest = min(size, MAX_PROBED_SIZE) // (2 * piece) * (2 * piece)
+    resized = tuple(
+        shape if dim is None else (*shape[:dim], largest, *shape[dim + 1 :]) for shape, dim in zip(small, dims)
+    )
+    return resized if largest > before else None
 
 
 def takes(call: ProbeCall, shapes: Shapes) -> bool:
