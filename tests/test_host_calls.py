@@ -59,6 +59,22 @@ def test_a_fused_operator_of_small_tensors_calls_few_functions_each_way() -> Non
         assert in_backward / len(results) <= 56, comparison.name
 
 
+#: Operators that are torch's own, under autograd, on small tensors of a processor.
+LEFT_TO_TORCH = ("layer_norm", "add_layer_norm", "bias_gelu", "cross_entropy", "embedding")
+
+
+def test_what_torch_computes_as_well_on_a_processor_is_left_to_it() -> None:
+    for comparison in operators(torch.device("cpu")):
+        if comparison.name in LEFT_TO_TORCH:
+            ours, eager = (
+                python_calls(partial(one.backward, [one.forward() for _ in range(10)]), warm_up=0)
+                for one in (comparison.ours, comparison.eager)
+                if one.backward is not None
+            )
+            assert ours <= eager, comparison.name
+            assert python_calls(comparison.ours.forward) <= 25, comparison.name
+
+
 def test_weights_of_data_ranks_cost_a_few_calls_a_unit_and_not_some_for_each_weight() -> None:
     calls = [python_calls(comparison.ours.forward) for comparison in units()]
     assert all(number < 200 for number in calls), "of seven linears, begin to finish; FSDP2's are 753"

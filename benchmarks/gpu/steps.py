@@ -37,17 +37,26 @@ def step(setting: Setting, *, model: str, contestant: str) -> Iterator[Row]:
     if name == "Hugging Face" and process.world_size > 1:
         yield {"contestant": contestant, "note": "one GPU only"}
         return
+    torch.compiler.reset()
+    run, predicted = _made(size, setting, process.device, _MAKERS[name], compiled=mode == "compiled")
+    # What making it took, the original model of a plan above all, is no part of a step's memory.
+    gc.collect()
     if setting.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    torch.compiler.reset()
-    module, config = _model(size, setting)
-    batch = random_batch(config, batch_size=size.batch * process.world_size, seq_len=size.length)
-    batch = {key: _as(tensor, module).to(process.device) for key, tensor in batch.items()}
-    run, predicted = _MAKERS[name](module, batch, compiled=mode == "compiled")
     yield {"contestant": contestant, **_measured(run, process.device, tiny=setting.tiny), **predicted}
-    del run, module
+    del run
     gc.collect()
+
+
+def _made(
+    size: ModelSize, setting: Setting, device: torch.device, make: Callable[..., Step], *, compiled: bool
+) -> Step:
+    """A contestant's step on a model and a batch that nobody else holds."""
+    module, config = _model(size, setting)
+    batch = random_batch(config, batch_size=size.batch * dist.get_world_size(), seq_len=size.length)
+    batch = {key: _as(tensor, module).to(device) for key, tensor in batch.items()}
+    return make(module, batch, compiled=compiled)
 
 
 def _measured(run: Callable[[], torch.Tensor], device: torch.device, *, tiny: bool) -> Row:

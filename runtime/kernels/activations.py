@@ -38,6 +38,11 @@ def _gelu_tanh(tensor: torch.Tensor, *, out: torch.Tensor) -> None:
     torch.mul(tensor, share, out=out)
 
 
+def is_one_operator(approximate: str, count: int) -> bool:
+    """Whether GELU of so many elements is computed by torch's operator of that name."""
+    return approximate == "none" or count <= _FEW
+
+
 #: Name to: value, and gradient.
 _ATEN: dict[str, tuple[Any, Any]] = {
     SILU: (_aten.silu.out, _aten.silu_backward.grad_input),

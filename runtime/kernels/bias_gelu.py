@@ -8,8 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient, gelu_name
+from runtime.kernels.activations import (
+    PLAIN,
+    activate,
+    activation_and_slope,
+    activation_gradient,
+    gelu_name,
+    is_one_operator,
+)
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
 from runtime.kernels.library import (
@@ -18,6 +26,7 @@ from runtime.kernels.library import (
     differentiable_again,
     gradients_of,
     in_dtype,
+    is_torchs_own,
     promoted,
     register,
     wide_dtype,
@@ -45,6 +54,8 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none"
             f"bias is {tuple(bias.shape)} and the input {tuple(input.shape)}: expected a bias of the input's last dim"
         )
     gelu_name(approximate)
+    if is_one_operator(approximate, input.numel()) and is_torchs_own(input, bias):
+        return F.gelu((input + bias).contiguous(), approximate=approximate)
     result: torch.Tensor = _forward(input, bias, approximate)
     return result
 

@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from runtime.kernels.direct import are_plain
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, in_dtype, register, wide
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    is_torchs_own,
+    register,
+    wide,
+)
 from runtime.kernels.logit_rows import (
     add_up_row,
     aten_gradient,
@@ -68,6 +77,8 @@ def cross_entropy(
     """
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
+    if is_small(logits, None, label_smoothing, z_loss) and is_torchs_own(logits) and are_plain((target,)):
+        return aten_small_losses(logits, target, ignore_index)
     losses, _ = _forward(logits, target, ignore_index, label_smoothing, z_loss, reuse_logits, dtype_of_losses(logits))
     result: torch.Tensor = losses
     return result

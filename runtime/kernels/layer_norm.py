@@ -12,6 +12,7 @@ from runtime.kernels.library import (
     differentiable_again,
     gradients_of,
     in_dtype,
+    is_torchs_own,
     promoted,
     register,
 )
@@ -43,7 +44,8 @@ def layer_norm(input: torch.Tensor, weight: Maybe, bias: Maybe, eps: float) -> t
         ValueError: if the shapes of weight or bias do not fit.
     """
     check_rows(input, weight=weight, bias=bias)
-    result: torch.Tensor = _forward(input, weight, bias, eps)
+    run = _aten if is_torchs_own(input, weight, bias) else _forward
+    result: torch.Tensor = run(input, weight, bias, eps)
     return result
 
 
@@ -56,7 +58,8 @@ def add_layer_norm(
         ValueError: if the shapes of residual, weight or bias do not fit.
     """
     check_rows(input, residual=residual, weight=weight, bias=bias)
-    total, normal = _add_forward(input, residual, weight, bias, eps)
+    run = _aten_add if is_torchs_own(input, residual, weight, bias) else _add_forward
+    total, normal = run(input, residual, weight, bias, eps)
     return total, normal
 
 

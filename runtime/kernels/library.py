@@ -162,6 +162,21 @@ def gradients_of(
 WIDE = frozenset({torch.float32, torch.float64})
 
 
+def is_torchs_own(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether torch's operators, under autograd, do what ours would with these floating-point tensors, and as well.
+
+    They do on a processor, where ours are made of them, on tensors of one dtype that needs no widening, and where
+    nobody listens to operators; they are called with less of Python in between.
+    """
+    dtype = first.dtype
+    if not first.is_cpu or dtype not in WIDE:
+        return False
+    for other in others:
+        if other is not None and other.dtype is not dtype:
+            return False
+    return not runs_triton(first) and nobody_listens() and are_plain((first, *others))
+
+
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """In at least float32, as every fused operator computes."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

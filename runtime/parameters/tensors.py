@@ -32,6 +32,9 @@ _JOINING = ("stack", "cat")
 #: What reads a number (``item``), which DTensor does on each rank's own part.
 _READING = ("_local_scalar_dense", "item")
 
+#: How ``tensor.grad`` and the like come to ``__torch_function__``.
+_ATTRIBUTES = ("__get__", "__set__")
+
 
 class ParameterTensor(DTensor):
     """A DTensor that was computed from one parameter.
@@ -64,6 +67,9 @@ class ParameterTensor(DTensor):
             """As ``__torch_dispatch__``, a level above: what has a history is left as it is."""
             kwargs = kwargs or {}
             name = getattr(func, "__name__", "")
+            if name in _ATTRIBUTES:
+                with as_dtensors():
+                    return func(*args, **kwargs)
             in_place = name.endswith("_") and not name.endswith("__") and bool(args)
             tensors = _prepared(name, args, kwargs, in_place=in_place)
             with as_dtensors():
