@@ -151,7 +151,7 @@ def plan(
         "seq_len": seq_len,
         "example_inputs": example_inputs,
         "loss_fn": loss_fn,
-        "dtype": dtype,
+        "dtype": "bfloat16" if dtype is None and isinstance(model, (str, Path)) else dtype,
         "training": training,
     }
 

@@ -22,6 +22,7 @@ from planner.inspection.plan_difference import difference
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
+from planner.inspection.why_not import why_not
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4}
@@ -31,6 +32,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "zb_h1": {"fix": {**PIPELINE, "schedule": "zb_h1", "zero": 1}},
     "zero 3": {"fix": {"pp": 1, "dp": 4, "cp": 1, "tp": 1, "zero": 3}},
 }
+CALL: Mapping[str, Any] = {"example_inputs": mlp_batch(batch=16), "loss_fn": squared_error}
 
 
 @cache
@@ -38,7 +40,7 @@ def plan_of(kind: str) -> Plan:
     """As a file has it."""
     cluster = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
     model = Mlp(layers=4)
-    plan = planner.plan(model, cluster, example_inputs=mlp_batch(batch=16), loss_fn=squared_error, **PLANS[kind])
+    plan = planner.plan(model, cluster, **CALL, **PLANS[kind])
     return Plan.from_dict(json.loads(plan.to_json()))
 
 
@@ -155,3 +157,27 @@ def test_the_command_line_writes_reports_and_traces_and_prints_differences(
     assert "schedule" in capsys.readouterr().out
     assert main(["report", str(first), "-o", str(tmp_path / "missing" / "a.html")]) == 2
     assert main(["report", str(first), "-o", str(tmp_path / "a.html"), "--source", str(tmp_path / "none.py")]) == 2
+
+
+def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
+    plan = plan_of("1f1b")
+    answer = why_not(plan, fix={"schedule": "gpipe"}, model=Mlp(layers=4), **CALL)
+    assert answer.wished is not None and answer.wished.step.schedule == "gpipe"
+    assert answer.wished.step.zero == plan.step.zero and answer.wished.step.axes["pp"] == 2
+    change = answer.wished.step.costs.simulated / plan.step.costs.simulated - 1
+    assert f"{change:+.2%}" in answer.table() and "gpipe" in answer.table()
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("1f1b", {}, "no wish"),
+        ("mesh", {"fix": {"tp": 4}}, "on a given mesh"),
+        ("1f1b", {"fix": {"tp": 4}}, "does not name a config"),
+        ("1f1b", {"fix": {"no such": 4}}, "unknown name"),
+        ("1f1b", {"fix": {"schedule": "gpipe"}, "model": Mlp(layers=5), **CALL}, "is another than"),
+    ],
+)
+def test_a_wish_that_cannot_be_asked_is_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        why_not(plan_of(kind), **options)

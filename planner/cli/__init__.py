@@ -16,7 +16,7 @@ from typing import Any
 from cost_models.text import printable, printable_lines
 from planner.cli.audit_command import add_audit
 from planner.cli.cluster_command import add_cluster
-from planner.cli.inspect_commands import add_diff, add_report, add_trace
+from planner.cli.inspect_commands import add_diff, add_report, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
@@ -31,6 +31,7 @@ _EXAMPLES = """examples:
   planner show plan.json --operators
   planner report plan.json -o plan.html
   planner diff plan.json other.json
+  planner why-not plan.json --fix tp=4
   planner audit plan.json
   planner verify tiny-llama --mesh dp=2,tp=2
   planner cluster show tpu-v4-torus:8x8x8
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         add_report,
         add_trace,
         add_diff,
+        add_why_not,
         add_audit,
         _add_verify,
         add_cluster,

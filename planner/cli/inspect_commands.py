@@ -1,4 +1,4 @@
-"""``planner report``, ``trace`` and ``diff``: saved plans looked at without their models."""
+"""``planner report``, ``trace``, ``diff`` and ``why-not``: saved plans looked at, compared, and asked why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from cost_models.text import printable, printable_lines
-from planner.cli.shared_options import subparser
+from planner.cli.audit_command import read_model
+from planner.cli.shared_options import read_choices, seconds, subparser
 
 
 def add_report(commands: Any) -> None:
@@ -51,6 +52,24 @@ def add_diff(commands: Any) -> None:
     parser.set_defaults(command=_diff)
 
 
+def add_why_not(commands: Any) -> None:
+    """Add ``planner why-not``."""
+    parser = subparser(
+        commands,
+        "why-not",
+        help="search again under a wish, and print what it costs",
+        examples=["planner why-not plan.json --fix tp=4", "planner why-not plan.json --forbid recompute=full"],
+    )
+    parser.add_argument("plan", help="a plan of a whole step, saved by 'planner plan -o' or Plan.save")
+    parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
+    parser.add_argument("--forbid", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
+    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    parser.add_argument("--all", action="store_true", help="every tensor and operator that differs")
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan that meets the wish")
+    parser.set_defaults(command=_why_not)
+
+
 def _price(text: str) -> float:
     try:
         price = float(text)
@@ -88,4 +107,25 @@ def _diff(options: argparse.Namespace) -> int:
 
     changes = difference(Plan.load(options.first), Plan.load(options.second))
     print(printable_lines(changes.table(all_rows=options.all)))
+    return 0
+
+
+def _why_not(options: argparse.Namespace) -> int:
+    from cost_models.files import check_writable
+    from passes.plan import Plan
+    from planner.inspection.why_not import why_not
+
+    if options.output is not None:
+        check_writable(options.output)
+    answer = why_not(
+        Plan.load(options.plan),
+        fix=read_choices(options.fix, option="--fix"),
+        forbid=read_choices(options.forbid, option="--forbid"),
+        model=read_model(options.model),
+        time_limit=options.time_limit,
+    )
+    print(printable_lines(answer.table(all_rows=options.all)))
+    if options.output is not None and answer.wished is not None:
+        answer.wished.save(options.output)
+        print(f"saved to {printable(options.output)}")
     return 0

@@ -1,0 +1,118 @@
+"""Why a plan is not otherwise: the same search under a wish, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from passes.plan import Plan
+from passes.plan.step_summary import tokens_per_sample
+from planner.inspection.plan_difference import PlanDifference, difference
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """The answer: the best plan that meets the wish and how it differs, or why there is none."""
+
+    wished: Plan | None
+    changes: PlanDifference | None
+    reason: str
+
+    def table(self, *, all_rows: bool = False) -> str:
+        """The answer as text: one line, then what differs."""
+        return self.reason if self.changes is None else f"{self.reason}\n\n{self.changes.table(all_rows=all_rows)}"
+
+
+def why_not(
+    plan: Plan,
+    *,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    model: Any = None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    time_limit: float = 90.0,
+) -> WhyNot:
+    """Search again for what ``plan`` was asked to be and the wish besides, on the plan's own cluster.
+
+    Args:
+        fix, forbid: the wish, as ``planner.plan`` takes it.
+        model, example_inputs, loss_fn: of a plan that is not of a config in the library, as ``planner.plan`` takes
+            them. The graph of a config that was planned before is read from the cache.
+
+    Raises:
+        ValueError: without a wish, for a wish that cannot be read, for a plan on a given mesh, and if the plan does not
+            name its model and none is passed.
+
+    Example:
+        >>> print(why_not(Plan.load("plan.json"), fix={"tp": 4}).table())
+    """
+    from cost_models import Cluster
+    from planner.planning import plan as search_again
+    from planner.whole_step.candidates.demands import read_demands
+
+    if not fix and not forbid:
+        raise ValueError("there is no wish: give fix={'tp': 4}, or forbid={'recompute': 'full'}")
+    if not plan.step.decides_units:
+        raise ValueError(
+            "the plan is on a given mesh, where nothing but shardings was searched: plan a step on another mesh "
+            "(planner plan --mesh …) and compare the two with planner diff"
+        )
+    demands = plan.certificate.demands
+    wish = {**demands.get("fix", {}), **(fix or {})}
+    without = {**demands.get("forbid", {}), **(forbid or {})}
+    read_demands(wish, without)
+    step = plan.step
+    try:
+        wished = search_again(
+            _model(plan) if model is None else model,
+            Cluster.from_dict(dict(plan.cluster)),
+            global_batch=step.global_batch,
+            seq_len=tokens_per_sample(plan) if example_inputs is None else None,
+            example_inputs=example_inputs,
+            loss_fn=loss_fn,
+            dtype=_float_dtype(plan) if model is None else None,
+            fix=wish,
+            forbid=without,
+            constraints=plan.constraints,
+            memory_limit=demands.get("memory_limit"),
+            headroom=step.headroom,
+            optimizer=step.optimizer,
+            gradient_dtype=step.gradient_dtype or None,
+            compiled=step.compiled,
+            fuse=plan.fusion is not None,
+            time_limit=time_limit,
+        )
+    except ValueError as error:
+        if not str(error).startswith("no plan"):
+            raise
+        return WhyNot(None, None, f"It cannot be: {error}")
+    if wished.fingerprint != plan.fingerprint:
+        raise ValueError(f"the model is another than the plan's {plan.model}: pass the model that it was made of")
+    return WhyNot(wished, difference(plan, wished), _verdict(plan, wished))
+
+
+def _verdict(plan: Plan, wished: Plan) -> str:
+    ours, theirs = plan.step.costs.simulated, wished.step.costs.simulated
+    bound = wished.certificate.bound
+    change = theirs / ours - 1.0
+    proved = f"; no plan that meets the wish takes less than {bound / ours - 1.0:+.2%}" if bound > ours else ""
+    if change <= 0.0:
+        return f"The wish costs nothing: the best plan that meets it takes {change:+.2%} time, simulated."
+    return f"The wish costs {change:+.2%} time, simulated{proved}."
+
+
+def _model(plan: Plan) -> str:
+    if not plan.config_name:
+        raise ValueError(
+            f"the plan of {plan.model} does not name a config of the library: pass the model (--model: the path of a "
+            "config, or MODULE:FUNCTION or FILE.py:FUNCTION that returns the module)"
+        )
+    return plan.config_name
+
+
+def _float_dtype(plan: Plan) -> str | None:
+    """The dtype that most parameters have."""
+    dtypes = [tensor.dtype for tensor in plan.states.values() if tensor.trainable and "float" in tensor.dtype]
+    return max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else None
