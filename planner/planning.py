@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from passes.ir.graph import Graph
+    from planner.graph_cache.planned_graph import PlannedGraph
     from planner.whole_step.result.search_progress import Progress
 
 
@@ -103,7 +105,6 @@ def plan(
         ValueError: for input that does not fit together, and when no plan satisfies the constraints.
         CaptureError: when the model cannot be captured.
     """
-    from planner.graph_cache.planned_graph import PlannedGraph, planned_graph
     from planner.solvers.pulp_solver import solver_named
     from planner.whole_step.candidates.demands import asks_for_step, check_count, fixed_axes, read_demands, said
     from planner.whole_step.candidates.training_options import TrainingOptions
@@ -146,20 +147,17 @@ def plan(
     )
     if write_lp is not None:
         check_writable(write_lp)
-    options: dict[str, Any] = {
-        "batch_size": _one_of(batch_size, global_batch),
-        "seq_len": seq_len,
-        "example_inputs": example_inputs,
-        "loss_fn": loss_fn,
-        "dtype": "bfloat16" if dtype is None and isinstance(model, (str, Path)) else dtype,
-        "training": training,
-    }
-
-    def captured() -> PlannedGraph:
-        graph = capture_for_planning(model, progress=progress, **options)
-        return PlannedGraph(*_fused(graph)) if fuse else PlannedGraph(graph, None)
-
-    with planned_graph(model, captured, fuse=fuse, **options) as planned:
+    with graph_to_plan(
+        model,
+        fuse=fuse,
+        batch_size=_one_of(batch_size, global_batch),
+        seq_len=seq_len,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        dtype=dtype,
+        training=training,
+        progress=progress,
+    ) as planned:
         if shape is not None:
             refuse_checkpoints(planned.graph)
             decided = plan_graph(
@@ -187,6 +185,37 @@ def plan(
                 write_lp=write_lp,
             )
     return dataclasses.replace(decided, fusion=planned.fusion, config_name=_config_name(model))
+
+
+def graph_to_plan(
+    model: Any,
+    *,
+    fuse: bool = True,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    dtype: str | None = None,
+    training: bool | None = None,
+    progress: Progress | None = None,
+) -> AbstractContextManager[PlannedGraph]:
+    """The graph that ``plan`` plans for these arguments, kept or captured, to plan on inside of a ``with`` block."""
+    from planner.graph_cache.planned_graph import PlannedGraph, planned_graph
+
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "example_inputs": example_inputs,
+        "loss_fn": loss_fn,
+        "dtype": "bfloat16" if dtype is None and isinstance(model, (str, Path)) else dtype,
+        "training": training,
+    }
+
+    def captured() -> PlannedGraph:
+        graph = capture_for_planning(model, progress=progress, **options)
+        return PlannedGraph(*_fused(graph)) if fuse else PlannedGraph(graph, None)
+
+    return planned_graph(model, captured, fuse=fuse, **options)
 
 
 def _config_name(model: Any) -> str:

@@ -181,3 +181,17 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
 def test_a_wish_that_cannot_be_asked_is_refused(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         why_not(plan_of(kind), **options)
+
+
+def test_experts_layouts_stand_beside_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a plan beats is priced by the same models; what cannot be said is said so."""
+    request = ["plan", "tiny-llama", "--cluster", "dgx-h100:1", "--seq-len", "16", "--global-batch", "8"]
+    assert main([*request, "--compare", "megatron,fsdp,hsdp"]) == 0
+    table = capsys.readouterr().out.partition("Experts' layouts")[2].splitlines()
+    rows = {
+        name: next(line for line in table if line.strip().startswith(name)) for name in ("megatron", "fsdp", "hsdp")
+    }
+    assert "cannot be said" in rows["hsdp"]
+    assert all(re.search(r"\+\d+\.\d\d%", rows[name]) for name in ("megatron", "fsdp"))
+    assert main([*request, "--compare", "no such"]) == 2
+    assert main([*request, "--mesh", "dp=8", "--compare", "fsdp"]) == 2

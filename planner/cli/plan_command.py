@@ -22,6 +22,7 @@ from planner.solvers.collection import no_collection
 
 if TYPE_CHECKING:
     from cost_models import Cluster
+    from passes.plan import Plan
 
 _EXAMPLES = (
     "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
@@ -66,6 +67,11 @@ def add_plan(commands: Any) -> None:
         help="write the program that the plan solves (of a whole step FILE.sharding.lp and FILE.stages.lp)",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument(
+        "--compare",
+        metavar="NAME,…",
+        help="print experts' layouts beside the plan: megatron, fsdp, hsdp, deepspeed, ddp, redco, alpa, …, or all",
+    )
     parser.set_defaults(command=run_plan)
     _add_step_arguments(
         parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
@@ -113,15 +119,46 @@ def run_plan(options: argparse.Namespace) -> int:
     # Invalid options are reported before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
+    layouts = _layouts(options)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:
         planned = plan(options.model, progress=progress, **request)
     if options.output is not None:
         planned.save(options.output)
     print(planned.summary(), end="")
+    if layouts:
+        print(f"\n{_compared(planned, options, layouts)}")
     if options.output is not None:
         print(f"\nsaved to {printable(options.output)}")
     return 0
+
+
+def _layouts(options: argparse.Namespace) -> tuple[str, ...]:
+    """The names in ``--compare``."""
+    if options.compare is None:
+        return ()
+    from planner.inspection.baseline_comparison import baseline_names
+
+    if options.mesh is not None:
+        raise ValueError("--compare goes with plans of whole steps, whose mesh is chosen: drop --mesh")
+    return baseline_names(options.compare)
+
+
+def _compared(plan: Plan, options: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """The table of experts' layouts beside ``plan``."""
+    from planner.inspection.baseline_comparison import compare, comparison_table
+    from planner.library import load_config
+    from planner.planning import graph_to_plan
+
+    config = load_config(options.model) if any(name.startswith("transformers") for name in names) else None
+    with graph_to_plan(
+        options.model,
+        fuse=not options.no_fuse,
+        batch_size=options.global_batch,
+        seq_len=options.seq_len,
+        dtype=options.dtype,
+    ) as planned:
+        return comparison_table(plan, compare(plan, planned.graph, names, config=config))
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:

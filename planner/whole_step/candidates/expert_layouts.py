@@ -72,6 +72,8 @@ BASELINES: Mapping[str, StepBaseline] = {
     "ddp": StepBaseline({**_DATA_ONLY, "recompute": ("none", "full"), "zero": (0,)}),
     "deepspeed": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (1, 2)}),
     "redco": StepBaseline({"pp": (1,), "cp": (1,), "recompute": ("none", "full"), "zero": (0,)}, tensor="redco"),
+    # Zheng et al. 2022: stages and shardings both searched, 1F1B, weight updates divided; one recompute policy.
+    "alpa": StepBaseline({"cp": (1,), "schedule": ("1f1b",), "recompute": ("none", "full"), "zero": (0, 1)}),
     "transformers tp": StepBaseline(
         {"pp": (1,), "cp": (1,), "recompute": ("none", "full"), "zero": (0, 3)}, tensor="transformers"
     ),
@@ -144,7 +146,7 @@ def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands:
 def data_experts(level_one: LevelOne, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
     """Yield the best of each baseline that divides only data: cheap to compute, so that no plan needs to be slower."""
     for name, row in BASELINES.items():
-        if row.tensor is None and row.cuts is None:
+        if row.tensor is None and row.cuts is None and row.fixed.get("tp") == (1,):
             result = _best_of(name, row, level_one, cluster, demands)
             if isinstance(result, Priced):
                 yield result.judged
