@@ -37,13 +37,13 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantField:
     """An argument with the same value in every batch: a flag, or nested lists of integers for a tensor."""
 
     value: Any
 
 
-Fields = dict[str, Field | Constant]
+Fields = dict[str, Field | ConstantField]
 
 
 def batch_fields(model_or_config: Any, *, batch_size: int, seq_len: int | None) -> Fields:
@@ -130,7 +130,7 @@ def _pairs(config: Any, batch_size: int, seq_len: int | None) -> Fields:
     return {
         "input_ids": tokens,
         "pixel_values": _pixels(config.vision_config, batch_size),
-        "return_loss": Constant(True),
+        "return_loss": ConstantField(True),
     }
 
 
@@ -146,7 +146,7 @@ def _illustrated(config: Any, batch_size: int, seq_len: int | None) -> Fields:
     high = min(tokens.high or 0, first_special)
     return {
         "input_ids": Field(tokens.shape, high, placeholders=placeholders),
-        **{name: Field(value) if isinstance(value, tuple) else Constant(value) for name, value in images.items()},
+        **{name: Field(value) if isinstance(value, tuple) else ConstantField(value) for name, value in images.items()},
         "labels": Field(tokens.shape, high, ignored=True),
     }
 

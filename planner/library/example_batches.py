@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from planner.library.batch_fields import Constant, Field, batch_fields
+from planner.library.batch_fields import ConstantField, Field, batch_fields
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ def example_batch(model_or_config: Any, *, batch_size: int, seq_len: int | None 
 
     dtype = _float_dtype(model_or_config)
 
-    def example(field: Field | Constant) -> Any:
-        if isinstance(field, Constant):
+    def example(field: Field | ConstantField) -> Any:
+        if isinstance(field, ConstantField):
             return _constant(field)
         return torch.empty(field.shape, dtype=dtype if field.high is None else torch.int64, device="meta")
 
@@ -54,7 +54,7 @@ def random_batch(
     dtype = _float_dtype(model_or_config)
     batch: dict[str, Any] = {}
     for name, field in batch_fields(model_or_config, batch_size=batch_size, seq_len=seq_len).items():
-        value = _constant(field) if isinstance(field, Constant) else _random(field, dtype, generator)
+        value = _constant(field) if isinstance(field, ConstantField) else _random(field, dtype, generator)
         batch[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     return batch
 
@@ -74,7 +74,7 @@ def _random(field: Field, dtype: torch.dtype, generator: torch.Generator) -> tor
     return tensor
 
 
-def _constant(field: Constant) -> Any:
+def _constant(field: ConstantField) -> Any:
     import torch
 
     return torch.tensor(field.value) if isinstance(field.value, list) else field.value
