@@ -1,13 +1,14 @@
 """A process that has imported what tests need, and forks the ranks of one multi-process test after the other.
 
-Importing torch and what else a rank needs takes longer than most of them run. Each process of pytest starts one server
-at first use; it ends with the input that it reads requests from.
+Importing torch, our packages and what else a rank needs takes longer than most of them run. Each process of pytest
+starts one server at first use; it ends with the input that it reads requests from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -100,8 +101,11 @@ def _import_what_ranks_need() -> None:
     import scipy.optimize  # noqa: F401
     import torch
     import torch.export._trace
-    import transformers.modeling_utils  # noqa: F401
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
+    for ours in ("planner.trainer.trainer", "planner.verification.verify_model", "runtime.checkpoint"):
+        importlib.import_module(ours)
     torch.set_num_threads(1)
 
 
