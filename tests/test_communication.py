@@ -60,6 +60,13 @@ def test_collectives_in_another_order_are_told() -> None:
     assert "collective 0 of group 'world' (0, 1) differs" in broken_rules(ranks)[0]
 
 
+def test_the_root_of_a_gather_has_tensors_of_all() -> None:
+    root, other = (Call("gather", "world", (0, 1), -1, -1, (((4,), F64),) * count, ()) for count in (3, 1))
+    assert broken_rules([[root], [other]]) == []
+    smaller = Call("gather", "world", (0, 1), -1, -1, (((3,), F64),), ())
+    assert "differs" in broken_rules([[root], [smaller]])[0]
+
+
 def test_a_collective_that_one_rank_leaves_out_is_told() -> None:
     assert "differs: {0: ('allreduce'" in broken_rules([[call("allreduce")], []])[0]
 

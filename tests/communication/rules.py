@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import networkx
 
-from tests.communication.recorder import Call
+from tests.communication.recorder import Call, Tensors
 
 #: A rank and the number of one of its calls.
 Node = tuple[int, int]
@@ -50,12 +50,21 @@ def _collectives(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Nod
     errors = []
     for (group, members), by_rank in issued.items():
         for place, nodes in enumerate(itertools.zip_longest(*(by_rank.get(rank, []) for rank in members))):
-            kinds = [None if node is None else (_at(calls, node).kind, _at(calls, node).tensors) for node in nodes]
+            kinds = [None if node is None else _meaning(_at(calls, node)) for node in nodes]
             if len(set(kinds)) > 1:
                 errors.append(f"collective {place} of group {group!r} {members} differs: {dict(zip(members, kinds))}")
                 break
             partners += [(nodes[0], node) for node in nodes[1:]]
     return errors
+
+
+#: Collectives in which one rank has tensors of all, each as large as what the others have.
+_ROOTED = ("gather", "scatter")
+
+
+def _meaning(call: Call) -> tuple[str, Tensors]:
+    """What must be the same on all members."""
+    return call.kind, tuple(dict.fromkeys(call.tensors)) if call.kind in _ROOTED else call.tensors
 
 
 def _pairs(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Node]]) -> list[str]:
