@@ -74,6 +74,17 @@ RESULTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+#: (Operator, roles of its operands) → what its result is: relative positions, as T5 computes them, and their distances.
+DERIVED: dict[tuple[str, tuple[str, ...]], str] = {
+    ("ne", ("labels",)): "valid",
+    ("sub", ("positions", "positions")): "relative_positions",
+    ("rsub", ("positions", "positions")): "relative_positions",
+    ("min", ("relative_positions", "zeros")): "relative_positions",
+    ("minimum", ("relative_positions", "zeros")): "relative_positions",
+    ("abs", ("relative_positions",)): "distances",
+    ("neg", ("relative_positions",)): "distances",
+}
+
 #: Module name, and the name of what is computed with its weights.
 LEAVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), role)

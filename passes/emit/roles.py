@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from passes.emit.role_tables import (
     ADDS,
     ARGUMENTS,
+    DERIVED,
     GENERIC_MODULES,
     LEAVES,
     MODULES,
@@ -172,8 +173,9 @@ class RoleNames:
         if op in RESULTS:
             names = RESULTS[op]
             return names[min(index, len(names) - 1)]
-        if op == "ne" and self._of(node.inputs[0]) == "labels":
-            return "valid"
+        derived = DERIVED.get((op, tuple(map(self._of, node.inputs))))
+        if derived is not None:
+            return derived
         summed = self.values.get(node.inputs[0]) if op == "sum" else None
         if summed is not None and summed.dtype == "bool":
             return "count"

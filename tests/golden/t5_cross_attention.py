@@ -198,38 +198,38 @@ class Program(Block):
         positions_2 = torch.arange(16, dtype=torch.int64)                 # [16] {dp: R}
         positions_3 = positions_2.unsqueeze(1)
         positions_2 = positions_2.unsqueeze(0)
-        difference = positions_2 - positions_3
-        is_greater = (difference > 0).to(torch.int64)
+        relative_positions = positions_2 - positions_3
+        is_greater = (relative_positions > 0).to(torch.int64)
         product = is_greater * 16
-        magnitude = torch.abs(difference)
-        mask = magnitude < 8
-        magnitude_1 = magnitude.to(torch.float32)
-        quotient = magnitude_1 / 8
+        distances = torch.abs(relative_positions)
+        mask = distances < 8
+        distances_1 = distances.to(torch.float32)
+        quotient = distances_1 / 8
         logarithm = torch.log(quotient)
         quotient = logarithm / 2.772588722239781
         product_1 = (quotient * 8).to(torch.int64)
         added = product_1 + 8
         filled = torch.full_like(added, 15)
         smallest = torch.min(added, filled)
-        selected = torch.where(mask, magnitude, smallest)
+        selected = torch.where(mask, distances, smallest)
         indices = product + selected
         literal = w.lifted_tensor_0.expand(8)                             # [8] {dp: R}
         # decoder
         positions = positions.unsqueeze(2)
         mask = (positions <= positions_1).expand(8, 1, 16, 16)
-        zeros = torch.zeros_like(difference)
-        smallest = torch.min(difference, zeros)
-        negative = -smallest
-        mask_1 = negative < 16
-        negative_1 = negative.to(torch.float32)
-        quotient = negative_1 / 16
+        zeros = torch.zeros_like(relative_positions)
+        relative_positions = torch.min(relative_positions, zeros)
+        distances = -relative_positions
+        mask_1 = distances < 16
+        distances_1 = distances.to(torch.float32)
+        quotient = distances_1 / 16
         logarithm = torch.log(quotient)
         quotient = logarithm / 2.0794415416798357
         product = (quotient * 16).to(torch.int64)
         added = product + 16
         filled = torch.full_like(added, 31)
         smallest = torch.min(added, filled)
-        indices_1 = torch.where(mask_1, negative, smallest)
+        indices_1 = torch.where(mask_1, distances, smallest)
         return (indices, literal, indices_1, mask)
 
     def forward(self, input_ids, labels, indices, literal, indices_1, mask):
