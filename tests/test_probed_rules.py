@@ -202,6 +202,12 @@ def test_a_folder_that_cannot_be_written_is_no_cache(monkeypatch: pytest.MonkeyP
     assert rule_cache.cached_rule(case.node, case.values, lambda: probe(case.node, case.values)) is not None
 
 
+def test_operators_that_end_the_process_on_wrong_shapes_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probed_rules, "small_shapes", lambda *_: pytest.fail("it was run"))
+    weights = [normal(24, 8), normal(24, 8)]
+    assert found("aten.gru.input", normal(4, 6, 8), normal(1, 4, 8), weights, False, 1, 0.0, True, False, True) is None
+
+
 def test_constants_and_tiny_operators_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probed_rules, "probe", lambda *_: pytest.fail("it was run"))
     case = make_case(Sample("aten.renorm.default", (normal(2, 3), 2, 0, 1.0), {}))

@@ -23,6 +23,8 @@ _WIDE = {
 _NARROW = {"float64": "float32", "complex128": "complex64"}
 #: Namespaces of operators that speak to other ranks, or are ours and have their rules by hand.
 _NOT_PROBED = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d", "spmd_types", "meshwright", "prim"})
+#: Operators that end the process, with no error to catch, where the shapes of their weights do not fit.
+_CRASH = tuple(f"aten.{kind}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_thnn_", "mkldnn_", "quantized_"))
 
 
 class ProbeFailure(Exception):
@@ -52,7 +54,9 @@ class ProbeCall:
         call = bind(node, values)
         if schema is None or call is None or schema.is_mutable or node.draw is not None:
             return None
-        if node.op.partition(".")[0] in _NOT_PROBED or not node.inputs or not node.outputs:
+        if node.op.partition(".")[0] in _NOT_PROBED or node.op.startswith(_CRASH):
+            return None
+        if not node.inputs or not node.outputs:
             return None
         numbers = iter(range(len(node.inputs)))
         args = map_refs(node.args, lambda _: Ref(str(next(numbers))))
