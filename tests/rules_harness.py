@@ -30,6 +30,7 @@ from passes.ir.types import I, MeshShape, P, Placement, R, local_shape, shard_di
 from passes.rules import rule_for
 from passes.rules.rule import AxisChoice, ShardingRule, axis_choices, cuts_in_order
 from runtime import kernels, ops
+from runtime.mesh.layout import part_of
 
 MESH = MeshShape(("a", "b"), (2, 2))
 RANKS = 4
@@ -239,7 +240,8 @@ def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) 
     """The call that one rank makes under ``choices`` (one per mesh axis)."""
 
     def operand(name: str, tensor: torch.Tensor, grad: bool, placement: Placement) -> Operand:
-        return Operand(name, local_shape(tuple(tensor.shape), placement, MESH), placement, grad, _dtype(tensor))
+        shape = tuple(tensor.shape)
+        return Operand(name, local_shape(shape, placement, MESH), shape, placement, grad, _dtype(tensor))
 
     inputs = tuple(
         operand(f"t{place}", tensor, grad, tuple(choice.inputs[place] for choice in choices))
@@ -284,8 +286,9 @@ def check_numbers(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) ->
     exact = all(tensor.dtype != torch.float32 for tensor in (*case.tensors, *case.outputs))
     for operand, output, expected in zip(call.outputs, outputs, case.outputs):
         parts = _parts(output)
-        for part in parts.values():
-            assert tuple(part.shape) == operand.shape, f"{source}: local shape {part.shape}, expected {operand.shape}"
+        for rank, part in parts.items():
+            shape = part_of(expected, operand.placement, MESH, divmod(rank, MESH.sizes[1])).shape
+            assert part.shape == shape, f"{source}: local shape {part.shape}, expected {shape}"
         _assert_close(assemble(parts, operand.placement, exact=exact), expected, f"output of {source}", exact)
     for operand, grad, expected in zip(call.inputs, case.grads, case.input_gradients):
         if grad:

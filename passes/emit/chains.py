@@ -126,7 +126,7 @@ class Chains:
 
 def _tensor(local: Local, name: str) -> LocalTensor:
     value = local.value
-    return LocalTensor(name, local.shape, local.placement, value.requires_grad, value.dtype)
+    return LocalTensor(name, local.shape, value.shape, local.placement, value.requires_grad, value.dtype)
 
 
 def _locals(chain: OperatorChain) -> list[Local]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from passes.emit.quoting import literal
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER
-from passes.ir.types import I, MeshShape, P, R, SpmdType, shard_dim
+from passes.ir.types import I, MeshShape, P, R, SpmdType, largest_part, shard_dim, uneven_dims
 from passes.plan.text_tables import format_bytes
 from passes.shard import Convert
 
@@ -35,7 +35,35 @@ def conversion_call(convert: Convert, source: str, mesh: MeshShape, *, batch_axi
     options = f"src={type_source(pair[0])}, dst={type_source(pair[1])}"
     if pair in _EXPERT:
         options += ", expert_mode=True"
-    return f"spmd.{call}({source}, {axis}, {options})"
+    uneven = _uneven_dims(convert, mesh)
+    source = _with_equal_parts(convert, source, uneven, mesh)
+    return _without_padding(convert, f"spmd.{call}({source}, {axis}, {options})", uneven, mesh)
+
+
+def _uneven_dims(convert: Convert, mesh: MeshShape) -> tuple[int, ...]:
+    """The dims that the step cuts, or makes whole, of which ranks hold parts of unequal length."""
+    shape, step = convert.source.value.shape, convert.step
+    dims = {**uneven_dims(shape, step.source, mesh), **uneven_dims(shape, step.target, mesh)}
+    return tuple(dim for dim, axis in dims.items() if axis in step.axes)
+
+
+def _with_equal_parts(convert: Convert, source: str, uneven: Sequence[int], mesh: MeshShape) -> str:
+    """``source`` with zeros behind, so that all ranks send and receive as much as the first."""
+    step = convert.step
+    for dim in uneven:
+        part = largest_part(convert.source.value.shape[dim], mesh.sizes[step.axis])
+        size = part if shard_dim(step.source_type) == dim else part * mesh.sizes[step.axis]
+        source = f"ops.padded({source}, {dim}, {size})"
+    return source
+
+
+def _without_padding(convert: Convert, source: str, uneven: Sequence[int], mesh: MeshShape) -> str:
+    """``source`` without the zeros: of a dim that is whole now, or of this rank's part of one that is cut."""
+    step = convert.step
+    for dim in uneven:
+        axis = f", {literal(mesh.names[step.axis])}" if shard_dim(step.target_type) == dim else ""
+        source = f"ops.trimmed({source}, {dim}, {convert.source.value.shape[dim]}{axis})"
+    return source
 
 
 def _in_microbatch(source: str, target: SpmdType, axis: str) -> str:

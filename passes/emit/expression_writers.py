@@ -21,7 +21,9 @@ def reshape(writer: Writer) -> str:
         return f"{source}.unflatten(-1, ({after[-2]}, {after[-1]}))"
     if after and len(before) == len(after) + 1 and after[:-1] == before[:-2]:
         return f"{source}.flatten({len(after) - 1})"
-    return f"{source}.reshape({', '.join(map(str, after)) or '()'})"
+    uneven = writer.uneven_dims(writer.output)
+    sizes = [-1 if dim in uneven else size for dim, size in enumerate(after)]
+    return f"{source}.reshape({', '.join(map(str, sizes)) or '()'})"
 
 
 def expand(writer: Writer) -> str:
@@ -78,7 +80,7 @@ def mean(writer: Writer) -> str:
     """``mean``; where a dim it runs over is cut, the local sum over the global count."""
     if not writer.contracted_axes:
         return writer.plain()
-    shape = writer.global_shape(writer.call.inputs[0])
+    shape = writer.call.inputs[0].whole
     dims = writer.bound.dims("dim", len(shape))
     total = writer.function(
         "torch.sum(self, dim, keepdim, dtype=dtype)" if "dim" in writer.arguments else "torch.sum(self, dtype=dtype)"
@@ -180,7 +182,12 @@ def _draw(writer: Writer, num_dims: int | None = None) -> str:
     shards = [
         f"{literal(name)}: {dim}" for name, dim in dims if dim is not None and (num_dims is None or dim < num_dims)
     ]
-    return f"draw={writer.call.draw}, of=self" + (f", shards={{{', '.join(shards)}}}" if shards else "")
+    whole = [f"{dim}: {writer.output.whole[dim]}" for dim in writer.uneven_dims(writer.output)]
+    return (
+        f"draw={writer.call.draw}, of=self"
+        + (f", shards={{{', '.join(shards)}}}" if shards else "")
+        + (f", whole={{{', '.join(whole)}}}" if whole else "")
+    )
 
 
 def random_like(function: str) -> Callable[[Writer], str]:
@@ -223,7 +230,7 @@ def embedding(writer: Writer) -> str:
         function = "kernels.embedding" if writer.op.startswith("meshwright.") else "F.embedding"
         return f"{function}({indices.name}, {weight.name}{suffix})"
     writer.summed = True
-    vocabulary = writer.global_shape(weight)[0]
+    vocabulary = weight.whole[0]
     return f"ops.embedding({indices.name}, {weight.name}, vocabulary={vocabulary}{suffix}, axes={_axes(axes)})"
 
 
@@ -233,7 +240,7 @@ def expert_linear(writer: Writer) -> str:
     axes = writer.axes_cutting("e")
     if not axes:
         return f"kernels.expert_linear({arguments})"
-    num_experts = writer.global_shape(writer.tensor("weight"))[0]
+    num_experts = writer.tensor("weight").whole[0]
     source = f"ops.expert_linear({arguments}, num_experts={num_experts}, axes={_axes(axes)})"
     if writer.contracted_axes == axes:
         writer.summed = True
@@ -259,7 +266,7 @@ def cross_entropy(writer: Writer) -> str:
     axes = writer.axes_cutting("v")
     if not axes:
         return source
-    vocabulary = writer.global_shape(writer.tensor("logits"))[-1]
+    vocabulary = writer.tensor("logits").whole[-1]
     return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
 
 
@@ -271,7 +278,7 @@ def linear_cross_entropy(writer: Writer) -> str:
     source = writer.function(f"{'ops' if axes else 'kernels'}.linear_cross_entropy({given})")
     if not axes:
         return source
-    vocabulary = writer.global_shape(writer.tensor("weight"))[0]
+    vocabulary = writer.tensor("weight").whole[0]
     return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
 
 
@@ -284,7 +291,7 @@ def loss(function: str) -> Callable[[Writer], str]:
         reduction = {0: "none", 1: "mean", 2: "sum"}[writer.arguments["reduction"]]
         count = 1
         if writer.contracted_axes and reduction == "mean":
-            reduction, count = "sum", math.prod(writer.global_shape(writer.call.inputs[0]))
+            reduction, count = "sum", math.prod(writer.call.inputs[0].whole)
         given = ", ".join(
             name if writer.bound.has(name) and name in ("self", "target") else f"{name}={name}" for name in names
         )

@@ -10,17 +10,21 @@ from typing import Any
 from passes.emit.expression_table import FUNCTIONS, INFIX
 from passes.emit.quoting import literal
 from passes.ir.graph import Node, Ref, Value, map_refs
-from passes.ir.types import I, MeshShape, P, Placement, R, shard_dim
+from passes.ir.types import I, MeshShape, P, Placement, R, shard_dim, uneven_dims
 from passes.rules.operator_call import OperatorCall, bind, schema_of, signature
 from passes.rules.rule import AxisChoice, ShardingRule
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """An operand or output as one rank has it: how the source names it, its local shape, and its types."""
+    """An operand or output as one rank has it: how the source names it, its local shape, and its types.
+
+    ``shape`` is that of the first rank's part, ``whole`` that of all parts together.
+    """
 
     name: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     placement: Placement
     requires_grad: bool
     dtype: str
@@ -102,14 +106,10 @@ class Writer:
         """Whether operands are I and R on some axis: those that are R have no gradient."""
         return any({I, R} <= {tensor.placement[place] for tensor in self.call.inputs} for _, _, place in self.axes)
 
-    def global_shape(self, tensor: LocalTensor) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
-        shape = list(tensor.shape)
-        for size, spmd_type in zip(self.call.mesh.sizes, tensor.placement):
-            dim = shard_dim(spmd_type)
-            if dim is not None:
-                shape[dim] *= size
-        return tuple(shape)
+    def uneven_dims(self, tensor: LocalTensor) -> dict[int, str]:
+        """The dims whose parts differ in length from rank to rank, with the mesh axis that cuts each."""
+        mesh = self.call.mesh
+        return {dim: mesh.names[axis] for dim, axis in uneven_dims(tensor.whole, tensor.placement, mesh).items()}
 
     def tensor(self, name: str) -> LocalTensor:
         """The operand passed as argument ``name``."""

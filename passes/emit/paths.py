@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from passes.emit.quoting import comment, literal
-from passes.ir.types import MeshShape, Placement
+from passes.ir.types import MeshShape, Placement, part_of_dim, uneven_dims
 from passes.shard import Local
 
 
@@ -27,10 +27,17 @@ def attribute(base: str, path: str) -> str:
 
 
 def describe_local(local: Local, mesh: MeshShape) -> str:
-    """``[4, 16, 64] → [2, 16, 64] {dp: S(0)}``: global shape, local shape where it differs, type on each axis."""
+    """``[4, 16, 64] → [2, 16, 64] {dp: S(0)}``: global shape, local shape where it differs, type on each axis.
+
+    The local shape is the first rank's; where an axis cuts a dim unevenly the last ranks have less.
+    """
     shapes = str(list(local.value.shape))
     if local.shape != local.value.shape:
         shapes += f" → {list(local.shape)}"
+    for dim, axis in uneven_dims(local.value.shape, local.placement, mesh).items():
+        count = mesh.sizes[axis]
+        last = part_of_dim(local.value.shape[dim], count, count - 1)[1]
+        shapes += f" (on the last rank of {mesh.names[axis]} {last} in dim {dim})"
     return f"{shapes} {describe_placement(local.placement, mesh)}".rstrip()
 
 

@@ -366,7 +366,7 @@ def _is_inside(path: str, module: str) -> bool:
 
 def _tensor(local: Local, source: str) -> LocalTensor:
     value = local.value
-    return LocalTensor(source, local.shape, local.placement, value.requires_grad, value.dtype)
+    return LocalTensor(source, local.shape, value.shape, local.placement, value.requires_grad, value.dtype)
 
 
 def _with_brackets(source: str) -> str:

@@ -7,10 +7,23 @@ Types and semantics are those of the ``spmd_types`` package.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, local_shape, shard_dim
+from passes.ir.types import (
+    I,
+    MeshShape,
+    P,
+    Placement,
+    R,
+    SpmdType,
+    can_cut,
+    largest_local_shape,
+    largest_part,
+    shard_dim,
+    sharding_axes,
+)
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -98,17 +111,18 @@ class Step:
         """Bytes of the tensor as it is on one rank once it is whole on this step's axis.
 
         It is what an all-reduce reduces, what an all-gather gives, what a reduce-scatter takes; an all-to-all
-        holds 1/n of it on each rank. Forward and backward move the same.
+        holds 1/n of it on each rank. Forward and backward move the same. Unequal parts are sent as the largest.
         """
-        elements = item_size
-        for size in local_shape(shape, self.whole, mesh):
-            elements *= size
-        return elements
+        local = list(largest_local_shape(shape, self.whole, mesh))
+        count = math.prod(mesh.sizes[axis] for axis in self.axes)
+        for dim in {shard_dim(self.source_type), shard_dim(self.target_type)} - {None}:
+            local[dim] = count * largest_part(local[dim], count)  # type: ignore[index]
+        return item_size * math.prod(local)
 
 
 def is_legal(step: Step, shape: tuple[int, ...], mesh: MeshShape) -> bool:
-    """Whether a step exists, divides, and touches only the innermost axis that shards a dim."""
-    return exists(step) and divides(step.target, shape, mesh)
+    """Whether a step exists, can cut the tensor so, and touches only the innermost axis that shards a dim."""
+    return exists(step) and cuts(step.target, shape, mesh)
 
 
 def exists(step: Step) -> bool:
@@ -151,6 +165,14 @@ def divides(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bo
         if dim is not None:
             pieces[dim] = pieces.get(dim, 1) * size
     return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in pieces.items())
+
+
+def cuts(placement: Placement, shape: tuple[int, ...], mesh: MeshShape) -> bool:
+    """Whether the axes can cut every dim that they shard, evenly or not (``can_cut``)."""
+    return divides(placement, shape, mesh) or all(
+        dim < len(shape) and can_cut(shape[dim], [mesh.sizes[axis] for axis in axes])
+        for dim, axes in sharding_axes(placement).items()
+    )
 
 
 def steps_from(placement: Placement, mesh: MeshShape, types: Sequence[Sequence[SpmdType]]) -> Iterator[Step]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 R = "R"
@@ -115,21 +115,77 @@ class MeshShape:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes))
 
 
+#: An uneven cut may add this share of a dim as padding: collectives send it, and the first ranks compute as much more.
+MOST_PADDING = 1 / 8
+#: The last rank of an uneven cut holds at least so much: a dim of 1 would broadcast.
+LEAST_LAST_PART = 2
+
+
+def largest_part(extent: int, count: int) -> int:
+    """What the first of ``count`` ranks holds of a dim."""
+    return -(-extent // count)
+
+
+def part_of_dim(extent: int, count: int, index: int) -> tuple[int, int]:
+    """Offset and length of what rank ``index`` of ``count`` holds of a dim, as ``torch.chunk`` and DTensor cut it."""
+    largest = largest_part(extent, count)
+    offset = min(index * largest, extent)
+    return offset, min(largest, extent - offset)
+
+
+def can_cut(extent: int, counts: Sequence[int]) -> bool:
+    """Whether axes of these sizes may cut a dim together: they divide it, or one alone cuts it with little padding."""
+    count = math.prod(counts)
+    if extent % count == 0:
+        return True
+    largest = largest_part(extent, count)
+    return (
+        sum(size > 1 for size in counts) == 1
+        and count * largest - extent <= MOST_PADDING * extent
+        and extent - (count - 1) * largest >= LEAST_LAST_PART
+    )
+
+
+def largest_local_shape(shape: tuple[int, ...], placement: Placement, mesh: MeshShape) -> tuple[int, ...]:
+    """Shape of the first rank's part of a tensor of global ``shape``, whether or not it may be cut so."""
+    local = list(shape)
+    for size, spmd_type in zip(mesh.sizes, placement):
+        dim = shard_dim(spmd_type)
+        if dim is not None:
+            local[dim] = largest_part(local[dim], size)
+    return tuple(local)
+
+
 def local_shape(shape: tuple[int, ...], placement: Placement, mesh: MeshShape) -> tuple[int, ...]:
-    """Shape of one rank's part of a tensor of global ``shape``.
+    """Shape of the first rank's part of a tensor of global ``shape``; of an uneven dim the last ranks hold less.
 
     Raises:
-        ValueError: if an axis does not divide the dim it shards.
+        ValueError: if axes shard a dim that they cannot cut (``can_cut``).
     """
-    local = list(shape)
-    for name, size, spmd_type in zip(mesh.names, mesh.sizes, placement):
+    for dim, axes in sharding_axes(placement).items():
+        if not can_cut(shape[dim], [mesh.sizes[axis] for axis in axes]):
+            names = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in axes)
+            raise ValueError(f"dim {dim} of a tensor of shape {shape} cannot be divided over mesh axis {names}")
+    return largest_local_shape(shape, placement, mesh)
+
+
+def sharding_axes(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """The axes, by index, that shard each dim."""
+    axes: dict[int, tuple[int, ...]] = {}
+    for axis, spmd_type in enumerate(placement):
         dim = shard_dim(spmd_type)
-        if dim is None:
-            continue
-        if local[dim] % size:
-            raise ValueError(f"dim {dim} of a tensor of shape {shape} cannot be divided over mesh axis {name}={size}")
-        local[dim] //= size
-    return tuple(local)
+        if dim is not None:
+            axes[dim] = (*axes.get(dim, ()), axis)
+    return axes
+
+
+def uneven_dims(shape: tuple[int, ...], placement: Placement, mesh: MeshShape) -> dict[int, int]:
+    """The dims of a tensor that ``placement`` cuts into unequal parts, with the axis (by index) that cuts each."""
+    return {
+        dim: next(axis for axis in axes if mesh.sizes[axis] > 1)
+        for dim, axes in sharding_axes(placement).items()
+        if dim < len(shape) and shape[dim] % math.prod(mesh.sizes[axis] for axis in axes)
+    }
 
 
 def describe(placement: Placement, mesh: MeshShape) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from cost_models.text import printable_lines
-from passes.ir.types import describe
+from passes.ir.types import MeshShape, describe, largest_part, part_of_dim, uneven_dims
 from passes.plan.plan_data import PlanData, TensorPlan
 from passes.plan.step_summary import summarise_step
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
@@ -70,10 +70,21 @@ def _tensors(title: str, plan: PlanData, tensors: dict[str, TensorPlan]) -> str:
     groups: dict[tuple[str, ...], int] = {}
     for path, tensor in tensors.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-        line = (pattern, str(list(tensor.shape)), tensor.dtype, describe(tensor.placement, plan.mesh))
+        placement = describe(tensor.placement, plan.mesh) + _uneven(tensor, plan.mesh)
+        line = (pattern, str(list(tensor.shape)), tensor.dtype, placement)
         groups[line] = groups.get(line, 0) + 1
     rows = [[name, str(count), *rest] for (name, *rest), count in groups.items()]
     return format_table(title, ("name", "count", "shape", "dtype", "placement"), rows)
+
+
+def _uneven(tensor: TensorPlan, mesh: MeshShape) -> str:
+    """`` dim 0: 25,129 on each, 25,128 on the last`` for every dim that an axis cuts into unequal parts."""
+    parts = []
+    for dim, axis in uneven_dims(tuple(tensor.shape), tuple(tensor.placement), mesh).items():
+        extent, count = tensor.shape[dim], mesh.sizes[axis]
+        last = part_of_dim(extent, count, count - 1)[1]
+        parts.append(f" dim {dim}: {largest_part(extent, count):,} on each, {last:,} on the last")
+    return ",".join(parts)
 
 
 def _collectives(plan: PlanData) -> str:

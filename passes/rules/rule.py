@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir.types import I, P, R, SpmdType, shard
+from passes.ir.types import I, P, R, SpmdType, largest_part, shard
 
 Factor = str
 #: Factors of each dim, outermost first; () is a dim of size 1 or one that no cut reaches.
@@ -115,14 +115,24 @@ def axis_choices(
 def pieces_of_work(rule: ShardingRule | None, choices: Sequence[AxisChoice], sizes: Sequence[int]) -> float:
     """By how much the work of the busiest rank is less than the whole, when axes of ``sizes`` take ``choices``.
 
-    Of n pieces of a factor along which work grows linearly the last has (2n - 1) / n² of it, not 1 / n.
+    Of n pieces of a factor along which work grows linearly the last has (2n - 1) / n² of it, not 1 / n. A factor that
+    is cut unevenly is divided by less than n.
     """
     pieces: dict[Factor, int] = {}
     for choice, size in zip(choices, sizes, strict=True):
         if choice.factor is not None:
             pieces[choice.factor] = pieces.get(choice.factor, 1) * size
     growing = rule.growing if rule is not None else frozenset()
-    return math.prod(n * n / (2 * n - 1) if factor in growing else n for factor, n in pieces.items())
+    sizes_of = rule.sizes if rule is not None else {}
+    return math.prod(
+        n * n / (2 * n - 1) if factor in growing else _times_less(sizes_of.get(factor, n), n)
+        for factor, n in pieces.items()
+    )
+
+
+def _times_less(extent: int, count: int) -> float:
+    """By how much the largest of ``count`` parts is less than ``extent``."""
+    return count if extent % count == 0 else extent / largest_part(extent, count)
 
 
 def _replicated(

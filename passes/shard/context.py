@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from passes.ir.conversions import divides
+from passes.ir.conversions import cuts, divides
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, Placement, R, local_shape, shard_dim
 from passes.plan import ConversionPlan, Plan
 from passes.repeats.repeated_blocks import BlockRun, folded_runs
 from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
+from passes.rules.uneven import can_run, cuts_of
 from passes.shard.sharded_graph import Local, StateRef
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
@@ -95,8 +96,23 @@ class Context:
         )
 
     def local(self, value: Value, placement: Placement, state: StateRef | None = None) -> Local:
-        self.check_divides(value, placement)
+        if not cuts(placement, value.shape, self.mesh):
+            self.check_divides(value, placement)
         return Local(value, placement, local_shape(value.shape, placement, self.mesh), state)
+
+    def check_runs(self, node: Node) -> None:
+        """Check that an operator can run on the parts that its axes cut, which may differ in length."""
+        rule, choices = self.choices[node.name]
+        inputs = [self.values[name] for name in node.inputs]
+        if not can_run(node.op, cuts_of(rule, choices, inputs, node.outputs), self.mesh.sizes):
+            tensors = [(value, input_placement(choices, index)) for index, value in enumerate(inputs)]
+            tensors += [(value, output_placement(choices, index)) for index, value in enumerate(node.outputs)]
+            for value, placement in tensors:
+                self.check_divides(value, self.normal(placement, value))
+            raise ValueError(
+                f"{node.op} ({node.key!r}) cannot be cut over the mesh {self.mesh} as the plan says: plan again for "
+                "these shapes"
+            )
 
     def check_divides(self, value: Value, placement: Placement) -> None:
         if divides(placement, value.shape, self.mesh):

@@ -55,6 +55,7 @@ class Body:
         return target
 
     def compute(self, node: Node) -> None:
+        self.context.check_runs(node)
         rule, choices = self.context.choices[node.name]
         inputs = tuple(self.get(name, input_placement(choices, index)) for index, name in enumerate(node.inputs))
         outputs = []

@@ -1,15 +1,15 @@
-"""The priced options of each operator: every combination of one choice per mesh axis that divides evenly."""
+"""The priced options of each operator: every combination of one choice per mesh axis that can be cut."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from passes.ir.conversions import divides
+from passes.ir.conversions import cuts
 from passes.ir.graph import Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, SpmdType, shard_dim
+from passes.ir.types import I, MeshShape, Placement, R, SpmdType
 from passes.rules.rule import (
     INVARIANT,
     REPLICATE,
@@ -19,6 +19,7 @@ from passes.rules.rule import (
     cuts_in_order,
     pieces_of_work,
 )
+from passes.rules.uneven import Cut, can_run, cuts_of
 from planner.sharding_ilp.sharding_prices import Collective, Pricing
 
 RuleFor = Callable[[Node, Mapping[str, Value]], ShardingRule | None]
@@ -69,9 +70,8 @@ def offered(
 
 @dataclass(frozen=True)
 class JointChoice:
-    """One combination of choices over the axes, before asking whether it divides.
+    """One combination of choices over the axes, before asking whether their sizes can make its ``cuts``.
 
-    ``divided`` are extents (of factors and of tensor dims) with the axes (by index) that must divide each together;
     ``cut_axes`` as in ``Option``.
     """
 
@@ -79,7 +79,7 @@ class JointChoice:
     labels: tuple[str, ...]
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    divided: tuple[tuple[int, tuple[int, ...]], ...]
+    cuts: tuple[Cut, ...]
     cut_axes: tuple[bool, ...]
 
 
@@ -118,34 +118,16 @@ class OperatorChoices:
 
     def _way(self, node: Node, joint: tuple[AxisChoice, ...], several: Sequence[bool]) -> JointChoice:
         placements = list(zip(*((*choice.inputs, *choice.outputs) for choice in joint)))
-        tensors = [*(self.values[name] for name in node.inputs), *node.outputs]
+        inputs = [self.values[name] for name in node.inputs]
         rule = self.facts(node)[0]
-        by_factor: dict[str, tuple[int, ...]] = {}
-        for axis, choice in enumerate(joint):
-            if choice.factor is not None and rule is not None and choice.factor not in rule.inner:
-                by_factor[choice.factor] = (*by_factor.get(choice.factor, ()), axis)
-        divided = {(rule.sizes[factor], axes) for factor, axes in by_factor.items()} if rule is not None else set()
-        for where, tensor in zip(placements, tensors):
-            divided.update(_divided_dims(where, tensor.shape))
         return JointChoice(
             joint=joint,
             labels=tuple(choice.label for choice in joint),
             inputs=tuple(placements[: len(node.inputs)]),
             outputs=tuple(placements[len(node.inputs) :]),
-            divided=tuple(sorted(divided)),
+            cuts=cuts_of(rule, joint, inputs, node.outputs),
             cut_axes=tuple(choice.factor is not None or not many for choice, many in zip(joint, several)),
         )
-
-
-def _divided_dims(where: Placement, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The extent of every dim that a placement shards (one that is not there is divided by nothing), and its axes."""
-    by_dim: dict[int, tuple[int, ...]] = {}
-    for axis, spmd_type in enumerate(where):
-        dim = shard_dim(spmd_type)
-        if dim is not None:
-            by_dim[dim] = (*by_dim.get(dim, ()), axis)
-    for dim, axes in by_dim.items():
-        yield (shape[dim] if dim < len(shape) else 1, axes)
 
 
 def operator_options(
@@ -157,7 +139,7 @@ def operator_options(
     saved: Sequence[bool],
     fixed: Mapping[str, str] | None = None,
 ) -> list[Option]:
-    """All options of an operator in which factors and tensors divide evenly, and that finite seconds suffice for; of
+    """All options of an operator in which axes can cut factors and tensors so, and that finite seconds suffice for; of
     several that give the same placements only the cheapest.
 
     ``saved`` says which outputs stay in memory for the backward pass; ``fixed`` is as in ``OperatorChoices.ways``.
@@ -166,7 +148,7 @@ def operator_options(
     rule, flops = offers.facts(node)
     best: dict[tuple[object, ...], Option] = {}
     for choice in offers.ways(node, pricing.mesh, fixed=fixed):
-        if any(extent % math.prod([sizes[axis] for axis in axes]) for extent, axes in choice.divided):
+        if not can_run(node.op, choice.cuts, sizes):
             continue
         inputs, outputs = choice.inputs, choice.outputs
         cut = pieces_of_work(rule, choice.joint, sizes)
@@ -186,8 +168,8 @@ def operator_options(
 
 
 def placements_of(value: Value, types: Sequence[Sequence[SpmdType]], mesh: MeshShape) -> list[Placement]:
-    """Every placement with one of ``types`` per axis that divides the value."""
-    return [where for where in itertools.product(*types) if divides(where, value.shape, mesh)]
+    """Every placement with one of ``types`` per axis that can cut the value."""
+    return [where for where in itertools.product(*types) if cuts(where, value.shape, mesh)]
 
 
 def whole_type(value: Value) -> SpmdType:

@@ -15,7 +15,7 @@ from cost_models.memory import StateBytes, state_bytes
 from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, shard_dim
+from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape, largest_part
 from passes.rules.rule import AxisChoice, ShardingRule
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
@@ -65,6 +65,7 @@ class Pricing:
         self.bundles = bundles or {}
         self._collectives: dict[tuple[str, int, str], float] = {}
         self._elements: dict[tuple[tuple[int, ...], Placement], int] = {}
+        self._step_bytes: dict[tuple[tuple[int, ...], str, Placement, Placement], int] = {}
 
     def collective(self, collective: str, num_bytes: int, axis: str) -> float:
         key = (collective, num_bytes, axis)
@@ -78,7 +79,12 @@ class Pricing:
 
     def step_bytes(self, step: Step, value: Value) -> int:
         """Bytes that a step's collectives move, see ``Step.num_bytes``."""
-        return self.local_bytes(value, step.whole)
+        key = (value.shape, value.dtype, step.source, step.target)
+        num_bytes = self._step_bytes.get(key)
+        if num_bytes is None:
+            num_bytes = step.num_bytes(value.shape, ITEM_SIZE[value.dtype], self.mesh)
+            self._step_bytes[key] = num_bytes
+        return num_bytes
 
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         """Seconds of one conversion step, forward and backward (backward as if a gradient came)."""
@@ -107,8 +113,7 @@ class Pricing:
         key = (value.shape, placement)
         count = self._elements.get(key)
         if count is None:
-            pieces = math.prod(size for size, kind in zip(self.mesh.sizes, placement) if shard_dim(kind) is not None)
-            count = self._elements[key] = value.num_elements // pieces
+            count = self._elements[key] = math.prod(largest_local_shape(value.shape, placement, self.mesh))
         return count
 
     def local_bytes(self, value: Value, placement: Placement) -> int:
@@ -163,7 +168,7 @@ class Pricing:
         local = dict(rule.sizes)
         for size, choice in zip(self.mesh.sizes, choices):
             if choice.factor is not None:
-                local[choice.factor] //= size
+                local[choice.factor] = largest_part(local[choice.factor], size)
         collectives = []
         for axis, choice in zip(self.mesh.names, choices):
             for item in choice.reductions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from passes.ir.conversions import divides
 from passes.ir.graph import Value
 from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
 from planner.sharding_ilp.options import (
@@ -142,7 +143,8 @@ class _Filler:
         if value.requires_grad:
             return self._whole(name, element)
         element.follows = True
-        return [placement_option(where) for where in self._stored(name, value, R, ())]
+        places = self._stored(name, value, R, ())
+        return [placement_option(where) for where in places if divides(where, value.shape, self.mesh)]
 
     def _parameter(self, name: str, element: Element) -> list[Option]:
         value = self.problem.streams[name].value

@@ -184,5 +184,14 @@ def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collec
 def _weight(name: str, info: StateInfo, state: StepState, *, shared: bool) -> UnitWeight:
     owner = state.find(name)
     assert isinstance(owner, torch.nn.Parameter)
-    shape = info.unsharded_shape(state.places.layout.mesh)
-    return UnitWeight(name, owner, shape, compute=info.dtype, gradient=info.gradient_dtype, shared=shared)
+    mesh = state.places.layout.mesh
+    return UnitWeight(
+        name,
+        owner,
+        shape=state.places.own_shape(info.shape, info.placement),
+        largest=info.unsharded_shape(mesh),
+        piece_dim=info.piece_dim(mesh),
+        compute=info.dtype,
+        gradient=info.gradient_dtype,
+        shared=shared,
+    )

@@ -10,13 +10,15 @@ import spmd_types as spmd
 import torch
 from torch import nn
 
-from passes.emit import Program
+from passes.emit import OutputSpec, Program
 from passes.emit.emitted_program import ENTRY_POINT, InputSpec
 from passes.pipeline_cut import BATCH_AXIS, StageGraph
 from runtime import ops
 from runtime.execution.binding import BoundUnit, ChunkUnits
 from runtime.execution.step_state import StepState
+from runtime.mesh.layout import Layout
 from runtime.pipeline import TensorSpec
+from runtime.state.owned import rectangle
 from runtime.state.weight_tree import WeightTree
 from runtime.torch_compat.spmd_internals import mesh_of_thread, use_mesh
 from runtime.zero.unit import Unit
@@ -117,11 +119,10 @@ class ChunkRunner:
         #: The leaves of its autograd graph besides what it receives.
         self.tokens: list[nn.Parameter] = [leaf for unit in self.units for leaf in unit.leaves]
         specs = runner.program.inputs
-        self.received = tuple(_spec(spec) for spec in specs if spec.path[0] == "received" and len(spec.path) == 2)
-        self.sent = tuple(
-            TensorSpec(spec.local_shape, getattr(torch, spec.dtype), spec.requires_grad)
-            for spec in runner.program.outputs
-        )
+        layout = runner.state.places.layout
+        received = (spec for spec in specs if spec.path[0] == "received" and len(spec.path) == 2)
+        self.received = tuple(_spec(spec, runner.program, layout) for spec in received)
+        self.sent = tuple(_spec(spec, runner.program, layout) for spec in runner.program.outputs)
 
     @property
     def program(self) -> Program:
@@ -154,8 +155,10 @@ class ChunkRunner:
         return self.runner(tensors, microbatch)
 
 
-def _spec(spec: InputSpec) -> TensorSpec:
-    return TensorSpec(spec.local_shape, getattr(torch, spec.dtype), spec.requires_grad)
+def _spec(spec: InputSpec | OutputSpec, program: Program, layout: Layout) -> TensorSpec:
+    """What this rank sends or receives of a tensor, which may be less than the first rank."""
+    _, shape = rectangle(spec.shape, spec.placement, program.mesh, layout.coordinate)
+    return TensorSpec(shape, getattr(torch, spec.dtype), spec.requires_grad)
 
 
 def in_order_of_use(stages: Sequence[ChunkRunner]) -> tuple[Any, ...]:

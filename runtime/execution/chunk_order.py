@@ -14,6 +14,7 @@ from runtime.execution.chunk import ChunkRunner
 from runtime.execution.rank_mapping import Places
 from runtime.pipeline import PipelineExecutor
 from runtime.pipeline.forward import forward_only
+from runtime.state.owned import rectangle
 
 
 class Execution(Protocol):
@@ -98,7 +99,8 @@ class Pipelined:
         results = forward_only(self.stages, **self.setting)
         outputs = {}
         for place, spec in enumerate(self.last.outputs):
-            shape, dtype = spec.local_shape, getattr(torch, spec.dtype)
+            _, shape = rectangle(spec.shape, spec.placement, self.last.mesh, self.places.layout.coordinate)
+            dtype = getattr(torch, spec.dtype)
             local = results[0][place] if results else torch.empty(shape, dtype=dtype, device=self.places.layout.device)
             outputs[spec.path] = self.places.from_stage(local, self.last_rank)
         return outputs

@@ -9,14 +9,19 @@ import spmd_types as spmd
 import torch
 
 from passes.emit import OutputSpec, Program
-from passes.ir.types import I, P, Placement, R, shard_dim
+from passes.ir.types import I, P, Placement, R, largest_part, shard_dim, uneven_dims
+from runtime import ops
 from runtime.mesh.layout import Layout
 
 
-def whole_output(local: torch.Tensor, placement: Placement, layout: Layout) -> torch.Tensor:
-    """A whole tensor from a rank's part, differentiable: every rank computes the same with it from here on."""
+def whole_output(local: torch.Tensor, placement: Placement, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
+    """A whole tensor from a rank's part, differentiable: every rank computes the same with it from here on.
+
+    ``shape`` is that of the whole; of a dim that is cut unevenly ranks send zeros behind their parts.
+    """
     target = spmd.I if local.requires_grad else spmd.R
     steps = list(zip(layout.mesh.names, layout.mesh.sizes, placement))
+    uneven = uneven_dims(shape, placement, layout.mesh)
     with spmd.set_current_mesh(layout.device_mesh):
         for name, size, spmd_type in reversed(steps):
             dim = shard_dim(spmd_type)
@@ -24,7 +29,11 @@ def whole_output(local: torch.Tensor, placement: Placement, layout: Layout) -> t
                 continue
             if dim is not None:
                 options = _reduced_options(local) if target is spmd.R else {}
+                if dim in uneven:
+                    local = ops.padded(local, dim, largest_part(shape[dim], size))
                 local = spmd.all_gather(local, name, src=spmd.S(dim), dst=target, **options)
+                if dim in uneven:
+                    local = ops.trimmed(local, dim, shape[dim])
             elif spmd_type == P:
                 local = spmd.all_reduce(local, name, src=spmd.P, dst=target)
             elif spmd_type == R and target is spmd.I:
@@ -86,7 +95,7 @@ class _Gatherer:
         for path in list(paths):
             spec = self.pending.pop(path, None)
             if spec is not None:
-                self.outputs[path] = whole_output(self.outputs[path], spec.placement, self.layout)
+                self.outputs[path] = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
         return self.rebuild(dict(self.outputs))
 
     def below(self, key: str) -> list[str]:

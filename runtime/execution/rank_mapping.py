@@ -20,6 +20,7 @@ from passes.pipeline_cut import BATCH_AXIS
 from runtime.launch.groups import flattened_group, group_of
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
+from runtime.state.owned import rectangle
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 PIPELINE = "pp"
@@ -76,6 +77,8 @@ class Places(Protocol):
     def assemble(self, part: torch.Tensor | None, rectangle: RectangleOf, shape: Sequence[int], dtype: Any) -> Any: ...
 
     def rectangle(self, rectangle: RectangleOf) -> Rectangle: ...
+
+    def own_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]: ...
 
     def input_part(
         self,
@@ -157,6 +160,10 @@ class RankPlaces:
         """The rectangle of this rank."""
         return rectangle(self.layout.coordinate)
 
+    def own_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """Shape of this rank's part of a tensor of ``shape``."""
+        return part_shape(shape, placement, self.layout.mesh, self.layout.coordinate)
+
     def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
         """This rank's part of ``whole``, a copy on its device."""
         part = self.rectangle(rectangle).of(whole)
@@ -216,6 +223,15 @@ class VirtualPlaces:
     def rectangle(self, rectangle: RectangleOf) -> Rectangle:
         """The rectangle of the first rank."""
         return rectangle(self.layout.coordinate)
+
+    def own_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """Shape of the parts of all ranks: a size that differs between them is a number of its own on each."""
+        from runtime.torch_compat.local_tensors import size_on_ranks
+
+        mesh = self.layout.mesh
+        coordinates = {rank: self._virtual.coordinate_of(rank) for rank in range(mesh.num_devices)}
+        shapes = {rank: part_shape(shape, placement, mesh, where) for rank, where in coordinates.items()}
+        return tuple(size_on_ranks({rank: own[dim] for rank, own in shapes.items()}) for dim in range(len(shape)))
 
     def cut(self, whole: torch.Tensor, rectangle: RectangleOf) -> torch.Tensor:
         return self._each(whole, lambda coordinate, tensor: rectangle(coordinate).of(tensor))
@@ -281,6 +297,13 @@ class VirtualPlaces:
 
     def plain(self) -> AbstractContextManager[Any]:
         return self.layout.plain()
+
+
+def part_shape(
+    shape: tuple[int, ...], placement: Placement, mesh: MeshShape, coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Shape of the part that the rank at ``coordinate`` holds."""
+    return rectangle(shape, placement, mesh, coordinate)[1]
 
 
 def sum_over_axis(part: torch.Tensor, device_mesh: DeviceMesh, axis: str) -> torch.Tensor:

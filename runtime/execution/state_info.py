@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from passes.ir.types import I, MeshShape, Placement, R, local_shape
+from passes.ir.types import I, MeshShape, Placement, R, local_shape, uneven_dims
 from passes.pipeline_cut import Deferral, StepPrograms
 from passes.plan import Plan
 from runtime.execution.rank_mapping import Rectangle, RectangleOf, piece_axes
@@ -50,8 +50,13 @@ class StateInfo:
     stages: tuple[int, ...]
 
     def unsharded_shape(self, mesh: MeshShape) -> tuple[int, ...]:
-        """Its shape as programs use it on one rank."""
+        """Its shape as programs use it on the first rank."""
         return local_shape(self.shape, self.placement, mesh)
+
+    def piece_dim(self, mesh: MeshShape) -> int:
+        """The dim that its pieces are cut in: the same on all ranks, though they may hold parts of unequal length."""
+        uneven = uneven_dims(self.shape, self.placement, mesh)
+        return piece_dim(self.unsharded_shape(mesh), self.data_size(mesh), uneven)
 
     def rectangle(self, mesh: MeshShape) -> RectangleOf:
         """Which part of it the rank at a coordinate owns."""
@@ -60,7 +65,9 @@ class StateInfo:
             offsets, sizes = rectangle(self.shape, self.placement, mesh, coordinate)
             if not self.sharded:
                 return Rectangle(offsets, sizes, is_first_holder(self.placement, coordinate))
-            dim, offset, length = piece_of(sizes, self.data_size(mesh), self._data_rank(mesh, coordinate))
+            dim, offset, length = piece_of(
+                sizes, self.data_size(mesh), self._data_rank(mesh, coordinate), self.piece_dim(mesh)
+            )
             moved = tuple(o + offset if d == dim else o for d, o in enumerate(offsets))
             cut = tuple(length if d == dim else size for d, size in enumerate(sizes))
             others = tuple(0 if axis in self.data_axes else index for axis, index in zip(mesh.names, coordinate))
@@ -79,7 +86,8 @@ class StateInfo:
             return torch_placements(self.placement)
         types = [self.placement[mesh.names.index(axis)] for axis in piece_axes(mesh, data_axes)]
         size = _product(mesh, data_axes)
-        dim = piece_dim(self.unsharded_shape(mesh), size)
+        uneven = uneven_dims(self.shape, self.placement, mesh)
+        dim = piece_dim(self.unsharded_shape(mesh), size, uneven)
         return (*torch_placements(types), Shard(dim) if self.sharded and self.shape else Replicate())
 
     def data_size(self, mesh: MeshShape) -> int:

@@ -126,7 +126,16 @@ def _group_size(name: str) -> int:
 
 
 def _num_bytes(tensors: Any) -> int:
-    """Bytes of a tensor or of all tensors in nested lists."""
+    """Bytes of a tensor or of all tensors in nested lists; of virtual ranks those of the first."""
     if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
+        return _elements(tensors) * tensors.element_size()
     return sum(map(_num_bytes, tensors))
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    count = tensor.numel()
+    if isinstance(count, int):
+        return count
+    from runtime.torch_compat.local_tensors import parts_of_ranks
+
+    return next(iter(parts_of_ranks(tensor).values())).numel()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.ir.types import MeshShape, P, Placement, shard_dim
+from passes.ir.types import MeshShape, P, Placement, part_of_dim, shard_dim
 from runtime.data.host_copies import HostCopies, host_copies
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.joint_axes import remember
@@ -56,8 +56,7 @@ def part_of(whole: torch.Tensor, placement: Placement, mesh: MeshShape, coordina
     for size, spmd_type, index in zip(mesh.sizes, placement, coordinate):
         dim = shard_dim(spmd_type)
         if dim is not None:
-            length = part.shape[dim] // size
-            part = part.narrow(dim, index * length, length)
+            part = part.narrow(dim, *part_of_dim(part.shape[dim], size, index))
     return part
 
 

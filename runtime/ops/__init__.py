@@ -7,6 +7,7 @@ All are written with torch operators that run on real process groups, on a fake 
 from runtime.mesh.joint_axes import joint
 from runtime.ops.attention import grouped_query_attention, scaled_dot_product_attention
 from runtime.ops.buffers import running_again, store, stored_at_end
+from runtime.ops.equal_parts import padded, trimmed
 from runtime.ops.mesh_types import retyped
 from runtime.ops.microbatch import (
     Microbatch,
@@ -50,6 +51,7 @@ __all__ = [
     "linear_cross_entropy",
     "of_first_microbatch",
     "of_microbatch",
+    "padded",
     "rand",
     "rand_like",
     "randint",
@@ -64,4 +66,5 @@ __all__ = [
     "set_random_state",
     "store",
     "stored_at_end",
+    "trimmed",
 ]

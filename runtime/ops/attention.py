@@ -100,7 +100,7 @@ def _heads_of_shard(heads: int, tensors: Sequence[torch.Tensor], axes: Sequence[
     """
     ranks = math.prod(dist.get_world_size(group) for group in groups_of(axes))
     members = heads * ranks // tensors[0].shape[-3]
-    first = first_of_shard(heads * ranks, heads, axes, tensors[0].device)
+    first = first_of_shard(heads * ranks, axes, tensors[0].device)
     if members % heads == 0:
         picked = first // members
     elif heads % members == 0:
@@ -116,7 +116,7 @@ def _causal_mask(query: torch.Tensor, key: torch.Tensor, length_axes: Sequence[s
     positions = torch.arange(rows, device=query.device)
     if length_axes:
         whole = rows * math.prod(dist.get_world_size(group) for group in groups_of(length_axes))
-        positions = positions + first_of_shard(whole, rows, length_axes, query.device)
+        positions = positions + first_of_shard(whole, length_axes, query.device)
     return torch.arange(keys, device=query.device) <= positions.unsqueeze(-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from spmd_types import R, S
 
+from passes.ir.types import largest_part
 from runtime.torch_compat.spmd_internals import group_of_axis
 
 
@@ -18,12 +20,14 @@ def groups_of(axes: Sequence[str]) -> tuple[dist.ProcessGroup, ...]:
     return tuple(group_of_axis(axis) for axis in axes)
 
 
-def first_of_shard(whole: int, part: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:
-    """Index [1] of the first of this rank's ``part`` entries of ``whole``, cut over ``axes`` (outermost first).
+def first_of_shard(whole: int, axes: Sequence[str], device: torch.device) -> torch.Tensor:
+    """Index [1] of the first of this rank's entries of ``whole``, cut over ``axes`` (outermost first).
 
-    It is the rank's entry of the list of all ranks' first indices, sharded as the entries are.
+    It is the rank's entry of the list of all ranks' first indices, sharded as the entries are. One axis may cut them
+    unevenly: all ranks but the last ones then have as many as the first.
     """
-    start = torch.arange(0, whole, part, device=device)
+    count = math.prod(dist.get_world_size(group) for group in groups_of(axes))
+    start = torch.arange(count, device=device) * largest_part(whole, count)
     for axis in axes:
         start = spmd.convert(start, axis, src=R, dst=S(0))
     return start

@@ -25,6 +25,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 
+from passes.ir.types import part_of_dim
 from runtime.kernels.philox import keep_mask, own_word, random_words
 from runtime.ops.mesh_types import groups_of
 from runtime.ops.microbatch import current_microbatch
@@ -81,12 +82,13 @@ class _Draw:
     step: int
     number: int
     shards: tuple[tuple[dist.ProcessGroup, int, int, int], ...]  # group, dim, micro-batches and which of them
+    whole: Mapping[int, int]  # of dims that are cut unevenly: their whole length
 
     def words(self, like: torch.Tensor, starts: Sequence[int], whole: Sequence[int], lane: int) -> torch.Tensor:
         return random_words(like, starts, whole, lane, self.seed, self.number, self.step)
 
 
-def _draw(number: int, of: Block | None, shards: Shards) -> _Draw:
+def _draw(number: int, of: Block | None, shards: Shards, whole: Mapping[int, int] | None = None) -> _Draw:
     microbatch = current_microbatch()
 
     def cut(axis: str) -> tuple[int, int]:
@@ -100,6 +102,7 @@ def _draw(number: int, of: Block | None, shards: Shards) -> _Draw:
         _DrawState.current,
         first + number,
         tuple((group, dim, *cut(axis)) for group, (axis, dim) in zip(groups, shards.items())),
+        whole or {},
     )
 
 
@@ -118,7 +121,10 @@ def _on_shard(like: torch.Tensor, draw: _Draw, make: _Make) -> torch.Tensor:
             index[dim] = index[dim] * size + coordinate * num_microbatches + microbatch
             count[dim] *= size
         starts = [place * size for place, size in zip(index, tensor.shape)]
-        return make(tensor, starts, [size * parts for size, parts in zip(tensor.shape, count)])
+        whole = [size * parts for size, parts in zip(tensor.shape, count)]
+        for dim, length in draw.whole.items():
+            whole[dim], starts[dim] = length, part_of_dim(length, count[dim], index[dim])[0]
+        return make(tensor, starts, whole)
 
     mode = local_tensor_mode_of(like)
     if mode is None:
@@ -129,15 +135,22 @@ def _on_shard(like: torch.Tensor, draw: _Draw, make: _Make) -> torch.Tensor:
 
 
 def dropout(
-    x: torch.Tensor, p: float, *, draw: int = 0, of: Block | None = None, shards: Shards | None = None
+    x: torch.Tensor,
+    p: float,
+    *,
+    draw: int = 0,
+    of: Block | None = None,
+    shards: Shards | None = None,
+    whole: Mapping[int, int] | None = None,
 ) -> torch.Tensor:
     """Zero each element with probability ``p`` and scale the others by 1 / (1 - p).
 
     Args:
         draw: number of the operator among those of ``of`` (None: of the model).
         shards: which mesh axis cuts which dim of ``x``, outermost first; on the others its copies are masked alike.
+        whole: length of the dims that are cut unevenly, on all ranks together.
     """
-    result: torch.Tensor = _Dropout.apply(x, p, _draw(draw, of, shards or {}))
+    result: torch.Tensor = _Dropout.apply(x, p, _draw(draw, of, shards or {}, whole))
     return result
 
 

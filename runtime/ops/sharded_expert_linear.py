@@ -26,7 +26,7 @@ def expert_linear(
     Returns:
         [..., out], zero where the expert is another rank's.
     """
-    local = expert_ids - first_of_shard(num_experts, weight.shape[0], axes, weight.device)
+    local = expert_ids - first_of_shard(num_experts, axes, weight.device)
     rows = kernels.expert_linear(input, local, weight)
     for axis in axes:
         rows = spmd.reinterpret(rows, axis, src=V, dst=P)

@@ -58,7 +58,7 @@ def linear_cross_entropy(
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     check_linear(hidden, weight, bias, target, chunk_tokens)
     check_smoothing(label_smoothing)
-    start = first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
+    start = first_of_shard(vocabulary, axes, weight.device)
     hidden, weight, bias, usual = as_autocast(hidden, weight, bias)
     loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
     losses: torch.Tensor = _ShardedLinearCrossEntropy.apply(

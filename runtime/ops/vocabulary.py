@@ -37,14 +37,14 @@ def embedding(
 
     Args:
         indices: integers, any shape, in [0, vocabulary), the same on all ranks of ``axes``.
-        weight: this rank's rows, [vocabulary / ranks, hidden].
+        weight: this rank's rows, [vocabulary / ranks, hidden]; the last ranks may have fewer.
         vocabulary: number of rows of the whole table.
         padding_idx: row that gets no gradient.
 
     Returns:
         [*indices.shape, hidden], zero where the row is another rank's.
     """
-    local = indices - first_of_shard(vocabulary, weight.shape[0], axes, weight.device)
+    local = indices - first_of_shard(vocabulary, axes, weight.device)
     rows = F.embedding(local.clamp(0, weight.shape[0] - 1), weight)
     if padding_idx is not None:
         rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -92,7 +92,7 @@ def cross_entropy(
     assert vocabulary is not None, "a sharded vocabulary needs its whole size"
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
-    start = first_of_shard(vocabulary, logits.shape[-1], axes, logits.device)
+    start = first_of_shard(vocabulary, axes, logits.device)
     loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
     losses: torch.Tensor = _ShardedCrossEntropy.apply(logits, target, start, loss, reuse_logits, groups_of(axes))
     return losses

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from passes.ir.types import MeshShape, Placement, SpmdType, shard_dim
+from passes.ir.types import MeshShape, Placement, SpmdType, part_of_dim, shard_dim
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def rectangle(
     for count, spmd_type, index in zip(mesh.sizes, placement, coordinate):
         dim = shard_dim(spmd_type)
         if dim is not None:
-            sizes[dim] //= count
-            offsets[dim] += index * sizes[dim]
+            offset, sizes[dim] = part_of_dim(sizes[dim], count, index)
+            offsets[dim] += offset
     return tuple(offsets), tuple(sizes)
 
 

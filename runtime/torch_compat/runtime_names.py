@@ -48,6 +48,7 @@ RUNTIME_NAMES = {
     "torch.distributed.ProcessGroup._device_types": "all-to-all on gloo fails in torch 2.11",
     "torch.distributed.ProcessGroup._get_backend": "all-to-all on gloo fails in torch 2.11",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "groups of several axes cannot be split off with NCCL",
+    "torch.distributed._local_tensor.LocalIntNode": "unequal parts of ranks in one process have no size",
     "torch.distributed._local_tensor.LocalTensor": "all ranks cannot run in one process",
     "torch.distributed._local_tensor.LocalTensor._local_tensors": "parts of ranks in one process cannot be read",
     "torch.distributed._local_tensor.LocalTensorMode": "all ranks cannot run in one process",

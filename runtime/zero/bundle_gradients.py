@@ -10,7 +10,7 @@ from torch import nn
 
 from runtime.torch_compat.autograd_engine import gradient_hooks
 from runtime.torch_compat.host_state import add_all, is_alone_in_memory
-from runtime.zero.flat import FlatLayout, copy_all
+from runtime.zero.flat import FlatLayout, copy_all, stretch
 from runtime.zero.group import StateGroup
 
 #: From this ZeRO stage on gradients end as pieces.
@@ -169,4 +169,4 @@ class Gradients:
         if self._pieces:
             return self._layout.slot_rows(buffer, place)
         slot = self._layout.slots[place]
-        return buffer[slot.start : slot.start + slot.size]
+        return stretch(buffer, slot.start, slot.size)

@@ -35,33 +35,50 @@ class Slot:
     size: int
 
 
-class FlatLayout:
-    """Places of tensors of ``shapes`` in flat buffers of ``num_ranks`` ranks; see the module for the two layouts."""
+@dataclass(frozen=True)
+class FlatTensor:
+    """A tensor that goes into flat buffers.
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], num_ranks: int) -> None:
+    Attributes:
+        shape: on this rank.
+        largest: on the rank that holds most of it, for which there is room on all; None where all hold as much.
+        dim: that its pieces are cut in; None for that of ``piece_dim``.
+    """
+
+    shape: tuple[int, ...]
+    largest: tuple[int, ...] | None = None
+    dim: int | None = None
+
+    @property
+    def room(self) -> tuple[int, ...]:
+        """The shape that there is room for."""
+        return self.shape if self.largest is None else self.largest
+
+
+class FlatLayout:
+    """Places of tensors in flat buffers of ``num_ranks`` ranks; see the module for the two layouts."""
+
+    def __init__(self, tensors: Sequence[FlatTensor | tuple[int, ...]], num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.row = self.total = 0
         slots = []
-        for shape in shapes:
-            piece = piece_shape(shape, num_ranks, 0)
-            dim = piece_dim(shape, num_ranks)
-            size, piece_size = math.prod(shape), math.prod(piece)
+        for tensor in (one if isinstance(one, FlatTensor) else FlatTensor(one) for one in tensors):
+            dim = piece_dim(tensor.shape, num_ranks) if tensor.dim is None else tensor.dim
+            piece = piece_shape(tensor.shape, num_ranks, 0, dim)
+            size, piece_size = math.prod(tensor.shape), math.prod(piece)
             length = piece[dim] if piece else 1
-            slots.append(Slot(shape, dim, length, self.row, piece_size, self.total, size))
-            self.row += _aligned(piece_size)
-            self.total += _aligned(size)
+            slots.append(Slot(tensor.shape, dim, length, self.row, piece_size, self.total, size))
+            self.row += _aligned(math.prod(piece_shape(tensor.room, num_ranks, 0, dim)))
+            self.total += _aligned(math.prod(tensor.room))
         self.slots = tuple(slots)
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Whole tensors as views of a buffer of ``total`` elements."""
-        return [flat[slot.start : slot.start + slot.size].view(slot.shape) for slot in self.slots]
+        return [stretch(flat, slot.start, slot.size).view(slot.shape) for slot in self.slots]
 
     def pieces(self, row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One rank's pieces as views of its row; ``like`` gives their shapes."""
-        return [
-            row[slot.row_start : slot.row_start + piece.numel()].view(piece.shape)
-            for slot, piece in zip(self.slots, like)
-        ]
+        return [stretch(row, slot.row_start, piece.numel()).view(piece.shape) for slot, piece in zip(self.slots, like)]
 
     def gather_pairs(self, rows: torch.Tensor, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views ``(of the whole buffer, of the rows)`` that hold the same elements, pair by pair."""
@@ -98,10 +115,10 @@ class FlatLayout:
     def slot_rows(self, rows: torch.Tensor, place: int) -> torch.Tensor:
         """All that the rows hold of one tensor, padding included."""
         slot = self.slots[place]
-        return rows.view(self.num_ranks, self.row)[:, slot.row_start : slot.row_start + slot.row_size]
+        return stretch(rows.view(self.num_ranks, self.row), slot.row_start, slot.row_size, dim=1)
 
     def _pairs(self, rows: torch.Tensor, slot: Slot, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        block = rows[:, slot.row_start : slot.row_start + slot.row_size]
+        block = stretch(rows, slot.row_start, slot.row_size, dim=1)
         size = slot.shape[slot.dim]
         if not slot.size:
             return []
@@ -112,6 +129,8 @@ class FlatLayout:
             parts = whole.unflatten(slot.dim, (self.num_ranks, slot.length)).movedim(slot.dim, 0)
             return [(block.view(self.num_ranks, *piece), parts)]
         # Dim 0 in uneven pieces: full ones, then perhaps a shorter one, then empty ones.
+        if not isinstance(size, int):
+            return self._pairs_by_rank(block, slot, whole)
         full, rest = divmod(size, slot.length)
         inner = slot.shape[1:]
         pairs = [
@@ -125,11 +144,32 @@ class FlatLayout:
             pairs.append((short.view(rest, *inner), whole[full * slot.length :]))
         return pairs
 
+    def _pairs_by_rank(
+        self, block: torch.Tensor, slot: Slot, whole: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The same of virtual ranks that hold parts of unequal length, whose sizes cannot be compared."""
+        size, inner = slot.shape[0], slot.shape[1:]
+        pairs = []
+        for rank in range(self.num_ranks):
+            offset = torch.sym_min(rank * slot.length, size)
+            length = torch.sym_min(slot.length, size - offset)
+            own = stretch(block[rank], 0, length * math.prod(inner)).view(length, *inner)
+            pairs.append((own, stretch(whole, offset, length)))
+        return pairs
+
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source into its target, with a change of dtype where they differ."""
     if targets:
         copy_into_all(targets, sources)
+
+
+def stretch(tensor: torch.Tensor, start: int, length: int, dim: int = 0) -> torch.Tensor:
+    """``tensor.narrow``, for a length too that differs between virtual ranks and so cannot be compared with sizes."""
+    if isinstance(length, int):
+        return tensor.narrow(dim, start, length)
+    entries: torch.Tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, start + length)
+    return entries
 
 
 def _aligned(size: int) -> int:

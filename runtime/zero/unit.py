@@ -13,6 +13,7 @@ from runtime.program_tools.recompute import can_be_made_again
 from runtime.torch_compat.autograd_engine import in_backward, when_done
 from runtime.torch_compat.dispatcher import unseen_by_checkpoints
 from runtime.zero.bundle_gradients import Gradients
+from runtime.zero.flat import FlatTensor
 from runtime.zero.group import StateGroup
 from runtime.zero.state_pieces import piece_shape
 from runtime.zero.uses import used_at_once, used_one_by_one
@@ -30,6 +31,7 @@ class UnitWeight:
     Attributes:
         owner: what this rank owns of it: under ZeRO 1 to 3, if it is trained, the piece of ``pieces.piece_of``.
         shape: of the whole parameter, as it is on the rank without ZeRO.
+        largest, piece_dim: as in ``FlatTensor``.
         compute: dtype of the working weight; None for the owner's.
         gradient: dtype in which gradients are reduced and added up; None for float32 where ``compute`` has 16 bits,
             else the owner's.
@@ -42,6 +44,12 @@ class UnitWeight:
     compute: torch.dtype | None = None
     gradient: torch.dtype | None = None
     shared: bool = False
+    largest: tuple[int, ...] | None = None
+    piece_dim: int | None = None
+
+    @property
+    def flat(self) -> FlatTensor:
+        return FlatTensor(self.shape, self.largest, self.piece_dim)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -283,8 +291,8 @@ class Unit:
         bundles = []
         for (compute, gradient, shared), some in places.items():
             owners = [self.weights[place].owner for place in some]
-            shapes = [self.weights[place].shape for place in some]
-            weights = WorkingWeights(owners, shapes, zero=self.zero, group=self.group, compute=compute)
+            tensors = [self.weights[place].flat for place in some]
+            weights = WorkingWeights(owners, tensors, zero=self.zero, group=self.group, compute=compute)
             gradients = Gradients(
                 owners, weights.layout, zero=self.zero, group=self.group, dtype=gradient, at_once=shared
             )
@@ -297,7 +305,7 @@ class Unit:
                 continue  # One tensor for many ranks has no single shape.
             expected = weight.shape
             if self.zero and weight.owner.requires_grad:
-                expected = piece_shape(weight.shape, self.group.size, self.group.rank)
+                expected = piece_shape(weight.shape, self.group.size, self.group.rank, weight.piece_dim)
             if tuple(weight.owner.shape) != tuple(expected):
                 raise ValueError(
                     f"{weight.name} of shape {tuple(weight.shape)} is owned as {tuple(weight.owner.shape)} by rank "

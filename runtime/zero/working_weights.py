@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.zero.flat import FlatLayout, copy_all
+from runtime.zero.flat import FlatLayout, FlatTensor, copy_all
 from runtime.zero.group import StateGroup
 from runtime.zero.state_pieces import piece
 
@@ -40,14 +40,14 @@ class WorkingWeights:
     def __init__(
         self,
         owners: Sequence[nn.Parameter],
-        shapes: Sequence[tuple[int, ...]],
+        tensors: Sequence[FlatTensor | tuple[int, ...]],
         *,
         zero: int,
         group: StateGroup,
         compute: torch.dtype,
     ) -> None:
         self.owners = tuple(owners)
-        self.layout = FlatLayout(shapes, group.size if zero >= _PIECES else 1)
+        self.layout = FlatLayout(tensors, group.size if zero >= _PIECES else 1)
         self._group = group
         self._compute = compute
         self._pieces = zero >= _PIECES
@@ -122,7 +122,7 @@ class WorkingWeights:
         for owner, whole, slot in zip(self.owners, gathered.wholes(), self.layout.slots):
             plain = type(owner.data) is torch.Tensor
             if plain and self._pieces and slot.dim == 0 and owner.dtype == self._compute and _alone(owner):
-                owner.data = piece(whole, self._group.size, self._group.rank)
+                owner.data = piece(whole, self._group.size, self._group.rank, slot.dim)
 
 
 def _alone(owner: nn.Parameter) -> bool:

@@ -18,7 +18,7 @@ from cost_models.dtypes import item_size
 from passes.autograd.recompute_policies import Activations
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from passes.ir.graph import Graph
-from passes.ir.types import P, R, local_shape, shard_dim
+from passes.ir.types import P, Placement, R, local_shape, shard_dim, uneven_dims
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.pipeline_cut.step_programs import StageUnit
 from passes.plan import CollectivePlan, Plan
@@ -168,12 +168,13 @@ class _Counter:
         yield from map(tuple, bundles.values())
 
     def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
-        from runtime.zero.flat import FlatLayout
+        from runtime.zero.flat import FlatLayout, FlatTensor
 
         group, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
         if group == 1:
             return
-        layout = FlatLayout([self._local_shape(name) for name in names], group if zero else 1)
+        tensors = [FlatTensor(self._local_shape(name), dim=self._piece_dim(name, group)) for name in names]
+        layout = FlatLayout(tensors, group if zero else 1)
         compute, _, gradient = self._dtypes(names[0])
         elements = layout.row * group if zero else layout.total
         gather = Sent(ALL_GATHER, axis, FORWARD, elements * item_size(compute))
@@ -192,11 +193,21 @@ class _Counter:
         return precision_of(self.plan).of_name(self.plan.states[name].dtype)
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight as programs use it: whole on the data axes."""
-        state, mesh = self.plan.states[name], self.plan.mesh
+        """Of a weight as programs use it on the first rank: whole on the data axes."""
+        return local_shape(self.plan.states[name].shape, self._placement(name), self.plan.mesh)
+
+    def _piece_dim(self, name: str, group: int) -> int:
+        """The dim in which ZeRO cuts a weight."""
+        from runtime.zero.state_pieces import piece_dim
+
+        uneven = uneven_dims(self.plan.states[name].shape, self._placement(name), self.plan.mesh)
+        return piece_dim(self._local_shape(name), group, uneven)
+
+    def _placement(self, name: str) -> Placement:
+        """Of a weight as programs use it."""
         deferred = self.deferral.get(name, ())
-        placement = tuple(R if axis in deferred else where for axis, where in zip(mesh.names, state.placement))
-        return local_shape(state.shape, placement, mesh)
+        states, names = self.plan.states, self.plan.mesh.names
+        return tuple(R if axis in deferred else where for axis, where in zip(names, states[name].placement))
 
     def _sharded(self) -> frozenset[str]:
         """Weights of which a data rank owns a piece."""
@@ -225,7 +236,8 @@ class _Counter:
                 continue
             shape, group = self._local_shape(path), self._num_data_ranks(path)
             num_bytes = item_size(self._dtypes(path)[1])
-            for size in piece_shape(shape, group, 0) if path in sharded and group > 1 else shape:
+            cut = path in sharded and group > 1
+            for size in piece_shape(shape, group, 0, self._piece_dim(path, group)) if cut else shape:
                 num_bytes *= size
             self._add(Sent(ALL_REDUCE, PIPELINE, AFTER, num_bytes), len(ranks))
 
