@@ -42,6 +42,15 @@ def _linear_cross_entropy(node: Node, values: Mapping[str, Value], local_bytes: 
     return Working(logits, logits + (4.0 * classes * width if narrow else 0.0))
 
 
+def _expert_linear(node: Node, values: Mapping[str, Value], local_bytes: LocalBytes) -> Working:
+    """Rows sorted by expert, and their products before these are put back; backward also gradients of the rows."""
+    source, ids, weight = (values[name] for name in node.inputs)
+    rows = local_bytes(ids) / item_size(ids.dtype) * weight.shape[2] * item_size(source.dtype)
+    products = local_bytes(node.output)
+    return Working(rows + products, 2.0 * rows + products)
+
+
 _OPERATORS: Mapping[str, Callable[[Node, Mapping[str, Value], LocalBytes], Working]] = {
+    "meshwright.expert_linear": _expert_linear,
     "meshwright.linear_cross_entropy.default": _linear_cross_entropy,
 }
