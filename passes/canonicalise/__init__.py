@@ -29,6 +29,7 @@ from passes.canonicalise.repeated_rows import expand_repeated_rows
 from passes.canonicalise.settled_choices import take_settled_choices
 from passes.canonicalise.sorted_experts import unsort_experts
 from passes.canonicalise.sparse_gradients import make_gradients_dense
+from passes.canonicalise.static_sizes import fix_sizes
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.token_dims import unmerge_token_dims
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
@@ -50,6 +51,7 @@ def canonicalise(
     """
     inline_regions(module)
     drop_asserts(module)
+    fix_sizes(module)
     write_out_random_operators(module)
     write_out_batch_norm(module)
     write_out_embedding_bags(module)

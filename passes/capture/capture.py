@@ -28,13 +28,15 @@ from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.saved_values import reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of
-from passes.capture.tracing_errors import describe_failure, explain
+from passes.capture.tracing_errors import describe_failure, explain, is_raised_by_the_model
 from passes.capture.unfold import unfold
+from passes.capture.value_reads import ValueReads, drop_answered
 from passes.capture.watch import WatchedForward
-from passes.ir.errors import CaptureError
+from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracing import unvalidated_distributions
+from passes.torch_compat.value_reads import answered_reads
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -47,10 +49,14 @@ def capture(
     loss_fn: LossFunction | None = None,
     training: bool | None = None,
     copy_repeats: bool = False,
+    values: Mapping[Path, torch.Tensor] | None = None,
+    buffer_values: Mapping[str, torch.Tensor] | None = None,
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` for the shapes of these inputs.
 
-    Only shapes and dtypes matter: the model and its inputs may be on the meta device, and no weight is read or copied.
+    The model and its inputs may be on the meta device, and no weight is read or copied. Values of inputs matter only
+    where the model's Python code asks for them (``.item()``, ``bool()``, ``nonzero``): the graph is then one for calls
+    with the same answers, which its ``guards`` tell.
     A copy of the model is traced: the model itself is not touched, whatever its forward does.
 
     Args:
@@ -64,12 +70,23 @@ def capture(
             None leaves the modules' modes, and keeps gradients if there is a loss or the model is in training mode.
         copy_repeats: trace only a few of the layers that repeat and copy the rest, which gives the same graph in a
             time that hardly depends on how many they are. Models for which that cannot be told are traced in full.
+        values: the call's tensors by path, where those in ``args`` and ``kwargs`` have none.
+        buffer_values: the model's buffers by name, likewise.
 
     Raises:
         CaptureError: if the model cannot be traced; it names the module and the source line.
+        MissingValues: if it asks for the value of an input that has none.
+        Exception: what the model itself raises because of values that it asked for.
     """
     refuse_unsupported(model)
-    options: dict[str, Any] = {"args": args, "kwargs": kwargs, "loss_fn": loss_fn, "training": training}
+    options: dict[str, Any] = {
+        "args": args,
+        "kwargs": kwargs,
+        "loss_fn": loss_fn,
+        "training": training,
+        "values": values,
+        "buffer_values": dict(model.named_buffers()) if buffer_values is None else buffer_values,
+    }
     with _one_at_a_time:
         graph = _capture_shortened(model, options) if copy_repeats else None
         return number_draws(_capture_whole(model, **options) if graph is None else graph)
@@ -113,6 +130,8 @@ def _traced(
     kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     training: bool | None,
+    values: Mapping[Path, torch.Tensor] | None,
+    buffer_values: Mapping[str, torch.Tensor],
     repeats: tuple[RepeatedEntries, ...] = (),
 ) -> tuple[Graph, _Call]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
@@ -123,6 +142,7 @@ def _traced(
     if training is not None and training != model.training:
         copied.train(training)
     paths = {id(module): name for name, module in copied.named_modules()}
+    call.reads = ValueReads(call.tensors if values is None else values, buffer_values, paths, whole=not repeats)
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
     with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
         graph_training = copied.training
@@ -142,6 +162,7 @@ def _traced(
         loss=loss,
         training=graph_training,
         checkpointed=call.result.checkpoints,
+        guards=call.reads.guards,
         unflatten=functools.partial(_returned, call.result.structure, names),
     )
     return graph, call
@@ -187,10 +208,12 @@ class _Call(nn.Module):
         self.structure, self.tensors = flatten((args, kwargs))
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
         self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self.reads: ValueReads
         # An object of its own: export puts the module's attributes back after tracing.
         self.result = _Result()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.reads.begin(self.sources(tensors))
         args, kwargs = self.unflatten(tensors)
         before = plain_state(self.model)
         with WatchedForward(self.originals) as watched, no_python_draws():
@@ -202,6 +225,12 @@ class _Call(nn.Module):
         self.result.changed = changes(before, plain_state(self.model))
         self.result.structure, self.result.tensors = flatten(outputs)
         return tuple(self.result.tensors.values())
+
+    def sources(self, tensors: tuple[torch.Tensor, ...]) -> dict[tuple[str, Any], torch.Tensor]:
+        """What the trace begins with, now that the tracer has put its own tensors in place."""
+        parameters = {("parameter", name): tensor for name, tensor in self.model.named_parameters()}
+        buffers = {("buffer", name): tensor for name, tensor in self.model.named_buffers()}
+        return {**parameters, **buffers, **{("input", path): tensor for path, tensor in zip(self.tensors, tensors)}}
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         remaining_tensors = iter(tensors)
@@ -256,16 +285,25 @@ def _state_names(call: _Call) -> dict[str, tuple[str, ...]]:
 def _export(call: _Call, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str]) -> ExportedProgram:
     name = type(call.model).__name__
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), answered_reads(call.reads.answer):
             program = export(call, tensors)
             reads = _first_read(program)
             if reads is not None:
                 reads = _first_read(export(call, tensors, stack_traces=True)) or reads
     except Exception as error:
+        if isinstance(error, MissingValues) or (call.reads.guards and is_raised_by_the_model(error)):
+            raise
         reason = str(error) if isinstance(error, CaptureError) else explain(error)
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
     if reads is not None:
         raise CaptureError(f"cannot capture {name}: {reads}")
+    written = call.reads.written_buffers
+    if written:
+        raise CaptureError(
+            f"cannot capture {name}: forward changes buffer {written[0]!r} and reads its value in Python, which a "
+            "program does not: use tensor operations (torch.where), or pass the number as an argument of forward"
+        )
+    drop_answered(program)
     return program
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,8 +28,18 @@ def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
         error: what tracing raised.
         paths: ``id(module)`` → path of every module of the model.
     """
+    return _place(_frames(error.__traceback__), paths)
+
+
+def describe_stack(paths: Mapping[int, str]) -> str:
+    """The same for the line of the model that is running now."""
+    return _place(list(traceback.walk_stack(None))[::-1], paths)
+
+
+def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:
+    """The innermost module, and the innermost line that is of a model, of frames from the outside in."""
     place, module = "", None
-    for frame, line in _frames(error.__traceback__):
+    for frame, line in frames:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
             module = owner
@@ -37,6 +48,15 @@ def describe_failure(error: BaseException, paths: Mapping[int, str]) -> str:
             place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}"
     where = f"module {paths[id(module)]!r} ({type(module).__name__})" if module is not None else "the model"
     return f"{where}, {place}" if place else where
+
+
+def is_raised_by_the_model(error: BaseException) -> bool:
+    """Whether a model's author wrote the line that raised an error: its ``raise`` or ``assert``."""
+    frames = _frames(error.__traceback__)
+    frame, line = frames[-1] if frames else (None, 0)
+    if frame is None or not _is_of_the_model(frame.f_code.co_filename):
+        return False
+    return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, line)) is not None
 
 
 def _is_of_the_model(filename: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cost_models.dtypes import ITEM_SIZE
+from passes.ir.value_guards import ValueGuards
 
 ValueKind = Literal["input", "parameter", "buffer", "constant", "node"]
 
@@ -163,6 +164,7 @@ class Graph:
     loss: str | None = None
     training: bool = True
     checkpointed: bool = False
+    guards: ValueGuards = ValueGuards()
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

@@ -28,6 +28,7 @@ def _text(graph: Graph) -> str:
         *(f"input {path}: {value}" for path, value in zip(graph.input_paths, graph.inputs)),
         *(_state_text(state) for state in graph.states),
         *map(repr, graph.nodes),
+        *(f"read in {reading.place}: {reading.expected}" for reading in graph.guards.readings),
         f"outputs {dict(graph.outputs)}, loss {graph.loss!r}, training {graph.training}",
     ]
     return "\n".join(lines)

@@ -21,12 +21,16 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ModelCall:
-    """Arguments of one call. ``tensors`` are by path: ``("input_ids",)``, ``(0,)``, ``("batch", "x")``."""
+    """Arguments of one call. ``tensors`` are by path: ``("input_ids",)``, ``(0,)``, ``("batch", "x")``.
+
+    ``case`` tells calls apart whose Python code reads other values of the same arguments.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     structures: tuple[Structure, ...]
     tensors: dict[Path, torch.Tensor]
+    case: int = 0
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -37,12 +41,12 @@ class ModelCall:
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Equal for calls with the same arguments but for the values of tensors.
+        """Equal for calls of one case with the same arguments but for the values of tensors.
 
         Raises:
             ValueError: for an argument whose content cannot be compared from call to call.
         """
-        return self.shapes, tuple(structure_key(structure, "") for structure in self.structures)
+        return self.shapes, tuple(structure_key(structure, "") for structure in self.structures), self.case
 
     def with_shapes(self, shapes: Mapping[Path, tuple[int, ...]]) -> ModelCall:
         """The same call with empty meta tensors of other shapes."""
@@ -53,7 +57,7 @@ class ModelCall:
             for path, tensor in self.tensors.items()
         }
         args, kwargs = (rebuild(structure, tensors) for structure in self.structures)
-        return ModelCall(tuple(args), dict(kwargs), self.structures, tensors)
+        return ModelCall(tuple(args), dict(kwargs), self.structures, tensors, self.case)
 
 
 def read_call(

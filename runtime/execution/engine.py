@@ -86,7 +86,9 @@ class Engine:
             planner=planner,
             input_of=self._input_of,
             ranks=self.ranks,
+            buffers={name: buffer.detach() for name, buffer in model.named_buffers()},
         )
+        self._are_buffers_stale = False
 
     def _data_rank(self) -> int:
         """A number that is the same for ranks that pass the same local inputs."""
@@ -172,8 +174,15 @@ class Engine:
         action = describe(verb, self.model, self.watch, local_inputs=local_inputs)
         agreed = self.calls.agree(action, read, reads=self.needed_inputs, local=local_inputs, weight=weight)
 
+        if self._are_buffers_stale:
+            self._maker.refresh_buffers()
+            self._are_buffers_stale = False
+        own = agreed.own.tensors
+
         def prepare(call: ModelCall) -> Prepared:
-            return self._maker.prepare(call, training=verb == TRAIN_STEP, local_inputs=local_inputs)
+            scalars = {path: tensor for path, tensor in call.tensors.items() if path not in own}
+            training = verb == TRAIN_STEP
+            return self._maker.prepare(call, training=training, local_inputs=local_inputs, values={**scalars, **own})
 
         whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)
         scalars = {path: tensor for path, tensor in whole.tensors.items() if path not in agreed.whole.tensors}
@@ -185,7 +194,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """This rank's state was changed other than by training: recompute what depends on it."""
-        self._stale = True
+        self._stale = self._are_buffers_stale = True
         for prepared in self._maker.all_made:
             prepared.forget_constants()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from passes.capture import capture
@@ -32,6 +34,7 @@ from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner, as_seen_by
 from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
+from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
@@ -84,6 +87,7 @@ class Maker:
             decisions are pinned.
         input_of: gives a program's inputs when it runs; it is handed the program too.
         ranks: of the step, which make the same programs.
+        buffers: the original's, with values.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Maker:
         planner: Planner | None,
         input_of: Callable[[Program], InputOf],
         ranks: Ranks,
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         self.ranks = ranks
         self.model = model
@@ -116,11 +121,15 @@ class Maker:
         #: Programs of a whole step's own graph, in whose chunks other calls use their weights.
         self._first: StepPrograms | None = None
         self._inputs_read: frozenset[str] = frozenset()
+        self._cases = ValueCases(ranks, buffers)
+        self._kinds: dict[Hashable, Hashable] = {}
+        self._values = CallValues({} if example is None else example.tensors)
         self._example = None if example is None else example.with_shapes({})
         if plan is not None:
             self._start(plan)
         if example is not None:
             self._make_first(example)
+        self._values = CallValues({})
 
     def _start(self, plan: Plan) -> None:
         """Take up the plan: cut the weights as it says."""
@@ -130,7 +139,7 @@ class Maker:
             return
         assert self._example is not None, "a plan that decides units needs an example"
         with self.places.layout.plain():
-            graph = self._capture(self._example)
+            graph = self._example_graph()
             training = graph.loss is not None
             self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
@@ -138,9 +147,13 @@ class Maker:
     def _make_first(self, example: ModelCall) -> None:
         """The programs of a training step, or of the outputs where there is no loss."""
         with self.places.layout.plain():
-            graph = self._capture(example.with_shapes({}))
+            graph = self._example_graph()
         self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
         self.prepare(example, training=graph.loss is not None, local_inputs=False)
+
+    def _example_graph(self) -> Graph:
+        assert self._example is not None
+        return self._capture(self._example)
 
     @property
     def step(self) -> StepPlan:
@@ -162,15 +175,31 @@ class Maker:
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None before the first was made."""
         names = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
-        return frozenset(names) if self._made else None
+        return frozenset(names) | self._cases.inputs_read if self._made else None
 
-    def prepare(self, call: ModelCall, *, training: bool, local_inputs: bool) -> Prepared:
+    def prepare(
+        self,
+        call: ModelCall,
+        *,
+        training: bool,
+        local_inputs: bool,
+        values: Mapping[Path, torch.Tensor] | None = None,
+    ) -> Prepared:
         """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
+
+        Args:
+            values: the inputs of this rank by path, where ``call`` has none.
 
         Raises:
             ValueError: if the plan cannot divide the inputs.
         """
-        mode = (self.model.training, training, self.watch.key, state_key(self.loss_fn))
+        self._values = CallValues(
+            call.tensors if values is None else values,
+            functools.partial(self._gathered, call) if local_inputs else None,
+        )
+        graph_mode = self._graph_mode()
+        call = self._with_case(call, graph_mode, local_inputs=local_inputs)
+        mode = (training, graph_mode)
 
         def make() -> Prepared:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
@@ -178,9 +207,40 @@ class Maker:
                 (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
             )
 
-        shapes = (call.shapes, local_inputs, self.model.training, training)
+        shapes = None if call.case else (call.shapes, local_inputs, self.model.training, training)
         self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
         return self.latest
+
+    def _with_case(self, call: ModelCall, mode: Hashable, *, local_inputs: bool) -> ModelCall:
+        """``call`` with the number of the case that its values belong to."""
+        spelling = (call.signature, local_inputs, mode)
+        kind = self._kinds.get(spelling)
+        if kind is not None and self._cases.is_plain(kind):
+            return call
+        with self.places.layout.plain():
+            whole = self._completed(self._whole_call(call) if local_inputs else call)
+            self._kinds[spelling] = kind = (whole.signature, mode)
+            number = self._cases.case_of(kind, self._values)
+            if number is None:
+                number = self._cases.next_number(kind)
+                graph = self._capture(dataclasses.replace(whole, case=number))
+                self._cases.add(kind, number, graph.guards)
+        return dataclasses.replace(call, case=number) if number else call
+
+    def _graph_mode(self) -> Hashable:
+        """What a captured graph depends on beside its call."""
+        return self.model.training, self.watch.key, state_key(self.loss_fn)
+
+    def _gathered(self, call: ModelCall, path: Path) -> torch.Tensor:
+        """An input of the whole batch from each data rank's samples."""
+        own = self._values.own[path]
+        dim = self._local_dim(call, path, BATCH_AXIS) if BATCH_AXIS in self.places.layout.mesh.names else None
+        return own if dim is None else self.places.join_batch(own, dim)
+
+    def refresh_buffers(self) -> None:
+        """Take up values of buffers that were loaded; every rank must call this."""
+        for name in self._cases.buffers_read:
+            self._cases.buffers[name] = self.state.whole(name)
 
     def _completed(self, call: ModelCall) -> ModelCall:
         """``call`` with arguments of the example that no rank passed because no program reads them."""
@@ -212,19 +272,29 @@ class Maker:
         return self._assemble(programs, emitted, graph, training=training)
 
     def _capture(self, call: ModelCall) -> Graph:
+        """The graph of a call and its case."""
+        return self._graphs.get((call.signature, self._graph_mode()), lambda: self._captured(call))
+
+    def _captured(self, call: ModelCall) -> Graph:
+        values = self._values
+
         def capture_call() -> Graph:
-            return capture(self.model, args=call.args, kwargs=call.kwargs, loss_fn=self.loss_fn, copy_repeats=True)
+            return capture(
+                self.model,
+                args=call.args,
+                kwargs=call.kwargs,
+                loss_fn=self.loss_fn,
+                copy_repeats=True,
+                values=values.tensors,
+                buffer_values=self._cases.buffers,
+            )
 
-        def captured() -> Graph:
-            graph = captured_alike(self.ranks, capture_call)
-            if self.plan is None:
-                assert self.planner is not None
-                self._start(self.planner(graph, None))
-            assert self.plan is not None
-            return as_planned(graph, self.plan)
-
-        key = (call.signature, self.model.training, self.watch.key, state_key(self.loss_fn))
-        return self._graphs.get(key, captured)
+        graph = with_values_gathered(values, lambda: captured_alike(self.ranks, capture_call))
+        if self.plan is None:
+            assert self.planner is not None
+            self._start(self.planner(graph, None))
+        assert self.plan is not None
+        return as_planned(graph, self.plan)
 
     def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
         assert self.plan is not None
@@ -298,6 +368,19 @@ class Maker:
         planned = self.plan.inputs.get(input_key(path))
         return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(axis)])
 
+    def _local_dim(self, call: ModelCall, path: Path, axis: str) -> int | None:
+        """The dim along which an input holds this rank's own samples.
+
+        Of an input that no program reads the plan knows nothing: it has samples along its first dim if that is as long
+        as those of the others.
+        """
+        assert self.plan is not None
+        if input_key(path) in self.plan.inputs:
+            return self._dim_on(path, axis)
+        dims = [(tensor, self._dim_on(other, axis)) for other, tensor in call.tensors.items()]
+        lengths = {tensor.shape[dim] for tensor, dim in dims if dim is not None}
+        return 0 if call.tensors[path].shape[:1] and call.tensors[path].shape[0] in lengths else None
+
     def _whole_call(self, call: ModelCall) -> ModelCall:
         """The call with global shapes, from one with local parts."""
         if self.plan is None:
@@ -307,7 +390,7 @@ class Maker:
         for path, tensor in call.tensors.items():
             shape = list(tensor.shape)
             for axis in local_axes(mesh):
-                dim = self._dim_on(path, axis)
+                dim = self._local_dim(call, path, axis)
                 if dim is not None:
                     shape[dim] *= mesh.size(axis)
             shapes[path] = tuple(shape)

@@ -68,6 +68,8 @@ class Places(Protocol):
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor: ...
 
+    def join_batch(self, part: torch.Tensor, dim: int) -> torch.Tensor: ...
+
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor: ...
 
     def stage_group(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None: ...
@@ -136,6 +138,16 @@ class RankPlaces:
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that have different samples."""
         return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def join_batch(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The samples of all data ranks one after another along ``dim``, on the CPU."""
+        group = self.group_over((BATCH_AXIS,))
+        if group is None:
+            return part.detach().cpu()
+        own = self.to_device(part.detach()).contiguous()
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat([each.cpu() for each in parts], dim=dim)
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         """``tensor`` as pipeline rank ``stage`` has it, on all ranks of its pipeline."""
@@ -250,6 +262,16 @@ class VirtualPlaces:
 
     def sum_over_batch_ranks(self, part: torch.Tensor) -> torch.Tensor:
         return sum_over_axis(part, self.layout.device_mesh, BATCH_AXIS)
+
+    def join_batch(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
+        ranks = range(self.layout.mesh.num_devices)
+        axis = self.layout.mesh.names.index(BATCH_AXIS)
+        by_coordinate = {self._virtual.coordinate_of(rank)[axis]: rank for rank in ranks}
+        with self.plain():
+            parts = parts_of_ranks(part, ranks)
+            return torch.cat([parts[by_coordinate[place]] for place in sorted(by_coordinate)], dim=dim)
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
         return tensor

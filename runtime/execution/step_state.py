@@ -219,6 +219,10 @@ class StepState:
                 tensors.update(dict.fromkeys(info.names, whole))
         return {name: tensors[name] for name in self.state_names}
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU; every rank must call this."""
+        return self._assembled(self.infos[name], lambda tensor: tensor).detach().cpu()
+
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Whole gradients by parameter name, on every rank; zeros where a parameter that is used has none."""
         return {

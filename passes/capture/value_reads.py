@@ -1,0 +1,185 @@
+"""Values that a model's Python code reads while it is traced: taken from the example call, with a guard for others.
+
+``.item()``, ``bool()``, ``.tolist()``, ``nonzero`` and boolean masks ask for values, which tracing has not. What leads
+to the value in the unfinished graph is run on the example's tensors, and the answer is a constant of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from passes.capture.guard_values import StepValues
+from passes.capture.shorten import NotRepeated
+from passes.capture.tracing_errors import describe_stack
+from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
+from passes.ir.errors import CaptureError, MissingValues
+from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, ValueGuards
+from passes.torch_compat.value_reads import CurrentTrace, outside_of_tracing
+
+_aten = torch.ops.aten
+_INSTEAD = "use tensor operations of static shape (torch.where, masks), or decide from shapes and Python values"
+
+
+class ValueReads:
+    """Answers the questions of one trace.
+
+    Attributes:
+        guards: what was read so far.
+
+    Args:
+        inputs: values of the call's tensors by path; None or on meta where there are none.
+        buffers: values of the model's buffers by name.
+        modules: ``id(module)`` → path, to say where a value is read.
+        whole: False if repeated layers are skipped: then a buffer of one layer says nothing about the next.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[Path, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        modules: Mapping[int, str],
+        *,
+        whole: bool,
+    ) -> None:
+        self._inputs = inputs
+        self._buffers = buffers
+        self._modules = modules
+        self._whole = whole
+        self._entries: list[GuardStep | GuardReading] = []
+        self._asked = ""
+        self._begin_values()
+
+    def _begin_values(self) -> None:
+        self._entries.clear()
+        self._values = StepValues(self._input, self._buffer)
+        self._subgraphs: Subgraphs | None = None
+
+    @property
+    def guards(self) -> ValueGuards:
+        return ValueGuards(tuple(self._entries))
+
+    @property
+    def written_buffers(self) -> tuple[str, ...]:
+        """The buffers that guards read and that the graph, as far as it is traced, writes to."""
+        if self._subgraphs is None:
+            return ()
+        return tuple(name for name in self.guards.buffers if self._subgraphs.is_written(("buffer", name)))
+
+    def begin(self, tensors: Mapping[Source, torch.Tensor]) -> None:
+        """The trace begins, with these tensors for inputs, parameters and buffers."""
+        self._begin_values()
+        self._subgraphs = Subgraphs(CurrentTrace(), tensors)
+
+    def answer(
+        self, ask: Callable[..., Any], stand_ins: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the tracer gets for an operator that reads values, or whose results' sizes depend on them.
+
+        Args:
+            ask: asks as torch does, where values do not matter.
+            stand_ins: a context in which new tensors have no data.
+        """
+        self._asked = _words_for(operator, args)
+        if operator is _aten.index.Tensor:
+            return ask(args[0], self._places(args[1], stand_ins))
+        if operator is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+            return ask(*args, **kwargs)
+        if operator is _aten.masked_select.default:
+            source, mask = args
+            count = self._count(mask, torch.broadcast_shapes(source.shape, mask.shape))
+            with stand_ins:
+                return source.new_empty((count,))
+        asked = tuple(self._argument(argument) for argument in args)
+        named = tuple((name, self._argument(argument)) for name, argument in kwargs.items())
+        question = self._add(GuardStep(str(operator), asked, named))
+        self._read(question)
+        with stand_ins:
+            return _without_data(self._values.results[question.step])
+
+    def _places(self, indices: list[torch.Tensor | None], stand_ins: Any) -> list[torch.Tensor | None]:
+        """Indices with a mask as the places where it is true."""
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+            else:
+                count = self._count(index, index.shape)
+                with stand_ins:
+                    places += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+        return places
+
+    def _count(self, mask: torch.Tensor, shape: tuple[int, ...]) -> int:
+        """How many entries of a mask, spread to ``shape``, are true."""
+        source = self._step_of(mask)
+        spread = self._add(GuardStep("aten.expand.default", (source, tuple(shape))))
+        (number, _) = self._read(self._add(GuardStep("aten.nonzero.default", (spread,))))
+        return int(number)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self._step_of(argument)
+        return tuple(map(self._argument, argument)) if isinstance(argument, (list, tuple)) else argument
+
+    def _read(self, source: StepResult) -> Any:
+        """Read a result, and note that it was read."""
+        value = self._values.read(source)
+        self._entries.append(GuardReading(source, value, describe_stack(self._modules)))
+        return value
+
+    def _step_of(self, tensor: torch.Tensor) -> StepResult:
+        assert self._subgraphs is not None
+        try:
+            return self._subgraphs.steps_to(tensor, self._add)
+        except UnknownValue as unknown:
+            raise CaptureError(f"{self._asked}, which {unknown}: {_INSTEAD}") from None
+
+    def _add(self, step: GuardStep) -> StepResult:
+        with outside_of_tracing():
+            self._values.run(step)
+        self._entries.append(step)
+        return StepResult(len(self._values.results) - 1)
+
+    def _input(self, path: Path) -> torch.Tensor:
+        tensor = self._inputs.get(path)
+        if tensor is None or tensor.is_meta:
+            raise MissingValues(path, describe_stack(self._modules))
+        return tensor
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        if not self._whole:
+            raise NotRepeated(name)
+        tensor = self._buffers.get(name)
+        if tensor is None or tensor.is_meta:
+            raise CaptureError(
+                f"Python reads a value that depends on buffer {name!r}, which has none here (it is on the meta "
+                f"device): build the model on the CPU, or {_INSTEAD}"
+            )
+        return tensor
+
+
+def _words_for(operator: Any, args: tuple[Any, ...]) -> str:
+    if torch.Tag.data_dependent_output not in operator.tags:
+        return "the shape of a result depends on a value"
+    is_flag = args[0].dtype == torch.bool or len(args) > 1
+    return "control flow depends on a value" if is_flag else "a tensor's value is read in Python (.item(), .tolist())"
+
+
+def _without_data(result: Any) -> Any:
+    """Tensors as the tracer's own of the same shape; numbers as they are."""
+    if isinstance(result, torch.Tensor):
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+    return tuple(map(_without_data, result)) if isinstance(result, (list, tuple)) else result
+
+
+def drop_answered(program: ExportedProgram) -> None:
+    """Take the operators out whose answers are constants of the program."""
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and node.target in _ANSWERED and not node.users:
+            program.graph.erase_node(node)
+
+
+_ANSWERED = (_aten.item.default, _aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default)

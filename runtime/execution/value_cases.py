@@ -1,0 +1,158 @@
+"""Which of a call's programs is right for its values, where the model's Python code reads values.
+
+A graph that was captured with readings (``mask.sum().item() == 7``) has guards. The graphs of one kind of call are its
+cases; each call is of the first case whose guards hold on its inputs, on all ranks alike, or of a new one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from passes.capture.guard_values import first_difference
+from passes.ir.errors import MissingValues
+from passes.ir.graph import Graph
+from passes.ir.value_guards import Path, ValueGuards
+from runtime.agreement.ranks_together import Ranks
+
+#: Cases of one kind of call that are remembered.
+MAX_CASES = 64
+#: Cases at which a user is told that values change from call to call.
+CASES_ANNOUNCED = 8
+
+
+@dataclass
+class CallValues:
+    """Values of the inputs of a call on its global batch, as far as they were needed.
+
+    Args:
+        own: what this rank passes, by path.
+        whole: gives an input of all data ranks from this rank's samples; every rank must call it.
+    """
+
+    own: Mapping[Path, torch.Tensor]
+    whole: Callable[[Path], torch.Tensor] | None = None
+    _gathered: dict[Path, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[Path, torch.Tensor]:
+        """Inputs by path; of a call with each rank's own samples, those that were gathered."""
+        return self.own if self.whole is None else self._gathered
+
+    def gather(self, paths: Sequence[Path]) -> bool:
+        """Gather inputs that are not yet there; whether there were any that could be."""
+        missing = [path for path in paths if path not in self._gathered and path in self.own]
+        if self.whole is None or not missing:
+            return False
+        self._gathered.update({path: self.whole(path) for path in missing})
+        return True
+
+
+class ValueCases:
+    """Cases by kind of call.
+
+    Args:
+        ranks: which must all come to the same case.
+        buffers: the model's buffers by name, whole.
+    """
+
+    def __init__(self, ranks: Ranks, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.buffers = dict(buffers)
+        self._ranks = ranks
+        self._cases: dict[Hashable, OrderedDict[int, ValueGuards]] = {}
+        self._next: dict[Hashable, int] = {}
+        self._is_announced = False
+
+    @property
+    def buffers_read(self) -> tuple[str, ...]:
+        """The buffers that any guard reads."""
+        return tuple(dict.fromkeys(name for guards in self._all() for name in guards.buffers))
+
+    @property
+    def inputs_read(self) -> frozenset[str]:
+        """Names of the inputs that any guard reads, which every rank must pass."""
+        return frozenset(str(path[0]) for guards in self._all() for path in guards.input_paths)
+
+    def _all(self) -> list[ValueGuards]:
+        return [guards for cases in self._cases.values() for guards in cases.values()]
+
+    def is_plain(self, kind: Hashable) -> bool:
+        """Whether calls of this kind were captured, and none of their values was read."""
+        cases = self._cases.get(kind)
+        return cases is not None and not any(cases.values())
+
+    def case_of(self, kind: Hashable, values: CallValues) -> int | None:
+        """Number of the case that a call belongs to, the same on all ranks; None if it is a new one.
+
+        Raises:
+            ValueError: on every rank, if they come to different cases.
+        """
+        cases = self._cases.get(kind)
+        if cases is None:
+            return None
+        values.gather(list(dict.fromkeys(path for guards in cases.values() for path in guards.input_paths)))
+        number, reason = None, ""
+        for candidate, guards in reversed(cases.items()):
+            difference = self._difference(guards, values)
+            if difference is None:
+                number = candidate
+                break
+            reason = difference
+        self._agree(number, reason)
+        if number is not None:
+            cases.move_to_end(number)
+        return number
+
+    def _difference(self, guards: ValueGuards, values: CallValues) -> str | None:
+        try:
+            difference = first_difference(guards, values.tensors, self.buffers)
+        except KeyError as missing:
+            return f"input {missing} is not passed, but read in Python"
+        if difference is None:
+            return None
+        reading, value = difference
+        return f"in {reading.place}: {value} instead of {reading.expected}"
+
+    def _agree(self, number: int | None, reason: str) -> None:
+        answers = self._ranks.gathered((number, reason))
+        apart = [place for place, (other, _) in enumerate(answers) if other != answers[0][0]]
+        if apart:
+            reasons = answers[apart[0]][1] or answers[0][1]
+            raise ValueError(
+                f"{self._ranks.names([0])} and {self._ranks.names(apart)} read different values ({reasons}): every "
+                "rank must pass the same global batch, and at least the inputs in its parallel.needed_inputs"
+            )
+
+    def next_number(self, kind: Hashable) -> int:
+        """The number for a new case: of a kind's first one it is 0, and none is given twice."""
+        return self._next.get(kind, 0)
+
+    def add(self, kind: Hashable, number: int, guards: ValueGuards) -> None:
+        """Remember a new case."""
+        cases = self._cases.setdefault(kind, OrderedDict())
+        cases[number] = guards
+        self._next[kind] = number + 1
+        if len(cases) > MAX_CASES:
+            cases.popitem(last=False)
+        if number >= CASES_ANNOUNCED and not self._is_announced:
+            self._is_announced = True
+            warnings.warn(
+                f"{number + 1} programs were made for calls of one kind because a value that forward reads in Python "
+                f"changes from call to call: {guards.readings[-1].place}; keep it a tensor (without .item(), int(), "
+                "tolist())",
+                stacklevel=2,
+            )
+
+
+def with_values_gathered(values: CallValues, capture: Callable[[], Graph]) -> Graph:
+    """``capture()``, with the inputs gathered that it asks for; every rank must call this."""
+    while True:
+        try:
+            return capture()
+        except MissingValues as missing:
+            if not values.gather([missing.path]):
+                raise

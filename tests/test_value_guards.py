@@ -1,0 +1,122 @@
+"""Values that forward reads in Python are constants of a program, which is used for calls with the same values alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from passes.capture import CaptureError, capture
+from passes.capture.guard_values import first_difference
+from tests.ranks import run_on_ranks
+from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
+
+
+@functools.cache
+def results() -> dict[str, Any]:
+    return run_on_ranks("value_guards_worker", 2, list(TARGETS))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("reader", READERS)
+def test_other_values_make_another_program_and_the_first_come_back_to_theirs(reader: type, target: str) -> None:
+    assert results()[f"{reader.__name__} {target}"] == [True, 1, True, 2, True, 2]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_values_of_every_data_group_count_with_local_inputs(target: str) -> None:
+    first, _, second, after_second, third, after_third = results()[f"reads_each_groups_samples {target}"]
+    assert first and second and third and after_second == after_third
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_check_of_the_model_raises_its_own_error_and_makes_no_program(target: str) -> None:
+    assert results()[f"errors_are_the_users {target}"] == ["lengths must be 5 at most", "True", "1"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_buffer_that_was_loaded_is_read_again(target: str) -> None:
+    assert results()[f"follows_loaded_buffers {target}"] == [True, 2]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_ranks_that_read_different_values_are_told(target: str) -> None:
+    message = results()[f"refuses_other_batches {target}"]
+    assert "same global batch" in message and "lengths" in message
+
+
+def test_a_branch_is_guarded_by_its_condition_and_not_by_the_number_behind_it() -> None:
+    guards = capture(Branches(), args=(X, LENGTHS)).guards
+    assert [reading.expected for reading in guards.readings] == [False]
+    assert first_difference(guards, {(1,): LENGTHS - 1}, {}) is None
+    reading, value = first_difference(guards, {(1,): LENGTHS + 1}, {}) or (None, None)
+    assert value is True and reading is not None and "lengths[-1] > 2" in reading.place
+
+
+class Twice(Branches):
+    """Reads a value of its weights, of random numbers, or of a buffer that it changes."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.of == "buffer":
+            self.longest.add_(1)
+        tensor = {"weight": y, "draw": torch.rand(3), "buffer": self.longest}[self.of]
+        return y if tensor.sum() > 0 else -y
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        ("weight", "depends on the parameter 'linear."),
+        ("draw", "random numbers"),
+        ("buffer", "changes buffer 'longest'"),
+    ],
+)
+def test_what_training_changes_is_refused_with_the_line(of: str, reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason) as caught:
+        capture(Twice(of), args=(X, LENGTHS))
+    assert of == "buffer" or "return y if tensor.sum() > 0" in str(caught.value)
+
+
+def test_an_input_without_values_is_named_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"lengths\[-1\] > 2.*input '1'.*real tensors"):
+        capture(Branches(), args=(X, LENGTHS.to("meta")))
+
+
+def test_an_example_that_the_model_refuses_raises_the_models_error() -> None:
+    with pytest.raises(IndexError, match="5 at most"):
+        capture(Checked(), args=(X, OTHERS * 2))
+
+
+class Deep(nn.Module):
+    """Layers that repeat, each with a flag of its own in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FlagLayer(place % 3 == 0) for place in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class FlagLayer(nn.Module):
+    def __init__(self, flag: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("flag", torch.tensor(flag))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh() if self.flag else self.linear(x)
+
+
+def test_a_flag_of_one_layer_is_not_that_of_the_layers_that_repeat_it() -> None:
+    graph = capture(Deep(), args=(X,), copy_repeats=True)
+    assert sum(node.op == "aten.tanh.default" for node in graph.nodes) == 2

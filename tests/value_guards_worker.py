@@ -1,0 +1,198 @@
+"""Models whose Python code reads values of their inputs, on two ranks beside plain PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import planner
+from tests.ranks import answer, task
+
+FEATURES = 4
+X = torch.randn(8, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+#: A batch, and one of other values that reads otherwise.
+LENGTHS = torch.tensor([3, 1, 4, 2, 3, 1, 4, 2])
+OTHERS = torch.tensor([2, 1, 4, 2, 3, 3, 3, 5])
+
+
+class Reader(nn.Module):
+    """A linear layer with something around it that reads lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
+        self.register_buffer("longest", torch.tensor(4))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.read(self.linear(x), x, lengths).square().sum()}
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ReadsNumber(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return y * lengths.sum().item() / int(lengths.max())
+
+
+class Branches(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return y * 3 if lengths[-1] > 2 else y.tanh()
+
+
+class SplitsByList(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        rows = y.repeat_interleave(lengths, dim=0)
+        return torch.stack([part.mean() for part in rows.split(lengths.tolist())])
+
+
+class SelectsByMask(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        (places,) = torch.where(lengths > 2)
+        return y[lengths > 2].tanh().sum() + y[places].sum() + y[(lengths > 3).nonzero()].square().sum()
+
+
+class CountsKinds(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        kinds, place = torch.unique(lengths, return_inverse=True)
+        sums = torch.zeros(len(kinds), FEATURES, dtype=y.dtype).index_add(0, place, y)
+        return sums.square()
+
+
+class WritesFirst(Reader):
+    """Reads what was written in place, before and after."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        changed = lengths.clone()
+        before = int(changed[0])
+        changed[:2] += lengths[-1]
+        return y * before + y.tanh() * int(changed[0])
+
+
+class ComparesWithBuffer(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return y.exp() if bool((lengths > self.longest).any()) else y
+
+
+READERS = (ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer)
+TARGETS = ("dp=2", "tp=2", "pp=1,dp=2")
+
+
+class Checked(Reader):
+    """Reads values only to refuse some."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if lengths.max() > 5:
+            raise IndexError("lengths must be 5 at most")
+        return y
+
+
+def equals_eager(model: Reader, parallel: Any, lengths: torch.Tensor, **options: Any) -> bool:
+    """Loss and every gradient of one step."""
+    model.zero_grad()
+    parallel.zero_grad()
+    loss = model(X, lengths)["loss"]
+    loss.backward()
+    part = slice(None)
+    if options.get("local_inputs"):
+        size = len(X) // parallel.num_data_ranks
+        part = slice(parallel.data_rank * size, (parallel.data_rank + 1) * size)
+    parallel_loss = parallel.train_step(x=X[part], lengths=lengths[part], **options)
+    gradients = parallel.full_gradients()
+    return torch.allclose(parallel_loss, loss.detach(), rtol=1e-9, atol=0) and all(
+        torch.allclose(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+        for name, parameter in model.named_parameters()
+    )
+
+
+def programs_of(parallel: Any) -> int:
+    return len(parallel._engine._maker._made)
+
+
+def follows(reader: type[Reader], target: str) -> list[Any]:
+    """Whether three calls equal eager's, the second with other values; programs after each."""
+    model = reader()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    found: list[Any] = []
+    for lengths in (LENGTHS, OTHERS, LENGTHS):
+        found += [equals_eager(model, parallel, lengths), programs_of(parallel)]
+    return found
+
+
+def errors_are_the_users(target: str) -> list[str]:
+    """A call that the model refuses, between two that it takes."""
+    model = Checked()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    message = ""
+    try:
+        parallel.train_step(x=X, lengths=LENGTHS * 2)
+    except IndexError as error:
+        message = str(error)
+    return [message, str(equals_eager(model, parallel, OTHERS)), str(programs_of(parallel))]
+
+
+def reads_each_groups_samples(target: str) -> list[Any]:
+    """Local inputs: the values of the whole batch count."""
+    model = ReadsNumber()
+    cut = {"input:*": {"dp": "S(0)"}} if "dp" in target else {}
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS}, constraints=cut)
+    found: list[Any] = []
+    for lengths in (LENGTHS, OTHERS, LENGTHS):
+        found += [equals_eager(model, parallel, lengths, local_inputs=True), programs_of(parallel)]
+    return found
+
+
+def follows_loaded_buffers(target: str) -> list[Any]:
+    model = ComparesWithBuffer()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    model.load_state_dict({**model.state_dict(), "longest": torch.tensor(1)})
+    parallel.load_full_state_dict(model.state_dict())
+    return [equals_eager(model, parallel, LENGTHS), programs_of(parallel)]
+
+
+def refuses_other_batches(target: str) -> str:
+    """Ranks that pass other values do not run different programs."""
+    parallel = planner.compile(ReadsNumber(), target, example_inputs={"x": X, "lengths": LENGTHS})
+    for _ in range(2):
+        parallel.train_step(x=X, lengths=LENGTHS)
+    try:
+        parallel.train_step(x=X, lengths=(LENGTHS, OTHERS)[torch.distributed.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+SCENARIOS: tuple[Callable[[str], Any], ...] = (
+    errors_are_the_users,
+    reads_each_groups_samples,
+    follows_loaded_buffers,
+    refuses_other_batches,
+)
+
+
+def result_of(function: Callable[[], Any]) -> Any:
+    """What it returns, or the error that it raises, in words."""
+    try:
+        return function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {}
+    for target in task():
+        for reader in READERS:
+            results[f"{reader.__name__} {target}"] = result_of(lambda: follows(reader, target))
+        for scenario in SCENARIOS:
+            results[f"{scenario.__name__} {target}"] = result_of(lambda: scenario(target))
+    answer(results)
+
+
+if __name__ == "__main__":
+    main()
