@@ -1,4 +1,4 @@
-"""Values that forward reads in Python are constants of a program, which is used for calls with the same values alone."""
+"""Values that forward reads in Python are constants of a program, which serves calls with the same values alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Twice(Branches):
     [
         ("weight", "depends on the parameter 'linear."),
         ("draw", "random numbers"),
-        ("buffer", "changes buffer 'longest'"),
+        ("buffer", "changes buffer"),
     ],
 )
 def test_what_training_changes_is_refused_with_the_line(of: str, reason: str) -> None:

@@ -164,7 +164,7 @@ class Graph:
     loss: str | None = None
     training: bool = True
     checkpointed: bool = False
-    guards: ValueGuards = ValueGuards()
+    guards: ValueGuards = field(default_factory=ValueGuards)
     unflatten: Callable[[dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
