@@ -202,16 +202,6 @@ class Reads(nn.Module):
         return self.inner(x)
 
 
-class Mixing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.cumsum(0)
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 class Inner(nn.Module):
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -228,8 +218,6 @@ class Inner(nn.Module):
             return y[y > 0]
         if self.mode == "cond":
             return torch.cond(y.sum() > 0, lambda y: y + 1, lambda y: y - 1, (y,))
-        if self.mode == "custom":
-            return Mixing.apply(y)
         if self.mode == "parameter":
             self.weight.data.mul_(2)
             return self.weight * x
@@ -242,10 +230,9 @@ class Inner(nn.Module):
 @pytest.mark.parametrize(
     ("mode", "line", "reason"),
     [
-        ("branch", "y.sum() > 0", "control flow depends on the values"),
-        ("item", "y.sum().item()", "which are not known when planning"),
-        ("select", "y[y > 0]", "which are not known when planning"),
-        ("custom", "x.cumsum(0)", "'cumsum' may mix elements"),
+        ("branch", "y.sum() > 0", "control flow depends on a value, which depends on the parameter 'inner.weight'"),
+        ("item", "y.sum().item()", "read in Python (.item(), .tolist()), which depends on the parameter"),
+        ("select", "y[y > 0]", "the shape of a result depends on a value, which depends on the parameter"),
         ("raise", "raise KeyError", "something the model raises itself"),
     ],
 )

@@ -184,6 +184,8 @@ LINEAR: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]
     "relu with a mask": (lambda x: x.clamp(min=0), zero_below),
     "where": (torch.sign, lambda grad, x: torch.where(x > 0, grad, torch.zeros_like(grad))),
     "sum of two": (lambda x: x * 1, lambda grad, x: grad + grad * x.exp()),
+    "mixes elements": (lambda x: x.cumsum(0), lambda grad, x: 2 * grad.flip(0).cumsum(0).flip(0)),
+    "another shape": (lambda x: x @ x.T, lambda grad, x: grad @ x - 0.1 * grad.sum(0)[:, None]),
 }
 NOT_LINEAR: dict[str, Callable[..., torch.Tensor]] = {
     "clamp": lambda grad, x: grad.clamp(-0.1, 0.1),
@@ -198,6 +200,43 @@ NOT_LINEAR: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_custom_backward_that_is_linear_is_kept(name: str) -> None:
     assert_parity(custom(*LINEAR[name]), args=(X,))
+
+
+class Chosen(torch.autograd.Function):
+    """As a router's: several arguments, some with gradients, a backward that scatters, two results."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, gates: torch.Tensor, places: torch.Tensor) -> Any:
+        ctx.save_for_backward(gates, places)
+        return scores.gather(-1, places), scores.sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, grad_of_sum: torch.Tensor) -> Any:
+        gates, places = ctx.saved_tensors
+        spread = gates * grad.mul(-1)
+        spread.scatter_add_(dim=-1, index=places, src=grad)
+        return spread + grad_of_sum[:, None] * 3, (grad * 0.5).expand_as(gates), None
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.up(x)
+        top, total = Chosen.apply(scores, self.down(x).softmax(-1), scores.argmax(-1, keepdim=True))
+        return (top.square() * total[:, None]).sum()
+
+
+def test_a_custom_function_of_several_arguments_and_results_keeps_its_backward() -> None:
+    assert_parity(Router(), args=(X,))
+
+
+def test_a_custom_function_that_mixes_elements_by_no_linear_backward_is_refused() -> None:
+    message = refusal(custom(lambda x: x.cumsum(0), lambda grad, x: grad.softmax(-1)))
+    assert "'softmax' is not linear in the gradient" in message
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)

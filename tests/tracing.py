@@ -40,7 +40,10 @@ def traced_once() -> Iterator[None]:
 
     def graph_of(key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
         if key not in graphs:
-            graphs[key] = _traced_by_one_process(repr(key), trace)
+            graph = _traced_by_one_process(repr(key), trace)
+            if graph is not None and graph.guards:  # it is for calls with the same values alone
+                return graph
+            graphs[key] = graph
         return graphs[key]
 
     def traced_shortened(model: nn.Module, options: dict[str, Any]) -> Any:
@@ -69,13 +72,21 @@ def _traced_by_one_process(key: str, trace: Callable[[], Any]) -> Any:
         if file.exists():
             return pickle.loads(file.read_bytes())
         traced = trace()
+        if traced is not None and traced.guards:
+            return traced
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # of a class that has no name
             file.write_bytes(pickle.dumps(traced))
         return traced
 
 
 def _key(
-    model: nn.Module, *, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, loss_fn: Any, training: bool | None
+    model: nn.Module,
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: Any,
+    training: bool | None,
+    **values: Any,  # only graphs that read none are kept
 ) -> tuple[Any, ...]:
     structure, tensors = flatten((args, dict(kwargs or {})))
     shapes = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in tensors.items())

@@ -36,7 +36,7 @@ from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracing import unvalidated_distributions
-from passes.torch_compat.value_reads import answered_reads
+from passes.torch_compat.tracer_questions import answered_reads
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -85,7 +85,7 @@ def capture(
         "loss_fn": loss_fn,
         "training": training,
         "values": values,
-        "buffer_values": dict(model.named_buffers()) if buffer_values is None else buffer_values,
+        "buffer_values": buffer_values,
     }
     with _one_at_a_time:
         graph = _capture_shortened(model, options) if copy_repeats else None
@@ -97,6 +97,8 @@ _one_at_a_time = threading.RLock()
 
 
 def _capture_whole(model: nn.Module, **options: Any) -> Graph:
+    if options.get("buffer_values") is None:
+        options["buffer_values"] = dict(model.named_buffers())
     graph, call = _traced(model, **options)
     changed = call.result.changed
     if not changed:
@@ -130,8 +132,8 @@ def _traced(
     kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     training: bool | None,
-    values: Mapping[Path, torch.Tensor] | None,
-    buffer_values: Mapping[str, torch.Tensor],
+    values: Mapping[Path, torch.Tensor] | None = None,
+    buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
 ) -> tuple[Graph, _Call]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
@@ -142,7 +144,8 @@ def _traced(
     if training is not None and training != model.training:
         copied.train(training)
     paths = {id(module): name for name, module in copied.named_modules()}
-    call.reads = ValueReads(call.tensors if values is None else values, buffer_values, paths, whole=not repeats)
+    buffers = dict(model.named_buffers()) if buffer_values is None else buffer_values
+    call.reads = ValueReads(call.tensors if values is None else values, buffers, paths, whole=not repeats)
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
     with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
         graph_training = copied.training

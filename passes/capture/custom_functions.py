@@ -2,7 +2,8 @@
 
 A function that works element by element, with a backward that is linear in the gradient, is traced as
 ``f(x).detach() + (x - x.detach()) * slope``, where ``slope`` is what its own backward makes of a gradient of ones: the
-same value, and exactly its own gradient. Others are refused.
+same value, and exactly its own gradient. Of others, whose backward L is linear in the gradient too, the transpose takes
+the place of the slope: ``f(x).detach() + Lᵀ(x - x.detach())``. What is not linear is refused.
 """
 
 from __future__ import annotations
@@ -47,11 +48,19 @@ class _Context:
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
+    def mark_dirty(self, *tensors: Any) -> None:
+        raise CaptureError("an autograd.Function that changes its arguments (mark_dirty) cannot be traced: return new "
+                           "tensors")  # fmt: skip
+
     def mark_non_differentiable(self, *tensors: Any) -> None:
         pass
 
     def set_materialize_grads(self, value: bool) -> None:
         pass
+
+
+class _NotElementwise(Exception):
+    """A function may mix elements, or has another number of inputs with a gradient than one."""
 
 
 class _OnlyElementwise(TorchFunctionMode):
@@ -69,24 +78,28 @@ class _OnlyElementwise(TorchFunctionMode):
             return args[0].masked_fill_(args[1], args[2])
         result = func(*args, **(kwargs or {}))
         if not _is_elementwise(name) and not (name in _RESHAPING and _keeps_shape(args, result)):
-            raise _refusal(self.name, f"{name!r} may mix elements")
+            raise _NotElementwise
         return result
 
 
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+    try:
+        return _elementwise(cls, args)
+    except _NotElementwise:
+        return _transposed(cls, args)
+
+
+def _elementwise(cls: Any, args: tuple[Any, ...]) -> Any:
+    """``f(x).detach() + (x - x.detach()) * slope``."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
     if len(tensors) != 1:
-        raise _refusal(cls.__qualname__, f"{len(tensors)} of its inputs carry a gradient, one is expected")
+        raise _NotElementwise
     x = tensors[0]
     context = _Context(tuple(arg is x for arg in args))
     with torch.no_grad(), _OnlyElementwise(cls.__qualname__):
-        if cls.setup_context is torch.autograd.Function.setup_context:
-            y = cls.forward(context, *args)
-        else:
-            y = cls.forward(*args)
-            cls.setup_context(context, args, y)
+        y = _forward(cls, context, args)
         if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-            raise _refusal(cls.__qualname__, "its output has another shape than its input")
+            raise _NotElementwise
         ones = torch.ones_like(y)
         with OnlyLinear(ones) as linear:
             slopes = cls.backward(context, ones)
@@ -96,6 +109,63 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     if linear.broken_by is not None or slope.shape != x.shape or not linear.follows(slope):
         raise _refusal(cls.__qualname__, f"{linear.broken_by or 'its backward'!r} is not linear in the gradient")
     return y.detach() + (x - x.detach()) * slope.detach()
+
+
+def _transposed(cls: Any, args: tuple[Any, ...]) -> Any:
+    """``f(x).detach() + Lᵀ(x - x.detach())``, where the backward is the linear map L of the gradient.
+
+    The second term is zero, and its own gradient is L. Autograd transposes: Lᵀv is the gradient of ⟨L(g), v⟩ by g.
+    """
+    name = cls.__qualname__
+    needs_gradient = tuple(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    context = _Context(needs_gradient)
+    with torch.no_grad():
+        results = _forward(cls, context, args)
+    outputs = results if isinstance(results, tuple) else (results,)
+    if not all(isinstance(output, torch.Tensor) for output in outputs):
+        raise _refusal(name, "its forward returns something other than tensors")
+    if any(output is arg for output in outputs for arg in args):
+        raise _refusal(name, "its forward returns one of its arguments")
+    context.saved_tensors = tuple(None if saved is None else saved.detach() for saved in context.saved_tensors)
+    gradients = tuple(torch.zeros_like(output).requires_grad_(output.is_floating_point()) for output in outputs)
+    with torch.enable_grad(), OnlyLinear(*gradients) as linear:
+        slopes = cls.backward(context, *gradients)
+    slopes = slopes if isinstance(slopes, tuple) else (slopes,)
+    changes: list[torch.Tensor | None] = [None] * len(outputs)
+    for arg, slope, is_needed in zip(args, slopes, needs_gradient):
+        if not is_needed or slope is None:
+            continue
+        if linear.broken_by is not None or not linear.follows(slope):
+            raise _refusal(name, f"{linear.broken_by or 'its backward'!r} is not linear in the gradient")
+        if slope.shape != arg.shape:
+            raise _refusal(name, "a gradient of its backward has another shape than the argument")
+        if slope.requires_grad:
+            changes = _summed(changes, _transpose(slope.to(arg.dtype), gradients, arg - arg.detach()))
+    carried = tuple(
+        output.detach() if change is None else output.detach() + change for output, change in zip(outputs, changes)
+    )
+    return carried if isinstance(results, tuple) else carried[0]
+
+
+def _transpose(
+    slope: torch.Tensor, gradients: tuple[torch.Tensor, ...], change: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """What ``change`` of an input makes of each output, by the transpose of what led from gradients to ``slope``."""
+    floating = [gradient for gradient in gradients if gradient.requires_grad]
+    transposed = iter(torch.autograd.grad(slope, floating, change, create_graph=True, allow_unused=True))
+    return [next(transposed) if gradient.requires_grad else None for gradient in gradients]
+
+
+def _summed(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [one if other is None else other if one is None else one + other for one, other in zip(first, second)]
+
+
+def _forward(cls: Any, context: _Context, args: tuple[Any, ...]) -> Any:
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return cls.forward(context, *args)
+    outputs = cls.forward(*args)
+    cls.setup_context(context, args, outputs)
+    return outputs
 
 
 def _is_elementwise(name: str) -> bool:
@@ -129,7 +199,7 @@ def _keeps_shape(args: tuple[Any, ...], result: Any) -> bool:
 
 def _refusal(name: str, reason: str) -> CaptureError:
     return CaptureError(
-        f"{name} is an autograd.Function with a backward of its own, which can be traced only if it works element by "
-        f"element and its backward is linear in the gradient ({reason}): register it as an operator with "
+        f"{name} is an autograd.Function with a backward of its own, which can be traced only if its backward is made "
+        f"of operators that are linear in the gradient ({reason}): register it as an operator with "
         "torch.library.custom_op and register_autograd"
     )

@@ -9,7 +9,7 @@ import torch
 
 from passes.capture.interpret import operator
 from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, ValueGuards
-from passes.torch_compat.value_reads import outside_of_tracing
+from passes.torch_compat.tracer_questions import outside_of_tracing
 
 #: Gives the values of an input by its path, of a buffer by its name.
 Lookup = Callable[[Any], torch.Tensor]

@@ -1,7 +1,8 @@
-"""Whether a backward that works element by element is linear in the gradient it is handed.
+"""Whether a backward is linear in the gradient it is handed.
 
-Then, and only then, its result for a gradient of ones says everything about it. A backward that clamps the gradient,
-or takes its sign, gives ones the same as one that does not.
+Then, and only then, its result for a gradient of ones says everything about one that works element by element, and its
+transpose is its gradient. A backward that clamps the gradient, or takes its sign, gives ones the same as one that does
+not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from passes.torch_compat.operators import tree_leaves
 #: Functions of one tensor that are linear in it, by name without underscores.
 _LINEAR = {"neg", "negative", "positive", "pos", "clone", "detach", "to", "type", "type_as", "float", "double", "half",
            "bfloat16", "contiguous", "get", "view", "view_as", "reshape", "reshape_as", "expand", "expand_as",
-           "broadcast_to", "alias"}  # fmt: skip
-_PRODUCTS = {"mul", "multiply", "rmul", "imul"}
+           "broadcast_to", "alias", "sum", "mean", "cumsum", "transpose", "swapaxes", "permute", "t", "movedim", "flip",
+           "roll", "squeeze", "unsqueeze", "flatten", "unflatten", "select", "narrow", "index_select", "gather",
+           "getitem", "take_along_dim", "tril", "triu", "split", "chunk", "unbind", "repeat", "repeat_interleave",
+           "diagonal"}  # fmt: skip
+_PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "mm", "bmm", "mv", "outer"}
 _QUOTIENTS = {"div", "divide", "true_divide", "truediv", "idiv", "itruediv"}
+#: ``f(x, dim, index, y)``: x with y added or put somewhere.
+_PLACED = {"scatter_add", "index_add", "scatter", "index_copy"}
+_JOINED = {"cat", "concat", "stack"}
 _SUMS = {"add", "sub", "subtract", "radd", "rsub", "iadd", "isub"}
 #: Functions that look at the shape and dtype of a tensor, not at its elements.
 _OF_SHAPE = {"ones_like", "zeros_like", "empty_like", "size", "dim", "numel", "is_floating_point", "is_complex",
@@ -29,17 +36,17 @@ _ZEROS = {"zeros_like", "new_zeros", "zeros"}
 
 
 class OnlyLinear(TorchFunctionMode):
-    """Follows ``gradient`` through the functions called inside the block.
+    """Follows gradients through the functions called inside the block.
 
     Attributes:
         broken_by: the first function that is not linear in what came of the gradient; None if all were.
     """
 
-    def __init__(self, gradient: torch.Tensor) -> None:
+    def __init__(self, *gradients: torch.Tensor) -> None:
         super().__init__()
         self.broken_by: str | None = None
         # The tensors are held, so that their identities stay theirs.
-        self._following: dict[int, torch.Tensor] = {id(gradient): gradient}
+        self._following: dict[int, torch.Tensor] = {id(gradient): gradient for gradient in gradients}
         self._zeros: dict[int, torch.Tensor] = {}
 
     def follows(self, tensor: torch.Tensor) -> bool:
@@ -75,6 +82,10 @@ class OnlyLinear(TorchFunctionMode):
             return following[0] and sum(following) == 1 and "rounding_mode" not in kwargs
         if name in _SUMS:
             return all(map(self._is_linear_value, args[:2]))
+        if name in _PLACED and len(operands) == 4:
+            return self._is_linear_value(operands[0]) and self._is_linear_value(operands[3]) and not following[2]
+        if name in _JOINED:
+            return all(map(self._is_linear_value, args[0]))
         if name == "where":
             return not following[0] and len(args) == 3 and all(map(self._is_linear_value, args[1:]))
         if name in ("masked_fill", "setitem"):

@@ -18,7 +18,7 @@ from passes.capture.tracing_errors import describe_stack
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
 from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, ValueGuards
-from passes.torch_compat.value_reads import CurrentTrace, outside_of_tracing
+from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracing
 
 _aten = torch.ops.aten
 _INSTEAD = "use tensor operations of static shape (torch.where, masks), or decide from shapes and Python values"
@@ -65,7 +65,7 @@ class ValueReads:
     @property
     def written_buffers(self) -> tuple[str, ...]:
         """The buffers that guards read and that the graph, as far as it is traced, writes to."""
-        if self._subgraphs is None:
+        if self._subgraphs is None or not self._entries:
             return ()
         return tuple(name for name in self.guards.buffers if self._subgraphs.is_written(("buffer", name)))
 

@@ -12,7 +12,7 @@ from torch import fx
 from passes.ir.value_guards import GuardStep, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
-from passes.torch_compat.value_reads import CurrentTrace, outside_of_tracing
+from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracing
 
 #: What a placeholder is: ("input", path), ("parameter", name) or ("buffer", name).
 Source = tuple[str, Any]

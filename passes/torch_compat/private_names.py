@@ -7,6 +7,8 @@ PRIVATE_NAMES = {
     "torch._ops.OpOverload._schema": "no rule can bind an operator's arguments by name",
     "torch._ops.OpOverload._overloadname": "operators in place have no functional form",
     "torch._ops.HigherOrderOperator": "torch.cond in a model is not refused by name",
+    "torch._subclasses.fake_impls.op_implementations_dict": "values that a model reads in Python are not found out",
+    "torch.utils._python_dispatch._disable_current_modes": "values that a model reads cannot be run while it is traced",
     "torch._subclasses.fake_tensor.FakeTensor": "literal tensors cannot be told from tensors without data",
     "torch._subclasses.fake_tensor.FakeTensorMode": "models cannot be traced without their data",
     "torch.utils._python_dispatch.TorchDispatchMode": "kernels and collectives of a call cannot be counted",
