@@ -35,8 +35,8 @@ from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
 from passes.torch_compat.tensor_fields import FakeTensor
-from passes.torch_compat.tracing import unvalidated_distributions
 from passes.torch_compat.tracer_questions import answered_reads
+from passes.torch_compat.tracing import unvalidated_distributions
 
 LossFunction = Callable[[Any, Any], Any]
 
