@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -44,7 +45,9 @@ class WatchedForward(TorchFunctionMode):
             self._check_regions()
         if name in _METHODS and getattr(torch.Tensor, name, None) is func:
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
-        result = func(*args, **(kwargs or {}))
+        if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
+            args = (_with_numbers(args[0]), *args[1:])
+        result = _array(args[0]) if func is torch.Tensor.numpy else func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._check_origin(name, args)
         return result
@@ -76,6 +79,29 @@ class WatchedForward(TorchFunctionMode):
                 "what is kept for the backward pass is planned (memory_limit, fix={'recompute': …})"
             )
         self.checkpoints = True
+
+
+#: Functions that read the values of tensors in a list, which have none.
+_FROM_DATA = (torch.tensor, torch.as_tensor)
+#: Elements of a tensor that may be read as an array.
+_MAX_READ = 4096
+
+
+def _with_numbers(data: Any) -> Any:
+    """A nested list with numbers for tensors: reading them is noted."""
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(_with_numbers, data)) if type(data) in (list, tuple) else data
+    return data.tolist() if isinstance(data, torch.Tensor) else data
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """``tensor.numpy()`` by way of its numbers."""
+    if tensor.numel() > _MAX_READ:
+        raise CaptureError(
+            f"Tensor.numpy of {tensor.numel()} elements inside of forward would make each of them a constant of the "
+            "program: use tensor operations"
+        )
+    return np.array(tensor.tolist(), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _pack_hook() -> Any:

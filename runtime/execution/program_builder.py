@@ -39,6 +39,9 @@ from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
 
+#: Ways to pass a call whose kind is remembered.
+_MAX_SPELLINGS = 1024
+
 
 @dataclass
 class Prepared:
@@ -219,6 +222,8 @@ class Maker:
             return call
         with self.places.layout.plain():
             whole = self._completed(self._whole_call(call) if local_inputs else call)
+            if len(self._kinds) >= _MAX_SPELLINGS:
+                self._kinds.clear()
             self._kinds[spelling] = kind = (whole.signature, mode)
             number = self._cases.case_of(kind, self._values)
             if number is None:
