@@ -21,7 +21,7 @@ from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, Va
 from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracing
 
 _aten = torch.ops.aten
-_INSTEAD = "use tensor operations of static shape (torch.where, masks), or decide from shapes and Python values"
+_INSTEAD = "use torch.where and tensor operations of static shape, or decide from shapes and Python values"
 
 
 class ValueReads:

@@ -39,9 +39,6 @@ from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
 
-#: Ways to pass a call whose kind is remembered.
-_MAX_SPELLINGS = 1024
-
 
 @dataclass
 class Prepared:
@@ -125,7 +122,6 @@ class Maker:
         self._first: StepPrograms | None = None
         self._inputs_read: frozenset[str] = frozenset()
         self._cases = ValueCases(ranks, buffers)
-        self._kinds: dict[Hashable, Hashable] = {}
         self._values = CallValues({} if example is None else example.tensors)
         self._example = None if example is None else example.with_shapes({})
         if plan is not None:
@@ -217,14 +213,11 @@ class Maker:
     def _with_case(self, call: ModelCall, mode: Hashable, *, local_inputs: bool) -> ModelCall:
         """``call`` with the number of the case that its values belong to."""
         spelling = (call.signature, local_inputs, mode)
-        kind = self._kinds.get(spelling)
-        if kind is not None and self._cases.is_plain(kind):
+        if self._cases.is_plain(spelling):
             return call
         with self.places.layout.plain():
             whole = self._completed(self._whole_call(call) if local_inputs else call)
-            if len(self._kinds) >= _MAX_SPELLINGS:
-                self._kinds.clear()
-            self._kinds[spelling] = kind = (whole.signature, mode)
+            kind = self._cases.note(spelling, (whole.signature, mode))
             number = self._cases.case_of(kind, self._values)
             if number is None:
                 number = self._cases.next_number(kind)

@@ -21,6 +21,8 @@ from runtime.agreement.ranks_together import Ranks
 
 #: Cases of one kind of call that are remembered.
 MAX_CASES = 64
+#: Ways to pass a call whose kind is remembered.
+_MAX_SPELLINGS = 1024
 #: Cases at which a user is told that values change from call to call.
 CASES_ANNOUNCED = 8
 
@@ -64,6 +66,7 @@ class ValueCases:
         self.buffers = dict(buffers)
         self._ranks = ranks
         self._cases: dict[Hashable, OrderedDict[int, ValueGuards]] = {}
+        self._kinds: dict[Hashable, Hashable] = {}
         self._next: dict[Hashable, int] = {}
         self._is_announced = False
 
@@ -80,9 +83,16 @@ class ValueCases:
     def _all(self) -> list[ValueGuards]:
         return [guards for cases in self._cases.values() for guards in cases.values()]
 
-    def is_plain(self, kind: Hashable) -> bool:
-        """Whether calls of this kind were captured, and none of their values was read."""
-        cases = self._cases.get(kind)
+    def note(self, spelling: Hashable, kind: Hashable) -> Hashable:
+        """Remember the kind of calls that are passed in one way; it."""
+        if len(self._kinds) >= _MAX_SPELLINGS:
+            self._kinds.clear()
+        self._kinds[spelling] = kind
+        return kind
+
+    def is_plain(self, spelling: Hashable) -> bool:
+        """Whether calls passed in this way were captured, and none of their values was read."""
+        cases = self._cases.get(self._kinds.get(spelling))
         return cases is not None and not any(cases.values())
 
     def case_of(self, kind: Hashable, values: CallValues) -> int | None:
