@@ -11,66 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from runtime.torch_compat.host_state import copy_into_all
-from runtime.zero.state_pieces import piece_dim, piece_shape
-
-#: Tensors start at multiples of this many elements: 16 bytes of a 16-bit dtype, as vectorised kernels like it.
-_ALIGNMENT = 8
+from runtime.zero.flat_places import FlatPlaces, Slot
 
 
-@dataclass(frozen=True)
-class Slot:
-    """Where one tensor of ``shape`` lies: its pieces (cut in ``dim``, ``length`` long) and the whole of it."""
-
-    shape: tuple[int, ...]
-    dim: int
-    length: int
-    row_start: int
-    row_size: int
-    start: int
-    size: int
-
-
-@dataclass(frozen=True)
-class FlatTensor:
-    """A tensor that goes into flat buffers.
-
-    Attributes:
-        shape: on this rank.
-        largest: on the rank that holds most of it, for which there is room on all; None where all hold as much.
-        dim: that its pieces are cut in; None for that of ``piece_dim``.
-    """
-
-    shape: tuple[int, ...]
-    largest: tuple[int, ...] | None = None
-    dim: int | None = None
-
-    @property
-    def room(self) -> tuple[int, ...]:
-        """The shape that there is room for."""
-        return self.shape if self.largest is None else self.largest
-
-
-class FlatLayout:
-    """Places of tensors in flat buffers of ``num_ranks`` ranks; see the module for the two layouts."""
-
-    def __init__(self, tensors: Sequence[FlatTensor | tuple[int, ...]], num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.row = self.total = 0
-        slots = []
-        for tensor in (one if isinstance(one, FlatTensor) else FlatTensor(one) for one in tensors):
-            dim = piece_dim(tensor.shape, num_ranks) if tensor.dim is None else tensor.dim
-            piece = piece_shape(tensor.shape, num_ranks, 0, dim)
-            size, piece_size = math.prod(tensor.shape), math.prod(piece)
-            length = piece[dim] if piece else 1
-            slots.append(Slot(tensor.shape, dim, length, self.row, piece_size, self.total, size))
-            self.row += _aligned(math.prod(piece_shape(tensor.room, num_ranks, 0, dim)))
-            self.total += _aligned(math.prod(tensor.room))
-        self.slots = tuple(slots)
+class FlatLayout(FlatPlaces):
+    """Tensors at their places in flat buffers; see the module for the two layouts."""
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Whole tensors as views of a buffer of ``total`` elements."""
@@ -170,7 +119,3 @@ def stretch(tensor: torch.Tensor, start: int, length: int, dim: int = 0) -> torc
         return tensor.narrow(dim, start, length)
     entries: torch.Tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, start + length)
     return entries
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

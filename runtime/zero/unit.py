@@ -13,7 +13,7 @@ from runtime.program_tools.recompute import can_be_made_again
 from runtime.torch_compat.autograd_engine import in_backward, when_done
 from runtime.torch_compat.dispatcher import unseen_by_checkpoints
 from runtime.zero.bundle_gradients import Gradients
-from runtime.zero.flat import FlatTensor
+from runtime.zero.flat_places import FlatTensor
 from runtime.zero.group import StateGroup
 from runtime.zero.state_pieces import piece_shape
 from runtime.zero.uses import used_at_once, used_one_by_one

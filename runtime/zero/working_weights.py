@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.zero.flat import FlatLayout, FlatTensor, copy_all
+from runtime.zero.flat import FlatLayout, copy_all
+from runtime.zero.flat_places import FlatTensor
 from runtime.zero.group import StateGroup
 from runtime.zero.state_pieces import piece
 

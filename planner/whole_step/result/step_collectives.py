@@ -39,7 +39,9 @@ from planner.whole_step.result.unit_collectives import (
     sent_once,
 )
 from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, sharded_paths, stages_of, weight_groups
+from runtime.zero.flat_places import FlatPlaces, FlatTensor
 from runtime.zero.precision import DtypeNames, precision_of
+from runtime.zero.state_pieces import piece_dim, piece_shape
 
 PIPELINE = "pp"
 SEND, BROADCAST = "send", "broadcast"
@@ -168,13 +170,11 @@ class _Counter:
         yield from map(tuple, bundles.values())
 
     def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
-        from runtime.zero.flat import FlatLayout, FlatTensor
-
         group, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
         if group == 1:
             return
         tensors = [FlatTensor(self._local_shape(name), dim=self._piece_dim(name, group)) for name in names]
-        layout = FlatLayout(tensors, group if zero else 1)
+        layout = FlatPlaces(tensors, group if zero else 1)
         compute, _, gradient = self._dtypes(names[0])
         elements = layout.row * group if zero else layout.total
         gather = Sent(ALL_GATHER, axis, FORWARD, elements * item_size(compute))
@@ -198,8 +198,6 @@ class _Counter:
 
     def _piece_dim(self, name: str, group: int) -> int:
         """The dim in which ZeRO cuts a weight."""
-        from runtime.zero.state_pieces import piece_dim
-
         uneven = uneven_dims(self.plan.states[name].shape, self._placement(name), self.plan.mesh)
         return piece_dim(self._local_shape(name), group, uneven)
 
@@ -228,8 +226,6 @@ class _Counter:
 
     def _tied_gradients(self) -> None:
         """Gradients of weights that several stages hold copies of."""
-        from runtime.zero.state_pieces import piece_shape
-
         sharded = self._sharded()
         for path, ranks in stages_of(self.plan, self.programs).items():
             if len(ranks) == 1 or path not in self.plan.states or not self.plan.states[path].trainable:
