@@ -83,7 +83,6 @@ from planner.pipeline_ilp.stage_problem import (
     undominated,
 )
 from planner.pipeline_ilp.stage_program import StageProgram, build_stage_program, in_rounds
-from planner.pipeline_ilp.tails import shorter_tails
 from planner.solvers.linear import OPTIMAL, SECOND, STOPPED, UNPROVED, LinearProgram, LinearSolution
 from planner.solvers.pulp_solver import HIGHS
 from planner.solvers.solver import solve
@@ -218,16 +217,13 @@ class _Search:
     def run(self, effort: float, deadline: float) -> StageSolution | None:
         """Try quick heuristics, then the integer program's relaxation, then the program itself."""
         self.effort, self.deadline = effort, deadline
-        if self.settled() or (self.try_alike() and self.settled()):
+        if self.settled():
             return self.solution()
         shares = self.share()
         if self.settled():
             return self.solution()
         if shares is not None and math.isinf(shares.load):
             return None
-        self.try_shorter_tail()
-        if self.settled():
-            return self.solution()
         stage = self.program(shares)
         if self.best is not None or stage.pipeline is not None:
             self.relax(stage)
@@ -270,15 +266,6 @@ class _Search:
         if isinstance(proof, Shares) and self.problem.num_chunks > self.problem.num_ranks and self.offer(proof.even):
             return True
         return proof.assignment is not None and self.offer(proof.assignment)
-
-    def try_alike(self) -> bool:
-        """With one chunk: offer every run in its fastest choice."""
-        if self.problem.num_chunks > 1:
-            return False
-        unit = _whole_step(self.problem).unit
-        costs = [[unit(choice.costs) for choice in run.choices] for run in self.problem.runs]
-        alike = ((run, row.index(min(row)), self.problem.runs[run].count) for run, row in enumerate(costs))
-        return self.offer((tuple(alike),))
 
     def share(self) -> Shares | Segments | None:
         """Share units out over ranks and take over what that proves, with a cutoff also what the relaxation does; only
@@ -347,15 +334,6 @@ class _Search:
             assignment = balance(self.problem, weights)
             if assignment is not None:
                 self.offer(assignment)
-
-    def try_shorter_tail(self) -> None:
-        """Offer the incumbent with shorter tails, if its tail exceeds the gap."""
-        if self.best is None:
-            return
-        if step_seconds(as_step(self.problem, self.best)).tail <= self.gap * self.objective:
-            return
-        for assignment in shorter_tails(self.problem, self.best):
-            self.offer(assignment)
 
     def taken_apart(self, problem: StageProblem, weights: DualWeights) -> Shares | Segments | None:
         """The least bottleneck rank by rank, None for a problem that does not decompose by rank."""

@@ -40,8 +40,6 @@ MOST_CONTEXT = 2
 FAR = 2.0
 #: How much slower than the best these may be, so that the simulator can choose among several.
 TIES = 0.02
-#: Every so many candidates, the one at the top of the heap is solved at once, for a better incumbent.
-DIVE_EVERY = 128
 #: Schedules of the candidates that are solved before the search begins.
 PLAIN = ("1f1b", "interleaved_1f1b")
 #: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
@@ -90,17 +88,13 @@ class Search:
         heap = list(self._first_entries())
         heapq.heapify(heap)
         self._dive(heap)
-        pops = itertools.count(1)
         while heap and heap[0].bound < self._cutoff():
             if self._is_late():
                 break
             entry = heapq.heappop(heap)
             if entry.stage == 0 and entry.candidate in self.finished:
                 continue
-            if next(pops) % DIVE_EVERY:
-                self._push(heap, self._advance(entry))
-            else:
-                self._finish(heap, entry)
+            self._push(heap, self._advance(entry))
             self._tell(heap)
         self.counts["pruned by bound"] += len(heap)
         best = self.solutions[0].seconds if self.solutions else float("inf")
@@ -172,21 +166,6 @@ class Search:
         layout = candidate.layout
         near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
         return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
-
-    def _finish(self, heap: list[_Entry], first: _Entry) -> None:
-        """Take one candidate through all stages at once."""
-        self.finished.add(first.candidate)
-        stack = [first]
-        while stack:
-            entry = stack.pop()
-            if entry.bound >= self._cutoff():
-                self._leave(entry.bound)
-                continue
-            for follower in self._advance(entry):
-                if follower.weight or follower.effort:
-                    heapq.heappush(heap, follower)  # a sharding of fewer bytes, or more solver effort: later
-                else:
-                    stack.append(follower)
 
     def _tell(self, heap: list[_Entry]) -> None:
         """Report progress, now and then and at every better plan."""
