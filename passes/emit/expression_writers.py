@@ -8,6 +8,7 @@ from collections.abc import Callable
 from passes.emit.local_call import Name, Writer, render
 from passes.emit.quoting import literal
 from passes.ir.types import P, shard_dim
+from passes.rules.experts import BEHIND, EXPERT, EXPERTS, GATED, INNER
 
 
 def _axes(names: tuple[str, ...]) -> str:
@@ -282,6 +283,24 @@ def linear_cross_entropy(writer: Writer) -> str:
     return f"{source[:-1]}, vocabulary={vocabulary}, axes={_axes(axes)})"
 
 
+def experts(writer: Writer) -> str:
+    """``kernels.experts``; from ``runtime.ops`` where experts or their inner entries are cut."""
+    names = ("gate_up_bias", "down_bias", "activation")
+    source = writer.function(
+        f"experts(x, expert_ids, scores, gate_up, down, {', '.join(f'{name}={name}' for name in names)})"
+    )
+    exchanged = writer.call.rule.exchanged if writer.call.rule is not None else {}
+    exchanging = tuple(name for name, choice, _ in writer.axes if choice.factor in exchanged)
+    holding = tuple(name for name, choice, _ in writer.axes if choice.factor in (EXPERT, *exchanged))
+    slicing = writer.axes_cutting(INNER)
+    behind = GATED.get(writer.arguments["activation"]) == BEHIND
+    options = [f"num_experts={writer.global_shape(writer.tensor('gate_up'))[0]}"] if holding else []
+    options += [f"expert_axes={_axes(holding)}"] if holding else []
+    options += [f"token_axes={_axes(exchanging)}"] if exchanging else []
+    options += [f"inner_axes={_axes(slicing)}"] if slicing and (behind or "down_bias" in writer.bound.slots) else []
+    return f"ops.{source[:-1]}, {', '.join(options)})" if options else f"kernels.{source}"
+
+
 def loss(function: str) -> Callable[[Writer], str]:
     """A pointwise loss; a mean over cut positions is the local sum over the global count."""
 
@@ -345,6 +364,7 @@ WRITERS: dict[str, Callable[[Writer], str]] = {
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
     "meshwright.cross_entropy": cross_entropy,
     "meshwright.expert_linear": expert_linear,
+    EXPERTS: experts,
     **{
         f"aten.{name}.default": loss(f"F.{name}")
         for name in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from passes.rules.experts import EXPERTS, experts_flops
 from passes.rules.operator_call import OperatorCall
 
 
@@ -87,6 +88,7 @@ FLOPS: dict[str, Callable[[OperatorCall], float]] = {
     **dict.fromkeys(("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"), grouped_matmul),
     "meshwright.expert_linear": expert_linear,
     "meshwright.linear_cross_entropy.default": linear_cross_entropy,
+    EXPERTS: experts_flops,
     "aten.mv.default": vector_product,
     "aten.dot.default": vector_product,
     "aten.einsum.default": equation,

@@ -14,7 +14,7 @@ mesh axis means cutting one factor; what that does to each input and output foll
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.ir.types import I, P, R, SpmdType, largest_part, shard
@@ -63,6 +63,8 @@ class ShardingRule:
             the operator itself finds which part of its whole inputs its piece of that dim needs.
         source: where the rule is from. A call under one that is not from the tables is made with its arguments as they
             are, and is handed no partial sums, through which the checker of types lets none but torch's operators.
+        exchanged: factor → factors that it cuts at once, of which no tensor has two: the operator itself sends between
+            the ranks what their pieces of one need of the other (tokens to the experts of other ranks).
     """
 
     inputs: tuple[Dims, ...]
@@ -75,6 +77,7 @@ class ShardingRule:
     growing: frozenset[Factor] = frozenset()
     inner: frozenset[Factor] = frozenset()
     source: str = TABLE
+    exchanged: Mapping[Factor, tuple[Factor, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,28 @@ def _times_less(extent: int, count: int) -> float:
     return count if extent % count == 0 else extent / largest_part(extent, count)
 
 
+def own_collectives(
+    rule: ShardingRule, choices: Sequence[AxisChoice], names: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[Reduction, str, int]]:
+    """The collectives that an operator issues itself: each with its axis and its bytes (as of ``Step.num_bytes``).
+
+    Exchanges run over all axes that exchange at once; these stand side by side (``cuts_in_order``).
+    """
+    local = dict(rule.sizes)
+    for size, choice in zip(sizes, choices):
+        if choice.factor is not None:
+            local[choice.factor] = largest_part(local[choice.factor], size)
+    for axis, choice in zip(names, choices):
+        label = axis
+        if choice.factor in rule.exchanged:
+            joint = [name for name, other in zip(names, choices) if other.factor in rule.exchanged]
+            if axis != joint[0]:
+                continue
+            label = "_".join(joint)
+        for item in choice.reductions:
+            yield item, label, item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+
+
 def _replicated(
     label: str, spmd_type: SpmdType, input_grads: Sequence[bool], output_grads: Sequence[bool]
 ) -> AxisChoice:
@@ -149,7 +174,8 @@ def _cut(rule: ShardingRule, factor: Factor, output_grads: Sequence[bool]) -> Ax
     """The choice that cuts ``factor``, or None if it stands inside a dim or its contraction is not a sum."""
     reductions = tuple(reduction for reduction in rule.reductions if reduction.factor == factor)
     position_of = _position_inside if factor in rule.inner else _position
-    positions = [position_of(dims, factor) for dims in (*rule.inputs, *rule.outputs)]
+    members = rule.exchanged.get(factor, (factor,))
+    positions = [_position_of_one(position_of, dims, members) for dims in (*rule.inputs, *rule.outputs)]
     if -1 in positions or all(position is None for position in positions):
         return None
     in_positions, out_positions = positions[: len(rule.inputs)], positions[len(rule.inputs) :]
@@ -172,6 +198,14 @@ def _cut(rule: ShardingRule, factor: Factor, output_grads: Sequence[bool]) -> Ax
     return AxisChoice(f"cut {factor}", tuple(inputs), outputs, factor, reductions)
 
 
+def _position_of_one(
+    position_of: Callable[[Dims, Factor], int | None], dims: Dims, factors: Sequence[Factor]
+) -> int | None:
+    """The dim of the one of ``factors`` that a tensor has, None if it has none."""
+    positions = [position_of(dims, factor) for factor in factors]
+    return next((position for position in positions if position is not None), None)
+
+
 def _position(dims: Dims, factor: Factor) -> int | None:
     """The dim that ``factor`` leads, None if it is absent, -1 if it stands inside a dim (or leads two)."""
     leading = [dim for dim, factors in enumerate(dims) if factors and factors[0] == factor]
@@ -187,7 +221,11 @@ def _position_inside(dims: Dims, factor: Factor) -> int | None:
 
 
 def cuts_in_order(rule: ShardingRule, choices: Sequence[AxisChoice]) -> bool:
-    """Whether no axis cuts what stands before an inner factor in its dim once an outer axis has cut that factor."""
+    """Whether no axis cuts what stands before an inner factor in its dim once an outer axis has cut that factor, and
+    the axes of an exchange stand side by side."""
+    places = [place for place, choice in enumerate(choices) if choice.factor in rule.exchanged]
+    if places and places != list(range(places[0], places[0] + len(places))):
+        return False
     cut_inside: set[Factor] = set()
     for choice in choices:
         if any(

@@ -16,7 +16,7 @@ from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape, largest_part
-from passes.rules.rule import AxisChoice, ShardingRule
+from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
 
@@ -165,16 +165,10 @@ class Pricing:
         """The collectives that an operator issues itself; backward ones only if a gradient comes back."""
         if rule is None or not any(choice.reductions for choice in choices):
             return ()
-        local = dict(rule.sizes)
-        for size, choice in zip(self.mesh.sizes, choices):
-            if choice.factor is not None:
-                local[choice.factor] = largest_part(local[choice.factor], size)
         collectives = []
-        for axis, choice in zip(self.mesh.names, choices):
-            for item in choice.reductions:
-                if item.phase == "backward" and not live:
-                    continue
-                num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
-                seconds = self.collective(item.collective, num_bytes, axis)
-                collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
+        for item, axis, num_bytes in own_collectives(rule, choices, self.mesh.names, self.mesh.sizes):
+            if item.phase == "backward" and not live:
+                continue
+            seconds = self.collective(item.collective, num_bytes, axis)
+            collectives.append(Collective(item.collective, axis, item.phase, num_bytes, seconds))
         return tuple(collectives)

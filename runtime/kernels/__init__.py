@@ -6,6 +6,7 @@ from runtime.kernels.chain_call import Chain
 from runtime.kernels.cross_entropy import cross_entropy
 from runtime.kernels.embedding import embedding
 from runtime.kernels.expert_linear import expert_linear
+from runtime.kernels.experts import experts
 from runtime.kernels.geglu import geglu
 from runtime.kernels.layer_norm import add_layer_norm, layer_norm
 from runtime.kernels.linear_cross_entropy import linear_cross_entropy
@@ -23,6 +24,7 @@ __all__ = [
     "cross_entropy",
     "embedding",
     "expert_linear",
+    "experts",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

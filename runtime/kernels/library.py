@@ -75,6 +75,30 @@ def register(
     return FusedOperator(getattr(getattr(torch.ops, NAMESPACE), name).default, run)
 
 
+def register_composed(
+    schema: str, *, differentiable: Callable[..., Any], plain: Callable[..., Any], shapes: Callable[..., Any]
+) -> None:
+    """Define ``torch.ops.meshwright.<name>``, made of operators that are registered, under a gradient of its own.
+
+    Args:
+        differentiable: ``apply`` of an ``autograd.Function``, which takes the arguments of the schema.
+        plain: gives the output without a gradient.
+        shapes: as of ``register``.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    defaults = [argument.default_value for argument in schema_of(overload).arguments]
+
+    def all_arguments(arguments: Sequence[Any]) -> tuple[Any, ...]:
+        return (*arguments, *defaults[len(arguments) :])
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, lambda *arguments: plain(*all_arguments(arguments)), key)
+    _LIBRARY.impl(name, lambda *arguments: differentiable(*all_arguments(arguments)), "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_LIBRARY)
+
+
 def _dispatched(name: str, *, aten: Callable[..., Any], triton: Callable[..., Any]) -> Callable[..., Any]:
     """``aten`` or ``triton``, by the first argument (a tensor); kernels run on the device of the tensors."""
 

@@ -32,6 +32,7 @@ from runtime.ops.random import (
     set_random_state,
 )
 from runtime.ops.sharded_expert_linear import expert_linear
+from runtime.ops.sharded_experts import experts
 from runtime.ops.sharded_linear_cross_entropy import linear_cross_entropy
 from runtime.ops.vocabulary import cross_entropy, embedding
 
@@ -44,6 +45,7 @@ __all__ = [
     "dropout",
     "embedding",
     "expert_linear",
+    "experts",
     "get_random_state",
     "grouped_query_attention",
     "in_microbatch",

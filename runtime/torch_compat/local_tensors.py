@@ -8,8 +8,8 @@ import torch
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, maybe_disable_local_tensor_mode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "LocalTensor", "LocalTensorMode", "maybe_disable_local_tensor_mode", "parts_of_ranks",
-           "size_on_ranks"]  # fmt: skip
+__all__ = ["FakeStore", "LocalIntNode", "LocalTensor", "LocalTensorMode", "maybe_disable_local_tensor_mode",
+           "parts_of_ranks", "size_on_ranks"]  # fmt: skip
 
 
 def parts_of_ranks(tensor: torch.Tensor, ranks: Iterable[int] = ()) -> dict[int, torch.Tensor]:

@@ -7,7 +7,7 @@ saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from passes.autograd.operator_tables import base_name
 from passes.autograd.recompute_policies import Activations
 from passes.ir.graph import ITEM_SIZE
 from passes.ir.types import MeshShape, shard_dim
-from passes.rules.rule import Reduction
+from passes.rules.rule import own_collectives
 from passes.shard import Compute, Convert, Local
 from passes.shard.operations import Operation
 
@@ -84,21 +84,9 @@ def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
     """The collectives that an operator issues itself."""
     if compute.rule is None:
         return
-    local = dict(compute.rule.sizes)
-    for size, choice in zip(mesh.sizes, compute.choices):
-        if choice.factor is not None:
-            local[choice.factor] //= size
-    for axis, choice in zip(mesh.names, compute.choices):
-        for item in choice.reductions:
-            if item.phase == phase:
-                yield Sent(item.collective, axis, phase, _reduction_bytes(item, local))
-
-
-def _reduction_bytes(item: Reduction, local: Mapping[str, int]) -> int:
-    num_bytes = item.multiple * item.item_size
-    for factor in item.factors:
-        num_bytes *= local[factor]
-    return num_bytes
+    for item, axis, num_bytes in own_collectives(compute.rule, compute.choices, mesh.names, mesh.sizes):
+        if item.phase == phase:
+            yield Sent(item.collective, axis, phase, num_bytes)
 
 
 @dataclass(frozen=True)

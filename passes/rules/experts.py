@@ -1,0 +1,97 @@
+"""How a mixture's experts may be cut (``meshwright.experts``), and what they compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from passes.ir.conversions import ALL_TO_ALL
+from passes.ir.graph import ITEM_SIZE, Node
+from passes.rules.operator_call import OperatorCall, named_dims
+from passes.rules.rule import Dims, Factor, Reduction, ShardingRule
+
+EXPERTS = "meshwright.experts.default"
+#: Factors: experts, entries of an expert's inner vector; with the number of a dim behind it, the tokens along a leading
+#: dim, and tokens and experts at once: expert parallelism, where a rank has some tokens and some experts, and tokens
+#: travel to their experts and back.
+EXPERT, INNER, TOKENS, PARALLEL = "e", "f", "t", "p"
+#: Activations whose first product has two rows for an inner entry, and how these lie.
+BEHIND, IN_TURNS = "behind", "in turns"
+GATED = {"swiglu": BEHIND, "geglu": BEHIND, "geglu_tanh": BEHIND, "swiglu_clamped": IN_TURNS}
+
+
+def exchange_label(label: str) -> str:
+    """The choice of expert parallelism beside one that cuts tokens along a leading dim; others are as they are."""
+    return f"cut {PARALLEL}{label.removeprefix(_CUT_TOKENS)}" if label.startswith(_CUT_TOKENS) else label
+
+
+_CUT_TOKENS = f"cut {TOKENS}"
+
+
+def experts(call: OperatorCall) -> ShardingRule:
+    """Tokens; experts (each rank computes the rows of its own, partial sums); inner entries; tokens with experts.
+
+    Gate and up rows that lie one behind the other cannot be cut along the inner entries, which every rank has a piece
+    of in both: they are whole there, and each rank takes its rows.
+    """
+    (*lead, hidden), k = call.shape("x"), call.shape("expert_ids")[-1]
+    count, _, inner = call.shape("down")
+    tokens = named_dims(lead, prefix=TOKENS)
+    e, f = _factor(EXPERT, count), _factor(INNER, inner)
+    factors: dict[str, Dims] = {
+        **dict.fromkeys(("x", "expert_ids", "scores"), (*tokens, ())),
+        "gate_up": (e, _first_rows(call, f), ()),
+        "gate_up_bias": (e, _first_rows(call, f)),
+        "down": (e, (), f),
+        "down_bias": (e, ()),
+    }
+    exchanged = {
+        f"{PARALLEL}{dim}": (f"{TOKENS}{dim}", EXPERT) for dim, size in enumerate(lead) if math.gcd(size, count) > 1
+    }
+    sizes = {EXPERT: count, INNER: inner}
+    sizes |= {factor: math.gcd(lead[int(factor.removeprefix(PARALLEL))], count) for factor in exchanged}
+    slots = call.slots
+    products = tuple(slots.index(name) for name in ("x", "scores", "gate_up", "down"))
+    biases = tuple((slots.index(name),) for name in ("down_bias",) if name in slots)
+    return call.rule(
+        call.by_slot(factors),
+        [(*tokens, ())],
+        terms=(products, *biases),
+        passes_partial=False,
+        sizes={factor: size for factor, size in sizes.items() if size > 1},
+        reductions=_exchanges(exchanged, tokens, k * hidden, call),
+        exchanged=exchanged,
+    )
+
+
+def _factor(name: Factor, size: int) -> tuple[Factor, ...]:
+    return (name,) if size != 1 else ()
+
+
+def _first_rows(call: OperatorCall, inner: tuple[Factor, ...]) -> tuple[Factor, ...]:
+    """Factors of the rows of the first matrix: those of gate and up in turns are two for every inner entry."""
+    return () if GATED.get(call["activation"]) == BEHIND else inner
+
+
+def _exchanges(exchanged: Iterable[Factor], tokens: Dims, elements: int, call: OperatorCall) -> tuple[Reduction, ...]:
+    """Every token's ``k`` rows to their experts and back, forward and backward: routed evenly, none dropped."""
+    item_size = ITEM_SIZE[call.outputs[0].dtype]
+    every_token = tuple(factor for dim in tokens for factor in dim)
+    phases = ("forward", "forward", "backward", "backward")
+    return tuple(
+        Reduction(factor, ALL_TO_ALL, every_token, elements, item_size, phase)
+        for factor in exchanged
+        for phase in phases
+    )
+
+
+def experts_flops(call: OperatorCall) -> float:
+    """Two products of every token with each of its experts."""
+    rows = math.prod(call.shape("expert_ids"))
+    _, outer, hidden = call.shape("gate_up")
+    return 2.0 * rows * hidden * (outer + call.shape("down")[2])
+
+
+def is_experts(node: Node) -> bool:
+    """Whether ``node`` is a mixture's experts."""
+    return node.op == EXPERTS

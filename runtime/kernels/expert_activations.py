@@ -1,0 +1,106 @@
+"""Activations of experts by name: what makes the inner vector of an expert of its first product, and the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from runtime.kernels import gated
+from runtime.kernels.activations import PLAIN, SILU, activation_gradient
+from runtime.kernels.dispatch import runs_triton
+from runtime.kernels.library import in_dtype, wide
+
+#: GPT-OSS: where the two halves are clamped, and the factor in its sigmoid (OpenAI, "gpt-oss model card", 2025).
+CLAMP, SHARPNESS = 7.0, 1.702
+
+
+@dataclass(frozen=True)
+class ExpertActivation:
+    """One activation.
+
+    Attributes:
+        value: [R, out1] → [R, F].
+        gradient: (gradient of the value, the [R, out1]) → gradient of the latter.
+        definition: ``value`` by operators that autograd differentiates any number of times.
+        halves: out1 / F: 2 with a gate.
+        interleaved: whether gate and up take turns, rather than lie one behind the other.
+    """
+
+    value: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    definition: Callable[[torch.Tensor], torch.Tensor]
+    halves: int = 1
+    interleaved: bool = False
+
+
+def _gated_value(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    function = gated.triton_forward if runs_triton(hidden) else gated.aten
+    return function(gate, up, activation=name)
+
+
+def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, *, name: str) -> torch.Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    function = gated.triton_backward if runs_triton(hidden) else gated.aten_backward
+    return torch.cat(function(grad, gate, up, activation=name), dim=-1)
+
+
+def _gated_definition(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    return PLAIN[name](gate) * up
+
+
+def _gated(name: str) -> ExpertActivation:
+    functions = (partial(each, name=name) for each in (_gated_value, _gated_gradient, _gated_definition))
+    return ExpertActivation(*functions, halves=2)
+
+
+def _clamped_definition(hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden[..., 0::2].clamp(max=CLAMP), hidden[..., 1::2].clamp(-CLAMP, CLAMP)
+    return (up + 1) * gate * torch.sigmoid(SHARPNESS * gate)
+
+
+def _clamped_value(hidden: torch.Tensor) -> torch.Tensor:
+    return in_dtype(_clamped_definition(wide(hidden)), hidden.dtype)
+
+
+def _clamped_gradient(grad: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    pairs, grad = wide(hidden), wide(grad)
+    gate, up = pairs[..., 0::2].clamp(max=CLAMP), pairs[..., 1::2].clamp(-CLAMP, CLAMP)
+    share = torch.sigmoid(SHARPNESS * gate)
+    result = torch.empty_like(pairs)
+    slope = share * (1 + SHARPNESS * gate * (1 - share))
+    result[..., 0::2] = grad * (up + 1) * slope * (pairs[..., 0::2] <= CLAMP)
+    result[..., 1::2] = grad * gate * share * (pairs[..., 1::2].abs() <= CLAMP)
+    return in_dtype(result, hidden.dtype)
+
+
+def _plain_gradient(grad: torch.Tensor, hidden: torch.Tensor, *, name: str) -> torch.Tensor:
+    result = torch.empty_like(hidden)
+    activation_gradient(grad, hidden, name, out=result)
+    return result
+
+
+def _plain(name: str) -> ExpertActivation:
+    return ExpertActivation(PLAIN[name], partial(_plain_gradient, name=name), PLAIN[name])
+
+
+def _squared_relu(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.relu(hidden) ** 2
+
+
+#: Every activation that ``experts`` knows.
+ACTIVATIONS: dict[str, ExpertActivation] = {
+    "swiglu": _gated(SILU),
+    "geglu": _gated("gelu"),
+    "geglu_tanh": _gated("gelu_tanh"),
+    "swiglu_clamped": ExpertActivation(_clamped_value, _clamped_gradient, _clamped_definition, 2, interleaved=True),
+    "silu": _plain(SILU),
+    "gelu": _plain("gelu"),
+    "gelu_tanh": _plain("gelu_tanh"),
+    "relu": ExpertActivation(torch.relu, lambda grad, hidden: grad * (hidden > 0), torch.relu),
+    "relu2": ExpertActivation(_squared_relu, lambda grad, hidden: grad * 2 * torch.relu(hidden), _squared_relu),
+}

@@ -1,0 +1,88 @@
+"""Products of rows that are sorted by group with one matrix for each group: torch's grouped kernels on a GPU, else one
+product after the other."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+#: Bytes that rows of operands of torch's grouped kernels must be a multiple of.
+ALIGNMENT = 16
+
+
+class Groups:
+    """How many of the first rows belong to each group; rows behind all groups belong to none.
+
+    Args:
+        counts: rows of every group [E], int64.
+    """
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self.counts = counts
+
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """Where every group ends, [E] int32."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    @functools.cached_property
+    def slices(self) -> list[slice]:
+        """Places of every group's rows; waits for the device."""
+        ends = self.counts.cumsum(0).tolist()
+        return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends)]
+
+    def clear_rest(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` with zeros, in place, where they belong to no group: grouped kernels do not write those."""
+        if len(rows):
+            places = torch.arange(len(rows), device=rows.device)
+            rows.masked_fill_((places >= self.ends[-1:]).unsqueeze(1), 0.0)
+        return rows
+
+
+def products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``rows @ matrices[group]`` of rows [R, K] and matrices [E, K, N]: [R, N], zero for rows of no group."""
+    if _is_grouped(rows, matrices):
+        return groups.clear_rest(F.grouped_mm(rows, matrices, offs=groups.ends))
+    result = rows.new_zeros((len(rows), matrices.shape[-1]))
+    for matrix, places in zip(matrices, groups.slices, strict=True):
+        if places.start < places.stop:
+            torch.mm(rows[places], matrix, out=result[places])
+    return result
+
+
+def outer_products(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``left.T @ right`` of each group's rows, of [R, N] and [R, K]: [E, N, K], zero for groups without rows."""
+    if _is_grouped(left, right):
+        return F.grouped_mm(left.t(), right, offs=groups.ends)
+    result = left.new_zeros((len(groups.counts), left.shape[-1], right.shape[-1]))
+    for matrix, places in zip(result, groups.slices, strict=True):
+        if places.start < places.stop:
+            torch.mm(left[places].t(), right[places], out=matrix)
+    return result
+
+
+def sums(rows: torch.Tensor, groups: Groups, of_row: torch.Tensor) -> torch.Tensor:
+    """Sums of each group's rows [R, N], in at least float32: [E, N]. ``of_row``: each row's group; E for none."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    result = rows.new_zeros((len(groups.counts) + 1, rows.shape[-1]), dtype=dtype)
+    return result.index_add_(0, of_row, rows.to(dtype))[:-1]
+
+
+def _is_grouped(*operands: torch.Tensor) -> bool:
+    """Whether torch's grouped kernels take these operands."""
+    return all(
+        operand.is_cuda
+        and operand.dtype == torch.bfloat16
+        and operand.numel() > 0
+        and all(size * operand.element_size() % ALIGNMENT == 0 for size in operand.shape[-2:][-1:])
+        and _is_aligned(operand)
+        for operand in operands
+    )
+
+
+def _is_aligned(operand: torch.Tensor) -> bool:
+    """Whether one of the last two dims is dense and the other's stride a multiple of the alignment."""
+    strides = operand.stride()[-2:]
+    return min(strides) == 1 and max(strides) * operand.element_size() % ALIGNMENT == 0

@@ -1,0 +1,75 @@
+"""A small mixture of experts that calls the operator itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runtime import kernels  # noqa: F401  (registers torch.ops.meshwright)
+
+
+class Mixture(nn.Module):
+    """A residual layer of experts with softmax routing; every token takes ``k`` of them."""
+
+    def __init__(self, *, size: int, inner: int, num_experts: int, k: int, activation: str, biases: bool) -> None:
+        super().__init__()
+        halves = 2 if activation.startswith(("swiglu", "geglu")) else 1
+        self.k, self.activation = k, activation
+        self.norm = nn.LayerNorm(size)
+        self.router = nn.Linear(size, num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(num_experts, halves * inner, size) / size**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, size, inner) / inner**0.5)
+        self.gate_up_bias = nn.Parameter(0.1 * torch.randn(num_experts, halves * inner)) if biases else None
+        self.down_bias = nn.Parameter(0.1 * torch.randn(num_experts, size)) if biases else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(x)
+        scores, ids = self.router(tokens).softmax(-1).topk(self.k)
+        outputs = torch.ops.meshwright.experts(
+            tokens, ids, scores, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation
+        )
+        return x + outputs
+
+
+class MixtureModel(nn.Module):
+    """Tokens → embedding → mixtures → logits → loss."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 32,
+        size: int = 16,
+        inner: int = 8,
+        num_experts: int = 4,
+        k: int = 2,
+        layers: int = 2,
+        activation: str = "swiglu",
+        biases: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, size)
+        self.layers = nn.ModuleList(
+            Mixture(size=size, inner=inner, num_experts=num_experts, k=k, activation=activation, biases=biases)
+            for _ in range(layers)
+        )
+        self.output = nn.Linear(size, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.output(x).flatten(0, 1), labels.flatten())
+
+
+def mixture(**options: object) -> MixtureModel:
+    """The model in float64, from a fixed seed."""
+    torch.manual_seed(0)
+    return MixtureModel(**options).double()  # type: ignore[arg-type]
+
+
+def mixture_batch(*, batch: int = 8, length: int = 6, vocabulary: int = 32) -> dict[str, torch.Tensor]:
+    """One global batch."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
+    return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
