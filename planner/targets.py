@@ -124,15 +124,15 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
     device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
     if isinstance(target, DeviceMesh):
         sizes = fixed_axes(axis_sizes(target))
-        if sizes != {axis: axes.get(axis, 1) for axis in AXES}:
+        if {axis: sizes.get(axis, 1) for axis in AXES} != {axis: axes.get(axis, 1) for axis in AXES}:
             raise ValueError(f"the plan is for axes {axes}, the mesh has {sizes}: plan again for it")
         names = list(target.mesh_dim_names or ())
         ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
         ranks = torch.arange(plan.step.num_devices, device="cpu")
-    order = list(axes)
-    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in AXES])
-    return mesh_of_axes(device, placed, AXES)
+    order, names = list(axes), tuple(axis for axis in AXES if axis in axes)
+    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in names])
+    return mesh_of_axes(device, placed, names)
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:

@@ -30,6 +30,7 @@ from passes.ir.types import I, MeshShape, P, Placement, R, local_shape, shard_di
 from passes.rules import rule_for
 from passes.rules.rule import AxisChoice, ShardingRule, axis_choices, cuts_in_order
 from runtime import kernels, ops
+from runtime.mesh.joint_axes import forget, remember
 from runtime.mesh.layout import part_of
 
 MESH = MeshShape(("a", "b"), (2, 2))
@@ -57,7 +58,10 @@ def fake_mesh() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
-        yield init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.names)
+        mesh = init_device_mesh("cpu", MESH.sizes, mesh_dim_names=MESH.names)
+        remember(mesh)
+        yield mesh
+        forget(mesh)
     finally:
         dist.destroy_process_group()
 

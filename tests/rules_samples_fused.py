@@ -109,3 +109,15 @@ def expert_linear(draw: Draw) -> Arguments:
     rows = [1 if draw.int(0, 3) == 0 else size for size in lead]
     ids = draw.integers(0, experts, *lead)
     return (draw.normal(*rows, width), ids, draw.normal(experts, draw.size(), width)), {}
+
+
+@fused("experts")
+def experts(draw: Draw) -> Arguments:
+    """Two leading dims, some ids of no expert."""
+    lead, hidden, count, inner, k = [4, draw.of(1, 2)], draw.of(1, 3), 4, draw.of(2, 4), draw.of(1, 2)
+    activation, halves = draw.of(("swiglu", 2), ("swiglu_clamped", 2), ("gelu", 1))
+    biases = draw.flag()
+    ids = torch.remainder(torch.arange(4 * lead[1] * k) * 3, 5).view(*lead, k)
+    first, second = draw.normal(count, halves * inner, hidden), draw.normal(count, hidden, inner)
+    rest = (draw.normal(count, halves * inner), draw.normal(count, hidden)) if biases else (None, None)
+    return (draw.normal(*lead, hidden), ids, draw.normal(*lead, k), first, second, *rest, activation), {}

@@ -247,7 +247,7 @@ class TestDemands:
             planned(llama(), "cpu-local:2", time_limit=-1)
 
     @pytest.mark.parametrize(
-        "fix", [{"tp": 0}, {"tp": 1.5}, {"tp": True}, {"zero": 4}, {"schedule": "1f2b"}, {"ep": 2}]
+        "fix", [{"tp": 0}, {"tp": 1.5}, {"tp": True}, {"zero": 4}, {"schedule": "1f2b"}, {"sp": 2}]
     )
     def test_values_that_mean_nothing_are_errors(self, fix: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"fix.*{next(iter(fix))}"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from passes.ir.types import I, R
+from passes.ir.types import I, R, shard_dim
 from passes.plan import Plan
 
 #: Axes on whose ranks a step that is planned as a whole has the same parameters.
 BATCH_AXIS = "dp"
-DATA_AXES = (BATCH_AXIS, "cp")
+DATA_AXES = (BATCH_AXIS, "ep", "cp")
 
 #: Path of a parameter or buffer → axes on which a program takes it as R and leaves its gradient partial.
 Deferral = Mapping[str, tuple[str, ...]]
@@ -18,13 +18,17 @@ Deferral = Mapping[str, tuple[str, ...]]
 def deferral_of(plan: Plan) -> Deferral:
     """The axes of every parameter and buffer of a plan on which its gradient is reduced outside of programs.
 
-    Where a whole step was searched: the data axes. On a given mesh: those on which the plan converts a parameter that
-    is whole there (I → R) for an operator that gives partial sums of its gradient; the conversion and its backward
-    collective go.
+    Where a whole step was searched: the data axes, but for those that cut it (experts over ``ep``). On a given mesh:
+    those on which the plan converts a parameter that is whole there (I → R) for an operator that gives partial sums of
+    its gradient; the conversion and its backward collective go.
     """
     if plan.step.decides_units:
         axes = tuple(axis for axis in DATA_AXES if axis in plan.mesh.names)
-        return dict.fromkeys(plan.states, axes)
+        places = [(axis, plan.mesh.names.index(axis)) for axis in axes]
+        return {
+            path: tuple(axis for axis, place in places if shard_dim(planned.placement[place]) is None)
+            for path, planned in plan.states.items()
+        }
     partial: dict[str, dict[str, None]] = {}
     for conversion in plan.conversions:
         kind, _, path = conversion.value.partition(":")

@@ -111,11 +111,11 @@ def check_step(plan: PlanData) -> None:
     if not step.decides_units:
         _check_one_chunk(step)
         return
-    samples = step.axes.get("dp", 1) * step.num_microbatches * step.local_batch
+    samples = step.sample_groups * step.num_microbatches * step.local_batch
     if samples != step.global_batch:
         raise ValueError(
-            f"step: {step.num_microbatches} micro-batches of {step.local_batch} on dp={step.axes.get('dp', 1)} are "
-            f"{samples} samples, not {step.global_batch}"
+            f"step: {step.num_microbatches} micro-batches of {step.local_batch} on {step.sample_groups} groups "
+            f"are {samples} samples, not {step.global_batch}"
         )
 
 

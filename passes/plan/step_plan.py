@@ -138,6 +138,11 @@ class StepPlan:
     headroom: float = 0.0
 
     @property
+    def sample_groups(self) -> int:
+        """Into how many parts the ranks of ``dp`` and ``ep`` divide the samples of a micro-batch."""
+        return self.axes.get("dp", 1) * self.axes.get("ep", 1)
+
+    @property
     def num_devices(self) -> int:
         total = 1
         for size in self.axes.values():

@@ -87,9 +87,10 @@ def _links(cluster: Mapping[str, Any], *, stride: int, size: int) -> Iterator[st
 
 
 def _batch(step: StepPlan) -> str:
-    dp, m = step.axes.get("dp", 1), step.num_microbatches
+    dp, ep, m = step.axes.get("dp", 1), step.axes.get("ep", 1), step.num_microbatches
+    experts = f" × ep {ep:,}" if ep > 1 else ""
     if step.decides_units:
-        cut = f"= dp {dp:,} × {m:,} micro-batches × {step.local_batch:,} samples"
+        cut = f"= dp {dp:,}{experts} × {m:,} micro-batches × {step.local_batch:,} samples"
     else:
         cut = f"at once, {step.local_batch:,} on each device"
     lines = [f"Batch: {step.global_batch:,} samples {cut}"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from passes.ir.conversions import ALL_TO_ALL
-from passes.ir.graph import ITEM_SIZE, Node
-from passes.rules.operator_call import OperatorCall, named_dims
+from passes.ir.graph import ITEM_SIZE, Node, Value
+from passes.rules.operator_call import OperatorCall, bind, named_dims
 from passes.rules.rule import Dims, Factor, Reduction, ShardingRule
 
 EXPERTS = "meshwright.experts.default"
@@ -52,11 +52,10 @@ def experts(call: OperatorCall) -> ShardingRule:
     sizes |= {factor: math.gcd(lead[int(factor.removeprefix(PARALLEL))], count) for factor in exchanged}
     slots = call.slots
     products = tuple(slots.index(name) for name in ("x", "scores", "gate_up", "down"))
-    biases = tuple((slots.index(name),) for name in ("down_bias",) if name in slots)
     return call.rule(
         call.by_slot(factors),
         [(*tokens, ())],
-        terms=(products, *biases),
+        terms=(products,),  # each rank of a cut inner dim adds its share of the bias
         passes_partial=False,
         sizes={factor: size for factor, size in sizes.items() if size > 1},
         reductions=_exchanges(exchanged, tokens, k * hidden, call),
@@ -85,11 +84,42 @@ def _exchanges(exchanged: Iterable[Factor], tokens: Dims, elements: int, call: O
     )
 
 
+def grouped_products(
+    node: Node, inputs: Sequence[tuple[int, ...]], rows: float
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """(batch, m, n, k) of the two grouped products of ``rows`` rows, from the local shapes of the operands.
+
+    Every expert has equally many rows (uniform routing): a product for each, of at least one row.
+    """
+    call_names = dict(zip(_OPERANDS, inputs))
+    (count, outer, hidden), (_, _, inner) = call_names["gate_up"], call_names["down"]
+    gated = 2 if _activation(node) in GATED else 1
+    m = max(1, round(rows / count))
+    return (count, m, min(outer, gated * inner), hidden), (count, m, hidden, inner)
+
+
+#: Tensor operands in order, before the biases.
+_OPERANDS = ("x", "expert_ids", "scores", "gate_up", "down")
+
+
+def _activation(node: Node) -> str:
+    """The activation of a call, by place or by name."""
+    place = 7
+    return str(node.args[place] if len(node.args) > place else node.kwargs.get("activation", "swiglu"))
+
+
 def experts_flops(call: OperatorCall) -> float:
     """Two products of every token with each of its experts."""
     rows = math.prod(call.shape("expert_ids"))
     _, outer, hidden = call.shape("gate_up")
     return 2.0 * rows * hidden * (outer + call.shape("down")[2])
+
+
+def num_experts(node: Node, values: Mapping[str, Value]) -> int:
+    """How many experts a mixture has."""
+    call = bind(node, values)
+    assert call is not None, "an operator of ours"
+    return call.shape("gate_up")[0]
 
 
 def is_experts(node: Node) -> bool:

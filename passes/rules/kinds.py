@@ -26,6 +26,7 @@ KINDS.update((f"meshwright.{name}", NORM) for name in ("rms_norm", "layer_norm",
 KINDS["meshwright.embedding"] = GATHER
 KINDS["meshwright.linear_cross_entropy"] = MATMUL
 KINDS["meshwright.expert_linear"] = MATMUL
+KINDS["meshwright.experts"] = MATMUL
 
 
 def kind_of(node: Node) -> str:

@@ -37,6 +37,7 @@ from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
+    EXPERT,
     PIPELINE,
     TENSOR,
     BatchPrices,
@@ -102,6 +103,8 @@ class _StepPricer:
     def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
         self.step = step
         sizes = step.axes
+        if sizes.get(EXPERT, 1) > 1:
+            raise ValueError(f"{EXPERT}={sizes[EXPERT]}: steps with expert parallelism cannot be priced again yet")
         self.layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes))
         self.links = Links.of(cluster, self.layout)
         self.group = self.layout.data * self.layout.context

@@ -86,8 +86,8 @@ def _add_step_arguments(group: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE,…",
-        help="values that a choice may take (pp=1,dp=4,8 fixes two): pp, dp, cp, tp, micro_batch, num_microbatches, "
-        "schedule, chunks_per_rank, recompute, zero",
+        help="values that a choice may take (pp=1,dp=4,8 fixes two): pp, dp, ep, cp, tp, micro_batch, "
+        "num_microbatches, schedule, chunks_per_rank, recompute, zero",
     )
     group.add_argument(
         "--headroom",

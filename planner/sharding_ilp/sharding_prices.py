@@ -16,6 +16,7 @@ from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape, largest_part
+from passes.rules.experts import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]
@@ -155,7 +156,8 @@ class Pricing:
         if not live or not grads:
             return forward, 0.0
         if flops:
-            return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
+            products = min(len(grads), 2) if is_experts(node) else len(grads)  # its scores and ids take none
+            return forward, products * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype)
         back = num_bytes + sum(self.local_bytes(values[name], arguments[name]) for name in grads)
         return forward, price(flops=0.0, num_bytes=back, dtype=dtype)
 

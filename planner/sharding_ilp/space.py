@@ -30,10 +30,12 @@ class Roles:
     Attributes:
         fixed: by node name, the label of the one choice that an axis is left with.
         whole_states: axes on which parameters are stored whole (who divides them over such an axis decides elsewhere).
+        used_states: axes on which parameters are stored as they are used: cut where some use cuts them, else whole.
     """
 
     fixed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     whole_states: Collection[str] = ()
+    used_states: Collection[str] = ()
 
 
 def fill_options(
@@ -162,6 +164,10 @@ class _Filler:
                 types.append((whole,))
                 continue
             shards = {where[axis] for where in needed if shard_dim(where[axis]) is not None}
+            if value.kind == "parameter" and size > 1 and self.mesh.names[axis] in self.roles.used_states:
+                is_used_whole = any(shard_dim(where[axis]) is None for where in needed)
+                types.append((*((whole,) if is_used_whole or not shards else ()), *sorted(shards)))
+                continue
             shards.update(shard(dim) for dim in dims if value.shape[dim] % size == 0)
             types.append((whole, *sorted(shards)) if size > 1 else (whole,))
         return placements_of(value, types, self.mesh)

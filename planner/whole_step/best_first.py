@@ -155,7 +155,7 @@ class Search:
         best: dict[tuple[int, ...], _Entry] = {}
         for entry in [entry for entry in entries if self._is_plain(entry.candidate)] or entries:
             layout = entry.candidate.layout
-            key = (layout.pipeline, layout.context, layout.tensor)
+            key = (layout.pipeline, layout.context, layout.tensor, layout.expert)
             incumbent = best.setdefault(key, entry)
             if order(entry) < order(incumbent):
                 best[key] = entry
@@ -204,6 +204,7 @@ class Search:
             num_units=sum(unit.count for unit in self.level_one.kept.units),
             demands=self.demands,
             micro_batches=self.level_one.micro_batches,
+            num_experts=self.level_one.num_experts,
         )
         for candidate in enumerated:
             self.counts["enumerated"] += 1

@@ -353,7 +353,7 @@ class Maker:
         count = self.step.num_microbatches
         if count == 1:
             return 1
-        ranks = self.places.layout.mesh.size(BATCH_AXIS)
+        ranks = self.step.sample_groups
         dims = [(value, self._dim_on(path, BATCH_AXIS)) for path, value in zip(graph.input_paths, graph.inputs)]
         sizes = [value.shape[dim] for value, dim in dims if dim is not None]
         while count > 1 and any(size % (ranks * count) for size in sizes):

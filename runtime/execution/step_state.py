@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from passes.ir.types import I, MeshShape, R
+from passes.ir.types import I, MeshShape, R, shard_dim
 from passes.pipeline_cut import Deferral
 from passes.torch_compat.module_tables import convert_tensors
 from runtime.execution.rank_mapping import Places, VirtualPlaces
@@ -61,7 +61,8 @@ class StepState:
         for axes in dict.fromkeys(info.data_axes for info in infos):
             self.places.group_over(axes)  # Made by all ranks, also by those that have no parameter of these.
         self._piece_axes = next((info.data_axes for info in infos if info.sharded), ())
-        self.places.parameter_mesh(self._piece_axes)
+        for axes in dict.fromkeys(info.data_axes for info in infos if info.sharded):
+            self.places.parameter_mesh(axes)
         owners = [self.find(info.names[0]) for info in before]
         self.weights = WeightTree()
         self.weights.train(self._is_training)
@@ -203,11 +204,19 @@ class StepState:
                     persistent=info.persistent,
                     primary=part.primary and first_stage,
                     virtual_primary=self.places.layout.marks(info.is_primary(self._mesh)),
-                    device_mesh=self.places.parameter_mesh(self._piece_axes),
-                    placements=info.torch_placements(self._mesh, self._piece_axes),
+                    device_mesh=self.places.parameter_mesh(self._axes_of_pieces(info)),
+                    placements=info.torch_placements(self._mesh, self._axes_of_pieces(info)),
                 )
             )
         return tuple(pieces)
+
+    def _axes_of_pieces(self, info: StateInfo) -> tuple[str, ...]:
+        """The data axes of the mesh that a parameter lies on: of its own pieces or, if whole there, of others'."""
+        if info.sharded:
+            return info.data_axes
+        places = (self._mesh.names.index(axis) for axis in self._piece_axes)
+        is_cut = any(shard_dim(info.placement[place]) is not None for place in places)
+        return () if is_cut else self._piece_axes  # experts, one rank's alone
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under the names of the original's state dict, on every rank."""

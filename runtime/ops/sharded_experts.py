@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import spmd_types as spmd
 import torch
 import torch.distributed as dist
-from spmd_types import P, R, S, V
+from spmd_types import R, S
 
 from runtime import kernels
+from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.mesh.joint_axes import joint
 from runtime.ops.expert_exchange import exchanged_experts
 from runtime.ops.mesh_types import first_of_shard, groups_of
@@ -39,7 +41,7 @@ def experts(
         x, expert_ids, scores: tokens [T, …], S on ``token_axes``, the same on the ranks of the other axes named.
         gate_up, down, gate_up_bias, down_bias: of this rank's experts; on ``inner_axes`` ``down`` has a piece of the
             inner entries, ``gate_up`` too unless its gate and up rows lie one behind the other (then it is whole, and
-            this rank's rows are taken), ``down_bias`` is P.
+            this rank's rows are taken), ``down_bias`` is whole.
         num_experts: of all ranks together; required with ``expert_axes``.
         expert_axes: axes that cut the experts, outermost first.
         token_axes: those of them that cut the tokens too: expert parallelism. Tokens travel to the ranks of their
@@ -47,8 +49,9 @@ def experts(
             is said in one of integers before. No token is dropped. Gradients of the experts are complete.
     """
     if inner_axes:
-        down_bias = _as_summand(down_bias, inner_axes)
-        if gate_up.shape[_ROWS] != down.shape[2]:
+        ranks = math.prod(dist.get_world_size(group) for group in groups_of(inner_axes))
+        down_bias = None if down_bias is None else down_bias / ranks  # outputs will be added up
+        if gate_up.shape[_ROWS] != ACTIVATIONS[activation].halves * down.shape[2]:
             gate_up = _own_rows(gate_up, down, inner_axes)
             gate_up_bias = None if gate_up_bias is None else _own_rows(gate_up_bias, down, inner_axes)
     if not expert_axes:
@@ -71,13 +74,6 @@ def _own_rows(rows: torch.Tensor, down: torch.Tensor, axes: Sequence[str]) -> to
     for axis in axes:
         halves = spmd.convert(halves, axis, src=R, dst=S(_ROWS + 1))
     return halves.flatten(_ROWS, _ROWS + 1)
-
-
-def _as_summand(bias: torch.Tensor | None, axes: Sequence[str]) -> torch.Tensor | None:
-    """Partial sums of a bias as part of outputs that will be partial sums."""
-    for axis in axes if bias is not None else ():
-        bias = spmd.reinterpret(bias, axis, src=P, dst=V)
-    return bias
 
 
 def _shards_in_reach(

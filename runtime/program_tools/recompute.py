@@ -231,6 +231,7 @@ def _selective_contexts() -> tuple[Any, Any]:
 #: ``runtime.ops`` with these.
 _KEPT = {
     "aten": EXPENSIVE,
+    "meshwright": EXPENSIVE,
     "_c10d_functional": frozenset(
         {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"}
     ),
@@ -239,7 +240,7 @@ _KEPT = {
 
 def _chosen(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy table of ``selective``."""
-    keeps = _is_kept(operator) and not (_thread.always_again and operator.namespace != "aten")
+    keeps = _is_kept(operator) and not (_thread.always_again and operator.namespace not in ("aten", "meshwright"))
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

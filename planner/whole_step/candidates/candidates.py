@@ -12,7 +12,7 @@ from cost_models.schedules import SCHEDULES, reason_not
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts
 from planner.whole_step.costs.sharding import Cut
-from planner.whole_step.costs.step_prices import PIPELINE
+from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 
 #: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
 #: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
@@ -43,7 +43,7 @@ class Candidate:
     @property
     def cut(self) -> Cut:
         pieces = self.layout.data * self.num_microbatches
-        return Cut(pieces, self.layout.context, self.layout.tensor)
+        return Cut(pieces, self.layout.context, self.layout.tensor, self.layout.expert)
 
     @property
     def num_chunks(self) -> int:
@@ -51,7 +51,7 @@ class Candidate:
 
     def value_of(self, name: str) -> Any:
         """The candidate's value of one of the choices in ``demands.CHOICES`` (those that it decides)."""
-        sizes = self.layout.sizes
+        sizes = {EXPERT: 1, **self.layout.sizes}
         return sizes[name] if name in sizes else getattr(self, _FIELDS.get(name, name))
 
     def bound(self, seconds: float) -> float:
@@ -75,15 +75,29 @@ class Candidate:
 
 
 def candidates(
-    cluster: Cluster, *, global_batch: int, num_units: int, demands: Demands, micro_batches: bool = True
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    num_units: int,
+    demands: Demands,
+    micro_batches: bool = True,
+    num_experts: int = 1,
 ) -> Iterator[Candidate]:
-    """All candidates that the demands allow; ``micro_batches`` False: only whole batches (samples are mixed)."""
+    """All candidates that the demands allow; ``micro_batches`` False: only whole batches (samples are mixed).
+
+    ``num_experts``: what an axis of experts must divide.
+    """
     sizes = {axis: _allowed(axis, cluster.num_devices, demands) for axis in AXES}
+    sizes[EXPERT] = frozenset(size for size in divisors(num_experts) if demands.allows(EXPERT, size))
     for layout in layouts(cluster, sizes):
-        if global_batch % layout.data or layout.pipeline > num_units or not demands.allows("order", layout.order):
+        if (
+            global_batch % layout.sample_groups
+            or layout.pipeline > num_units
+            or not demands.allows("order", layout.order)
+        ):
             continue
-        for local_batch in divisors(global_batch // layout.data):
-            m = global_batch // layout.data // local_batch
+        for local_batch in divisors(global_batch // layout.sample_groups):
+            m = global_batch // layout.sample_groups // local_batch
             if (m > 1 and not micro_batches) or not demands.allows("micro_batch", local_batch):
                 continue
             if demands.allows("num_microbatches", m):

@@ -14,7 +14,7 @@ from planner.whole_step.candidates.mixed_samples import mixed_samples
 
 #: What ties the choices together, each for the names that it is about; filled in with the figures of the search.
 _RULES: tuple[tuple[frozenset[str], str], ...] = (
-    (frozenset(AXES), "pp × dp × cp × tp must be {devices} devices, so each must divide {devices}"),
+    (frozenset(AXES), "pp × dp × ep × cp × tp must be {devices} devices, so each must divide {devices}"),
     (
         frozenset(("dp", "micro_batch", "num_microbatches")),
         "dp × micro_batch × num_microbatches must be the global batch of {batch}",
@@ -68,6 +68,7 @@ def _possible(search: Search, demands: Demands) -> bool:
         num_units=_sizes(search)["units"],
         demands=demands,
         micro_batches=search.level_one.micro_batches,
+        num_experts=search.level_one.num_experts,
     )
     cuts = dict.fromkeys(candidate.cut for candidate in matching)
     return any(search.bounds.whole(cut) < float("inf") for cut in cuts)

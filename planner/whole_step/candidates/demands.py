@@ -12,7 +12,7 @@ from cost_models.schedules import SCHEDULES
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
-from planner.whole_step.costs.step_prices import PIPELINE
+from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 
 #: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
 CHOICES: Mapping[str, tuple[Any, ...] | None] = {
@@ -86,8 +86,10 @@ def said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asks_for_step(axes: Iterable[str], options: Mapping[str, Any]) -> bool:
-    """Whether to search a whole step on a fixed mesh: it has a pipeline axis, or some option is about steps."""
-    return PIPELINE in axes or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
+    """Whether to search a whole step on a fixed mesh: it has an axis for a pipeline or for experts, or some option is
+    about steps."""
+    asks_by_axis = not {PIPELINE, EXPERT}.isdisjoint(axes)
+    return asks_by_axis or any(options.get(name) not in (None, False, {}) for name in STEP_OPTIONS)
 
 
 def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def fixed_axes(sizes: Mapping[str, int], fix: Mapping[str, Any] | None = None) -
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
         raise ValueError(f"a step has no mesh axis {unknown[0]!r}: its axes are {', '.join(AXES)}")
-    fixed = {axis: sizes.get(axis, 1) for axis in AXES}
+    fixed = {axis: sizes.get(axis, 1) for axis in AXES if axis != EXPERT or axis in sizes}
     for axis, size in fixed.items():
         if (fix or {}).get(axis, size) != size:
             raise ValueError(f"fix says {axis}={(fix or {})[axis]}, but the mesh has {axis}={size}: drop one of them")

@@ -305,6 +305,7 @@ def _all_candidates(search: Search) -> Iterator[Candidate]:
         num_units=sum(unit.count for unit in level_one.kept.units),
         demands=search.demands,
         micro_batches=level_one.micro_batches,
+        num_experts=level_one.num_experts,
     )
 
 

@@ -7,16 +7,17 @@ neighbours. Two orders in which every axis crosses the same links are one layout
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cost_models import Cluster, CostModel
 from cost_models.hardware import placement
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, PIPELINE, TENSOR
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 
-AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
+AXES = (PIPELINE, DATA, EXPERT, CONTEXT, TENSOR)
 #: Orders that are tried, outermost axis first. The tensor axis, which talks most and must be waited for, is innermost;
 #: data and context stay together, since gradients are reduced over both; a context axis is tried in the first only.
+#: An axis of experts lies just inside of the context axis, so that tokens are exchanged between neighbours.
 ORDERS = (
     (PIPELINE, DATA, CONTEXT, TENSOR),
     (DATA, CONTEXT, PIPELINE, TENSOR),
@@ -32,24 +33,44 @@ class MeshLayout:
     context: int
     tensor: int
     order: tuple[str, ...] = field(default=ORDERS[0])
+    expert: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis → size, in mesh order."""
+        """Axis → size, in mesh order; that of experts only where it has several devices."""
         by_name = {PIPELINE: self.pipeline, DATA: self.data, CONTEXT: self.context, TENSOR: self.tensor}
-        return {axis: by_name[axis] for axis in self.order}
+        sizes: dict[str, int] = {}
+        for axis in self.order:
+            sizes[axis] = by_name[axis]
+            if axis == CONTEXT and self.expert > 1:
+                sizes[EXPERT] = self.expert
+        return sizes
 
     @property
     def num_devices(self) -> int:
-        return self.pipeline * self.data * self.context * self.tensor
+        return self.pipeline * self.group * self.tensor
 
     @property
     def group(self) -> int:
-        """Devices that hold the same parameters: data and context together."""
+        """Devices that hold the same parameters, experts apart: data, context and expert axes together."""
+        return self.expert_group * self.expert
+
+    @property
+    def expert_group(self) -> int:
+        """Devices that hold the same experts: data and context together."""
         return self.data * self.context
 
+    def group_of(self, *, expert: bool) -> int:
+        """Devices that hold the same parameters, of experts or of the rest."""
+        return self.expert_group if expert else self.group
+
+    @property
+    def sample_groups(self) -> int:
+        """Into how many parts the samples of a micro-batch are divided."""
+        return self.data * self.expert
+
     def stride(self, axis: str) -> int:
-        names = list(self.order)
+        names = list(self.sizes)
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
     def __str__(self) -> str:
@@ -62,7 +83,8 @@ class Links:
 
     Attributes:
         axes: of every axis by itself.
-        group: of data and context as one axis (``dp``).
+        group: of data, context and expert axes as one axis (``dp``).
+        expert_group: of data and context as one axis.
         samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links,
             wherever the data axis lies, so that shardings found for one layout serve others; free where nothing is
             divided.
@@ -71,28 +93,35 @@ class Links:
     axes: CostModel
     group: CostModel
     samples: tuple[float, float]
+    expert_group: CostModel
 
     @staticmethod
     def of(cluster: Cluster, layout: MeshLayout) -> Links:
-        merged: dict[str, int] = {}
-        for axis, size in layout.sizes.items():
-            if axis in (DATA, CONTEXT):
-                merged[DATA] = merged.get(DATA, 1) * size
-            else:
-                merged[axis] = size
+        merged = _merged(layout, (DATA, CONTEXT, EXPERT))
         slowest = cluster.levels[-1].slowest_link(cluster.num_devices)
         samples = slowest if layout.group > 1 else (0.0, math.inf)
-        return Links(CostModel(cluster, layout.sizes), CostModel(cluster, merged), samples)
+        group = CostModel(cluster, merged)
+        of_experts = group if layout.expert == 1 else CostModel(cluster, _merged(layout, (DATA, CONTEXT)))
+        return Links(CostModel(cluster, layout.sizes), group, samples, of_experts)
+
+
+def _merged(layout: MeshLayout, axes: Collection[str]) -> dict[str, int]:
+    """Axis → size, with ``axes`` (which stand side by side) as one, ``dp``."""
+    merged: dict[str, int] = {}
+    for axis, size in layout.sizes.items():
+        name = DATA if axis in axes else axis
+        merged[name] = merged.get(name, 1) * size
+    return merged
 
 
 def layouts(cluster: Cluster, allowed: Mapping[str, frozenset[int] | None]) -> Iterator[MeshLayout]:
     """Every layout over all devices of ``cluster`` whose axis sizes are allowed (None: any), one per set of links."""
     total = cluster.num_devices
     seen: set[tuple[object, ...]] = set()
-    for pipeline, data, context, tensor in _factorings(total, [allowed.get(axis) for axis in AXES]):
+    for pipeline, data, expert, context, tensor in _factorings(total, [allowed.get(axis) for axis in AXES]):
         for order in ORDERS[:1] if context > 1 else ORDERS:
-            layout = MeshLayout(pipeline, data, context, tensor, order)
-            key = (pipeline, data, context, tensor, *_crossings(cluster, layout))
+            layout = MeshLayout(pipeline, data, context, tensor, order, expert)
+            key = (pipeline, data, expert, context, tensor, *_crossings(cluster, layout))
             if key not in seen:
                 seen.add(key)
                 yield layout
@@ -119,8 +148,8 @@ def divisors(number: int) -> list[int]:
 def _crossings(cluster: Cluster, layout: MeshLayout) -> Iterator[tuple[object, ...]]:
     """For every axis, the levels it crosses and how it lies on them: what its prices depend on."""
     sizes = layout.sizes
-    for axis in (PIPELINE, TENSOR, DATA, CONTEXT):
-        if sizes[axis] == 1:
+    for axis in (PIPELINE, TENSOR, DATA, CONTEXT, EXPERT):
+        if sizes.get(axis, 1) == 1:
             yield (axis,)
             continue
         stride = layout.stride(axis)

@@ -63,6 +63,7 @@ def allowed(search: Search) -> Iterator[Candidate]:
         num_units=sum(unit.count for unit in search.level_one.kept.units),
         demands=search.demands,
         micro_batches=search.level_one.micro_batches,
+        num_experts=search.level_one.num_experts,
     )
 
 

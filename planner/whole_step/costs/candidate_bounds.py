@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cost_models.dtypes import item_size
@@ -52,7 +52,12 @@ class Known:
         looked_at, most = self._most.get(cut, (0, 0.0))
         if looked_at < len(self._totals):
             for recorded, total in itertools.islice(self._totals, looked_at, None):
-                if not (cut.context % recorded.context or cut.tensor % recorded.tensor or cut.pieces % recorded.pieces):
+                if not (
+                    cut.context % recorded.context
+                    or cut.tensor % recorded.tensor
+                    or cut.pieces % recorded.pieces
+                    or cut.expert % recorded.expert
+                ):
                     most = max(most, total)
             self._most[cut] = (len(self._totals), most)
         return most / cut.parts
@@ -85,7 +90,7 @@ class Bounds:
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
-        return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
+        return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor * cut.expert)
 
     def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
         """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
@@ -96,7 +101,7 @@ class Bounds:
         least = self._least(candidate.cut.pieces)
         assert least is not None  # the candidate has been bounded by it
         layout = candidate.layout
-        ways = layout.context * layout.tensor
+        ways = layout.context * layout.tensor * layout.expert
         activations = max(least.kept, least.peak) / ways
         if layout not in self._zero:
             self._zero[layout] = tuple(self._zero_costs(candidate, links, stages))
@@ -123,13 +128,15 @@ class Bounds:
                 for weight in figures.weights:
                     if not weight.trainable:
                         continue
-                    elements = weight.elements // layout.tensor
+                    elements = weight.elements // layout.tensor // (layout.expert if weight.expert else 1)
                     dtype = self.training.gradients(weight.dtype)
                     parts = zero_state_bytes(
-                        elements, weight.dtype, stage=stage, group_size=layout.group, gradient_dtype=dtype,
-                        optimizer=self.training.optimizer,
+                        elements, weight.dtype, stage=stage, group_size=layout.group_of(expert=weight.expert),
+                        gradient_dtype=dtype, optimizer=self.training.optimizer,
                     )  # fmt: skip
                     held += (1 if weight.shared else figures.unit.count) * parts.total
+                    if weight.expert and layout.expert > 1:
+                        continue  # gathered and reduced over fewer devices, maybe none
                     gathered += 0.0 if weight.shared else elements * item_size(weight.dtype)
                     reduced += 0.0 if weight.shared else elements * item_size(dtype)
                 price = links.group.collective_seconds
@@ -166,7 +173,7 @@ class Bounds:
         layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
         if sharded is None:
             return math.inf
-        ways = layout.context * layout.tensor
+        ways = layout.context * layout.tensor * layout.expert
         least = self._least(candidate.cut.pieces)
         assert least is not None  # there is a sharding
         room = memory * layout.pipeline - least.state * layout.pipeline / layout.num_devices
@@ -202,6 +209,8 @@ class Bounds:
         to the whole cost of the tensor axis, each with at least 1/n of the bytes.
         """
         least = self.known.most(cut)
+        if cut.expert > 1:  # an axis of n devices saves at most a factor of n
+            return max(least, self.scaled(replace(cut, expert=1)) / cut.expert)
         if cut.context == 1 or cut.tensor == 1:
             return least
         tensor = self.known.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
@@ -211,6 +220,9 @@ class Bounds:
 
     def by_axis(self, cut: Cut, enough: float) -> float:
         """The bound of ``scaled`` after also solving each axis by itself, on its best links; stops at ``enough``."""
+        if cut.expert > 1:
+            beside = self.by_axis(replace(cut, expert=1), enough * cut.expert)
+            return max(self.known.most(cut), beside / cut.expert)
         least = self.scaled(cut)
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
             for part in divisors(size)[1:]:
@@ -236,7 +248,7 @@ class Bounds:
         if least is None:
             return math.inf
         layout = candidate.layout
-        activations = max(least.kept / layout.pipeline, least.peak) / (layout.context * layout.tensor)
+        activations = max(least.kept / layout.pipeline, least.peak) / (layout.context * layout.tensor * layout.expert)
         return least.state / layout.num_devices + activations
 
     def _least(self, pieces: int) -> _Least | None:

@@ -11,7 +11,7 @@ from cost_models.hardware import placement
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR, BatchPrices
+from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
 from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures, unit_figures
 
 _REST = "rest"
@@ -95,9 +95,18 @@ class LevelOne:
         """Whether the model can be run in micro-batches."""
         return not self.space.followed.mixing
 
+    @property
+    def num_experts(self) -> int:
+        """What an axis of experts must divide."""
+        return self.space.num_experts
+
     def sharded(self, cut: Cut, layout: MeshLayout, links: Links, *, weight: float = 0.0) -> Sharded | None:
         """The sharding for ``cut`` on the links of ``layout``, None if nothing divides; ``weight``: of bytes."""
-        places = tuple(self._place(layout.sizes[axis], layout.stride(axis)) for axis in (CONTEXT, TENSOR))
+        places = tuple(
+            self._place(layout.sizes[axis], layout.stride(axis))
+            for axis in (CONTEXT, TENSOR, EXPERT)
+            if axis in layout.sizes
+        )
         return self._sharded_at((cut, *places, layout.group > 1), cut, layout, links, weight=weight)
 
     def _sharded_at(

@@ -9,6 +9,7 @@ for the backward pass.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.repeats.repeated_blocks import BlockRun, find_blocks
 from passes.rules import forward_flops, rule_for
+from passes.rules.experts import exchange_label, is_experts, num_experts
 from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
@@ -31,6 +33,7 @@ from planner.whole_step.costs.batch_propagation import Followed, follow_batch
 from planner.whole_step.costs.step_prices import (
     CONTEXT,
     DATA,
+    EXPERT,
     STATE_AXES,
     TENSOR,
     Fusion,
@@ -47,20 +50,23 @@ INTEGRAL = 1e-6
 
 @dataclass(frozen=True)
 class Cut:
-    """How a micro-batch is cut: pieces of the global batch (in space and time), and the context and tensor axes."""
+    """How a micro-batch is cut: pieces of the global batch (in space and time), and the other axes."""
 
     pieces: int
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @property
     def parts(self) -> int:
         """Into how many parts the whole work is cut."""
-        return self.pieces * self.context * self.tensor
+        return self.pieces * self.context * self.tensor * self.expert
 
     @property
     def mesh(self) -> MeshShape:
-        return MeshShape((DATA, CONTEXT, TENSOR), (self.pieces, self.context, self.tensor))
+        """The axes; that of experts only where it has several devices."""
+        experts = {EXPERT: self.expert} if self.expert > 1 else {}
+        return MeshShape.from_dict({DATA: self.pieces, **experts, CONTEXT: self.context, TENSOR: self.tensor})
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,22 @@ class ShardingSpace:
     solver: str = HIGHS
 
     @functools.cached_property
+    def expert_nodes(self) -> frozenset[str]:
+        """Names of the operators that are a mixture's experts."""
+        return frozenset(node.name for node in self.graph.nodes if is_experts(node))
+
+    @functools.cached_property
+    def state_nodes(self) -> frozenset[str]:
+        """Names of the operators that compute from parameters alone."""
+        return frozenset(node.name for node in self.graph.nodes if node.output.name in self.states)
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """What an axis ``ep`` must divide: the number of experts of all mixtures; 1 if a model has none."""
+        counts = [num_experts(node, self.graph.values) for node in self.graph.nodes if is_experts(node)]
+        return math.gcd(*counts) if counts else 1
+
+    @functools.cached_property
     def offers(self) -> OperatorChoices:
         """What the operators may choose from, whatever the cut."""
         return OperatorChoices(self.graph.values, rule_for=rule_for, flops_of=forward_flops)
@@ -141,7 +163,7 @@ class Shardings:
 
     def __init__(self, space: ShardingSpace, cut: Cut, prices: StepPrices, *, along: Variant | None = None) -> None:
         self.cut, self.along, self.solver = cut, along, space.solver
-        fixed = {name: {DATA: label} for name, label in space.followed.labels.items()}
+        fixed = {name: _on_sample_axes(space, cut, name, label) for name, label in space.followed.labels.items()}
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
         self.pricing = StepPricing(
@@ -184,6 +206,16 @@ class Shardings:
         return replace(self.ilp, program=replace(self.ilp.program, costs=costs))
 
 
+def _on_sample_axes(space: ShardingSpace, cut: Cut, name: str, label: str) -> dict[str, str]:
+    """The choice of an operator on the axes that divide samples: over ``ep`` experts exchange tokens, and what is
+    computed from parameters alone may be cut as they are."""
+    if cut.expert == 1:
+        return {DATA: label}
+    if name in space.expert_nodes:
+        return {DATA: label, EXPERT: exchange_label(label)}
+    return {DATA: label} if name in space.state_nodes else {DATA: label, EXPERT: label}
+
+
 def _labels_on(variant: Variant, name: str, axis: str) -> dict[str, str]:
     option = variant.assignment.options.get(name)
     if option is None:
@@ -205,9 +237,9 @@ def _narrowed(problem: Problem, demanded: list[Constraint]) -> Problem:
 def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mapping[str, Mapping[str, str]]) -> Problem:
     elements = {name: replace(element, options=[]) for name, element in space.structure.elements.items()}
     searched = CONTEXT if cut.tensor == 1 else TENSOR
-    settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis != searched)
+    settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis not in (searched, EXPERT))
     problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled)
-    roles = Roles(fixed=fixed, whole_states=STATE_AXES)
+    roles = Roles(fixed=fixed, whole_states=STATE_AXES, used_states=(EXPERT,))
     fill_options(problem, pricing, offers=space.offers, bound_frozen=False, roles=roles)
     problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
     if space.rules is not None and cut.tensor > 1:

@@ -15,12 +15,15 @@ from typing import Protocol
 from cost_models.dtypes import item_size
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
-from passes.ir.types import MeshShape, Placement, local_shape
+from passes.ir.types import I, MeshShape, Placement, R, local_shape
+from passes.rules.experts import grouped_products, is_experts
 from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
-#: Axes over which parameters are reduced and divided by ZeRO.
+#: The axis that divides samples as the data axis does, and experts (``passes.rules.experts``).
+EXPERT = "ep"
+#: Axes over which parameters are reduced and divided by ZeRO; over ``ep`` all but experts.
 STATE_AXES = frozenset((DATA, CONTEXT))
 #: Flash attention computes the scores again: five matrix products backward for two forward (Dao 2023).
 ATTENTION_BACKWARD = 2.5
@@ -104,9 +107,14 @@ class StepPricing(Pricing):
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
             return math.inf, 0.0
-        if value.name in self.states and self.mesh.names[step.axis] in STATE_AXES:
+        if value.name in self.states and self._is_reduced_elsewhere(step):
             return 0.0, 0.0
         return super().step(step, value)
+
+    def _is_reduced_elsewhere(self, step: Step) -> bool:
+        """Whether a parameter's conversion is what ZeRO decides and pays for; over ``ep`` of what is whole there."""
+        axis = self.mesh.names[step.axis]
+        return axis in STATE_AXES or (axis == EXPERT and {step.source_type, step.target_type} <= {I, R})
 
     def family(self, value: Value) -> str:
         if value.name in self.unconverted:
@@ -138,6 +146,8 @@ class StepPricing(Pricing):
         grads = [name for name in dict.fromkeys(node.inputs) if values[name].requires_grad] if live else []
         price = self.prices.compute_seconds
         num_bytes, local_flops = written + read, flops / cut
+        if is_experts(node):
+            return self._experts(node, values, inputs, written, flops=local_flops, live=bool(grads))
         if kind == MATMUL:
             shape = self._matmul(node, values, inputs, outputs)
             forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
@@ -167,6 +177,36 @@ class StepPricing(Pricing):
             if values[name].requires_grad and (node.name, name) not in self.fusion.reads
         )
         return forward, price(flops=0.0, num_bytes=num_bytes + gradient_bytes, dtype=dtype, kind=kind)
+
+    def _experts(
+        self,
+        node: Node,
+        values: Mapping[str, Value],
+        inputs: Sequence[Placement],
+        written: int,
+        *,
+        flops: float,
+        live: bool,
+    ) -> tuple[float, float]:
+        """Two grouped products forward, four backward, and passes over their rows: sorted, activated, combined."""
+        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
+        per_row = sum(2.0 * n * k for _, _, n, k in grouped_products(node, parts, 1.0))
+        rows, dtype, size = flops / per_row, node.output.dtype, item_size(node.output.dtype)
+        products = grouped_products(node, parts, rows)
+        forward = backward = 0.0
+        for shape in products:
+            count, _, n, k = shape
+            of_product, moved = 2.0 * rows * n * k, size * (rows * (n + k) + count * n * k)
+            prices = [
+                self.prices.compute_seconds(flops=of_product, num_bytes=moved, dtype=dtype, kind=MATMUL, shape=each)
+                for each in (shape, *_turned(shape))
+            ]
+            forward, backward = forward + prices[0], backward + sum(prices[1:])
+        (_, _, outer, hidden), (_, _, _, inner) = products
+        passes = size * rows * (4 * hidden + outer + inner) + written
+        forward += self.prices.compute_seconds(flops=0.0, num_bytes=passes, dtype=dtype, kind=ELEMENTWISE)
+        backward += self.prices.compute_seconds(flops=0.0, num_bytes=2 * passes, dtype=dtype, kind=ELEMENTWISE)
+        return forward, backward if live else 0.0
 
     def _formed_attention(
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
@@ -234,6 +274,8 @@ class BatchPrices:
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
 
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
+        if EXPERT in axis.split("_") and axis != EXPERT:
+            return math.inf  # the exchange of an axis of experts runs over that alone
         if axis != DATA:
             return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))
         if num_bytes <= SCALAR_BYTES:

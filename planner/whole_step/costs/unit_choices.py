@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from cost_models import CostModel
 from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS, StateBytes, zero_state_bytes
 from cost_models.step import LayerCosts, LayerSeconds
@@ -139,24 +140,25 @@ def _contention(forward: float, backward: float, zero: _Zero, setting: StageSett
 def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
     """Costs by ZeRO stage: 0 all-reduces gradients once a step; 1 reduce-scatters them once a step and gathers
     parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use."""
-    group, several = setting.layout.group, setting.num_microbatches > 1
-    elements, whole, gradients, tied = _traffic(figures, setting)
-    prices = setting.links.group
-
-    def over_group(collective: str, num_bytes: float) -> float:
-        return prices.collective_seconds(collective, num_bytes=num_bytes, axis=DATA) if group > 1 else 0.0
-
-    gather = over_group("all_gather", whole) if stage else 0.0
-    scatter = over_group("reduce_scatter", gradients) if stage else 0.0
-    once = {0: over_group("all_reduce", gradients), 1: scatter}.get(stage, 0.0)
+    several, pieces = setting.num_microbatches > 1, traffic(figures, setting)
+    whole, gradients = (sum(getattr(piece, name) for piece in pieces) for name in ("whole", "gradients"))
+    tied = sum(piece.tied for piece in pieces)
+    gather = sum(piece.over_group("all_gather", piece.whole) for piece in pieces) if stage else 0.0
+    scatter = sum(piece.over_group("reduce_scatter", piece.gradients) for piece in pieces) if stage else 0.0
+    reduced = sum(piece.over_group("all_reduce", piece.gradients) for piece in pieces) if not stage else 0.0
+    once = {0: reduced, 1: scatter}.get(stage, 0.0)
     apart = setting.links.axes.p2p_seconds(num_bytes=tied, axis=PIPELINE) if tied and setting.tied_apart else 0.0
-    transient = {2: gradients, 3: 2 * whole + gradients}.get(stage, 0.0) if group > 1 else 0.0
+    transient = sum(
+        {2: piece.gradients, 3: 2 * piece.whole + piece.gradients}.get(stage, 0.0)
+        for piece in pieces
+        if piece.group > 1
+    )
     return _Zero(
         gather_forward=gather if stage == 3 else 0.0,
         gather_backward=gather if stage == 3 else 0.0,
         reduce_backward=scatter if stage >= 2 else 0.0,
         reduce_step=once + apart,
-        update_step=_update(elements / (group if stage else 1), setting),
+        update_step=_update(sum(piece.elements / (piece.group if stage else 1) for piece in pieces), setting),
         gather_step=gather if stage in (1, 2) else 0.0,
         accumulate=_memory_pass(2 * gradients + whole, setting) if several and stage < 2 else 0.0,
         state_bytes=state_bytes(figures, stage, setting).total + figures.buffer_bytes,
@@ -176,7 +178,7 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
             weight.elements,
             weight.dtype,
             stage=stage,
-            group_size=setting.layout.group,
+            group_size=setting.layout.group_of(expert=weight.expert),
             gradient_dtype=training.gradients(weight.dtype),
             optimizer=training.optimizer,
         )
@@ -185,19 +187,47 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
     return StateBytes(*(round(part) for part in total))
 
 
-def _traffic(figures: UnitFigures, setting: StageSetting) -> tuple[float, float, float, float]:
-    """Sizes of one copy's trainable parameters on one device before ZeRO: elements, bytes in the compute dtype, bytes
-    of gradients, and bytes of the gradients of tied parameters."""
+@dataclass(frozen=True)
+class Traffic:
+    """Trainable parameters of one copy on one device before ZeRO that one group of ``group`` devices holds alike:
+    elements, bytes in the compute dtype, bytes of gradients, and bytes of the gradients of tied parameters."""
+
+    prices: CostModel
+    group: int
+    elements: float
+    whole: float
+    gradients: float
+    tied: float
+
+    def over_group(self, collective: str, num_bytes: float) -> float:
+        """Seconds of a collective among those that hold the same."""
+        return self.prices.collective_seconds(collective, num_bytes=num_bytes, axis=DATA) if self.group > 1 else 0.0
+
+
+def traffic(figures: UnitFigures, setting: StageSetting) -> tuple[Traffic, ...]:
+    """What is gathered and reduced of one copy of a unit: together or, on an axis ``ep``, experts and the rest."""
+    layout, links = setting.layout, setting.links
+    if layout.expert == 1:
+        return (_traffic(figures.weights, figures.unit.count, links.group, layout.group, setting),)
+    rest = [weight for weight in figures.weights if not weight.expert]
+    experts = [weight for weight in figures.weights if weight.expert]
+    return (
+        _traffic(rest, figures.unit.count, links.group, layout.group, setting),
+        _traffic(experts, figures.unit.count, links.expert_group, layout.expert_group, setting),
+    )
+
+
+def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: int, setting: StageSetting) -> Traffic:
     elements = whole = gradients = tied = 0.0
-    for weight in figures.weights:
+    for weight in weights:
         if not weight.trainable:
             continue
-        local_elements = _share(weight, figures.unit.count, setting.layout.pipeline) * weight.elements
+        local_elements = _share(weight, count, setting.layout.pipeline) * weight.elements
         gradient = local_elements * item_size(setting.training.gradients(weight.dtype))
         elements, gradients = elements + local_elements, gradients + gradient
         whole += local_elements * item_size(weight.dtype)
         tied += gradient if len(weight.uses) > 1 else 0.0
-    return elements, whole, gradients, tied
+    return Traffic(prices, group, elements, whole, gradients, tied)
 
 
 def _share(weight: Weight, count: int, num_stages: int) -> float:

@@ -34,7 +34,7 @@ _KEEPS_COPIES = ("none", CHUNKED_LOSS)
 @dataclass(frozen=True)
 class Weight:
     """A parameter of one copy of a unit: elements on one device, dtype; ``uses``: units that use it (tied if several);
-    ``shared``: the copies of the unit have it in common."""
+    ``shared``: the copies of the unit have it in common; ``expert``: a mixture's experts, which ``ep`` divides."""
 
     path: str
     elements: int
@@ -42,6 +42,7 @@ class Weight:
     trainable: bool
     uses: tuple[int, ...]
     shared: bool
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,9 +218,28 @@ class _FigureReader:
                     value.requires_grad,
                     users,
                     shared,
+                    self._feeds_experts(stream),
                 )
             )
         return by_unit
+
+    def _feeds_experts(self, stream: ValueStream) -> bool:
+        """Whether a state is a mixture's experts, directly or through views and casts."""
+        experts, states = self.space.expert_nodes, self.space.states
+        if not experts:
+            return False
+        for use in stream.uses:
+            element = self.problem.elements.get(use.element)
+            node = element.node if element is not None else None
+            if use.element in experts:
+                return True
+            if node is not None and any(
+                self._feeds_experts(self.problem.streams[value.name])
+                for value in node.outputs
+                if value.name in states and value.name in self.problem.streams
+            ):
+                return True
+        return False
 
     def _users(self, stream: ValueStream) -> set[int]:
         """Units that use a state, directly or through views and casts."""
@@ -320,6 +340,8 @@ class _FigureReader:
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
         if keep_copies:
             saved += sum(num_bytes for num_bytes, _ in copies.values())
+        visiting = self._visiting_bytes(way)
+        saved += visiting if base != "full" else 0.0
         options = [self.options[node] for node in rule.recomputed if node in self.options]
         compute = sum(option.compute[0] for option in options)
         if name == CHUNKED_LOSS:
@@ -335,7 +357,20 @@ class _FigureReader:
             extra_bytes=self._extra_bytes,
             compiled=self.kept.compiled,
         )
-        return Policy(name, compute, again, saved, peak)
+        return Policy(name, compute, again, saved, peak + visiting)
+
+    def _visiting_bytes(self, way: UnitVariant) -> float:
+        """Bytes of rows that visit experts of this rank, and of their outputs, which come back: routed evenly."""
+        if self.variant.cut.expert == 1:
+            return 0.0
+        total = 0.0
+        for name in way.nodes:
+            if name not in self.space.expert_nodes or name not in way.placed:
+                continue
+            node, placed = way.known.nodes[name], way.placed[name]
+            k = self.values[node.inputs[1]].shape[-1]
+            total += 2.0 * k * self.pricing.local_bytes(node.output, placed.outputs[0])
+        return total
 
     def _logits_again(self, index: int) -> float:
         """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted

@@ -16,6 +16,7 @@ from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import BYTE_WEIGHTS, DIVE_EFFORT, Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.costs.level_one import Sharded
+from planner.whole_step.costs.step_prices import EXPERT
 from planner.whole_step.result.outcome import StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, judge
 
@@ -86,7 +87,8 @@ def _lighter(search: Search, solution: StepSolution, slowest: float) -> Iterator
 
 def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tuple[Candidate, Sharded]]:
     """Yield candidates that differ from ``like`` in micro-batches only, under the shardings that may be fast enough."""
-    same = {**search.demands.fixed, **{axis: frozenset((size,)) for axis, size in like.layout.sizes.items()}}
+    sizes = {EXPERT: 1, **like.layout.sizes}
+    same = {**search.demands.fixed, **{axis: frozenset((size,)) for axis, size in sizes.items()}}
     if like.layout.pipeline > 1:
         same |= {"schedule": frozenset((like.schedule,)), "chunks_per_rank": frozenset((like.chunks_per_rank,))}
     siblings = candidates(
@@ -95,6 +97,7 @@ def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tupl
         num_units=sum(unit.count for unit in search.level_one.kept.units),
         demands=replace(search.demands, fixed=same),
         micro_batches=search.level_one.micro_batches,
+        num_experts=search.level_one.num_experts,
     )
     for candidate in siblings:
         if candidate.layout != like.layout or candidate.bound(search.bounds.scaled(candidate.cut)) > slowest:

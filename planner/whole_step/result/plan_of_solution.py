@@ -21,7 +21,7 @@ from planner.sharding_ilp.plan_of_assignment import make_plan
 from planner.solvers.pulp_solver import solver_text
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import recorded
-from planner.whole_step.costs.step_prices import CONTEXT, DATA, TENSOR
+from planner.whole_step.costs.step_prices import CONTEXT, TENSOR
 from planner.whole_step.costs.unit_choices import seconds_by_cause, state_bytes, with_tied_copies
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.step_collectives import step_collectives
@@ -77,7 +77,7 @@ def extract(
         step=_step_plan(search, outcome, best, others),
     )
     layout = candidate.layout
-    mesh = MeshShape((DATA, CONTEXT, TENSOR), (layout.data, layout.context, layout.tensor))
+    mesh = MeshShape(variant.cut.mesh.names, tuple(layout.sizes[axis] for axis in variant.cut.mesh.names))
     plan = dataclasses.replace(plan, mesh=mesh, notes=(*plan.notes, *_uncalibrated(cluster)))
     return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
 

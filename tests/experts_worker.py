@@ -1,0 +1,67 @@
+"""One rank of the tests of experts on several ranks: trained sharded on real processes, beside plain eager training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import planner
+from passes.capture import keep_float64
+from runtime.mesh.communication_counter import CommunicationCounter
+from tests.expert_models import mixture, mixture_batch
+from tests.ranks import answer, task
+
+
+def main() -> None:
+    answer([compare(**case) for case in task()])
+
+
+def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: bool = False) -> dict[str, Any]:
+    """Largest relative error of loss, gradients, and weights after three AdamW steps; all-to-alls of one step.
+
+    ``nobody``: the router sends every token to the first experts, so that a rank has none.
+    """
+    single, batch = mixture(**model), mixture_batch()
+    if nobody:
+        for layer in single.layers:
+            torch.nn.init.zeros_(layer.router.weight)
+    with keep_float64():
+        parallel = planner.compile(copy.deepcopy(single), mesh, example_inputs=batch, **options)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (single, parallel)]
+        errors: dict[str, float] = {}
+        for step in range(3):
+            with CommunicationCounter(parallel.layout.device_mesh) as counter:
+                loss = parallel.train_step(**batch)
+            alone = single(**batch)
+            alone.backward()
+            errors[f"loss {step}"] = abs(float(loss.detach()) / float(alone.detach()) - 1)
+            if step == 0:
+                counted = counter.collectives
+                gradients = parallel.full_gradients()
+                for name, parameter in single.named_parameters():
+                    errors[f"gradient of {name}"] = error(gradients[name], parameter.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = parallel.full_state_dict()
+    errors |= {name: error(weights[name], value) for name, value in single.named_parameters()} if weights else {}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    sent = [list(vars(each).values()) for each in counted if each.collective == "all_to_all"]
+    dist.all_gather_object(everyone, sent)
+    planned = [list(vars(each).values()) for each in parallel.plan.collectives if each.collective == "all_to_all"]
+    worst = max(errors, key=lambda name: errors[name])
+    return {"worst": worst, "error": errors[worst], "counted": everyone, "planned": planned}
+
+
+def error(value: torch.Tensor, expected: torch.Tensor | None) -> float:
+    """Largest difference relative to the largest entry expected; of two zeros none."""
+    if expected is None or not expected.abs().max():
+        return float(value.abs().max())
+    return float((value - expected).abs().max() / expected.abs().max())
+
+
+if __name__ == "__main__":
+    main()

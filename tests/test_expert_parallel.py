@@ -1,0 +1,107 @@
+"""Experts of a mixture: the operator against one token at a time, and its plans on real processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from runtime import kernels
+from runtime.kernels.expert_activations import ACTIVATIONS
+from tests.ranks import run_on_ranks
+
+EXPERTS = "*:meshwright.experts*"
+#: Meshes of axes that are given, what each axis cuts, and the model.
+CASES: list[dict[str, Any]] = [
+    {"mesh": "e=4", "options": {"constraints": {EXPERTS: {"e": "cut p0"}}}, "model": {"biases": True}},
+    {"mesh": "e=4", "options": {"constraints": {EXPERTS: {"e": "cut p0"}}}, "model": {"k": 1}, "nobody": True},
+]
+#: With a second axis.
+BESIDE: list[dict[str, Any]] = [
+    {"mesh": "e=2,tp=2", "options": {"constraints": {EXPERTS: {"e": "cut p0", "tp": cut}}}, "model": model}
+    for cut, model in (
+        ("cut e", {"biases": True}),
+        ("cut f", {"biases": True}),
+        ("cut f", {"biases": True, "activation": "swiglu_clamped"}),
+    )
+]
+
+#: Whole steps with an axis of experts: ZeRO over dp and ep, that of experts over dp alone.
+STEPS: list[dict[str, Any]] = [
+    {"mesh": mesh, "options": {"fix": fix}, "model": {}}
+    for mesh, fix in (
+        ("ep=2,pp=2", {"zero": 0}),
+        ("ep=4", {"zero": 0, "num_microbatches": 2}),
+        ("dp=2,ep=2", {"zero": 1}),
+        ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2}),
+        ("ep=2,tp=2", {"zero": 2}),
+    )
+]
+EVERY = [*CASES, *BESIDE, *STEPS]
+
+
+@functools.cache
+def trained() -> list[dict[str, Any]]:
+    return run_on_ranks("experts_worker", 4, EVERY)
+
+
+NAMES = [f"{case['mesh']} {case['options']} {case['model']}" for case in EVERY]
+
+
+@pytest.mark.parametrize("index", range(len(EVERY)), ids=NAMES)
+def test_experts_on_several_ranks_train_as_one_device_does(index: int) -> None:
+    result = trained()[index]
+    assert result["error"] < 1e-9, result["worst"]
+
+
+def test_expert_parallelism_sends_every_token_four_times_a_layer_and_counts_once() -> None:
+    """Two layers, 48 tokens with 2 experts each, 16 entries of 8 bytes; in expectation each rank sends a quarter."""
+    whole = 48 * 2 * 16 * 8
+    result = trained()[0]
+    assert result["planned"] == [["all_to_all", "e", phase, 4, 4 * whole] for phase in ("backward", "forward")]
+    sent = {phase: [0, 0] for phase in ("forward", "backward")}
+    for of_rank in result["counted"]:
+        for _, _, phase, count, num_bytes in of_rank:
+            sent[phase][0] += count
+            sent[phase][1] += num_bytes // 4  # of this rank's part
+    counts = 2 * 4 * 4 * 8  # two layers; every rank tells every expert's count
+    assert sent["forward"] == [4 * 6, 4 * whole + counts]
+    assert sent["backward"] == [4 * 4, 4 * whole]
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_experts_are_a_sum_over_experts_of_every_token(activation: str) -> None:
+    """Some ids are no expert's; values and gradients, with biases."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(2.0).requires_grad_()
+
+    kind = ACTIVATIONS[activation]
+    x, scores, down, down_bias = drawn(2, 3, 6), drawn(2, 3, 2), drawn(4, 6, 5), drawn(4, 6)
+    gate_up, gate_up_bias = drawn(4, 5 * kind.halves, 6), drawn(4, 5 * kind.halves)
+    ids = torch.tensor([[[0, 1], [3, -1], [1, 1]], [[0, 4], [3, 0], [1, 3]]])
+    outputs = kernels.experts(x, ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+    expected = torch.zeros_like(x)
+    for b, t, j in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(2)).tolist():
+        e = int(ids[b, t, j])
+        if 0 <= e < 4:
+            inner = kind.definition(gate_up[e] @ x[b, t] + gate_up_bias[e])
+            update = torch.zeros_like(x).index_put(
+                (torch.tensor(b), torch.tensor(t)), scores[b, t, j] * (down[e] @ inner + down_bias[e])
+            )
+            expected = expected + update
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+    leaves = [x, scores, gate_up, down, gate_up_bias, down_bias]
+    gradients, wanted = (torch.autograd.grad(each.square().sum(), leaves) for each in (outputs, expected))
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x, ids, scores = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match=r"down is \[2, 4, 6\], expected \[2, 4, 3\] with 'swiglu'"):
+        kernels.experts(x, ids, scores, torch.zeros(2, 6, 4), torch.zeros(2, 4, 6))
+    with pytest.raises(ValueError, match="unknown activation 'swish'"):
+        kernels.experts(x, ids, scores, torch.zeros(2, 6, 4), torch.zeros(2, 4, 3), activation="swish")
