@@ -161,7 +161,7 @@ def operator_options(
             memory=sum(pricing.local_bytes(v, where) for v, where, keep in zip(node.outputs, outputs, saved) if keep),
             cut_axes=choice.cut_axes,
         )
-        if math.isinf(option.seconds):
+        if rule is not None and rule.exchanged and math.isinf(option.seconds):
             continue  # it needs a collective that there is not
         cheapest = best.get((inputs, outputs))
         if option.seconds < (math.inf if cheapest is None else cheapest.seconds):

@@ -54,8 +54,9 @@ def _gated_definition(hidden: torch.Tensor, *, name: str) -> torch.Tensor:
 
 
 def _gated(name: str) -> ExpertActivation:
-    functions = (partial(each, name=name) for each in (_gated_value, _gated_gradient, _gated_definition))
-    return ExpertActivation(*functions, halves=2)
+    return ExpertActivation(
+        partial(_gated_value, name=name), partial(_gated_gradient, name=name), partial(_gated_definition, name=name), 2
+    )
 
 
 def _clamped_definition(hidden: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,8 @@ class Groups:
 def products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``rows @ matrices[group]`` of rows [R, K] and matrices [E, K, N]: [R, N], zero for rows of no group."""
     if _is_grouped(rows, matrices):
-        return groups.clear_rest(F.grouped_mm(rows, matrices, offs=groups.ends))
+        grouped: torch.Tensor = F.grouped_mm(rows, matrices, offs=groups.ends)
+        return groups.clear_rest(grouped)
     result = rows.new_zeros((len(rows), matrices.shape[-1]))
     for matrix, places in zip(matrices, groups.slices, strict=True):
         if places.start < places.stop:
@@ -55,7 +56,8 @@ def products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torc
 def outer_products(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``left.T @ right`` of each group's rows, of [R, N] and [R, K]: [E, N, K], zero for groups without rows."""
     if _is_grouped(left, right):
-        return F.grouped_mm(left.t(), right, offs=groups.ends)
+        grouped: torch.Tensor = F.grouped_mm(left.t(), right, offs=groups.ends)
+        return grouped
     result = left.new_zeros((len(groups.counts), left.shape[-1], right.shape[-1]))
     for matrix, places in zip(result, groups.slices, strict=True):
         if places.start < places.stop:
@@ -73,11 +75,7 @@ def sums(rows: torch.Tensor, groups: Groups, of_row: torch.Tensor) -> torch.Tens
 def _is_grouped(*operands: torch.Tensor) -> bool:
     """Whether torch's grouped kernels take these operands."""
     return all(
-        operand.is_cuda
-        and operand.dtype == torch.bfloat16
-        and operand.numel() > 0
-        and all(size * operand.element_size() % ALIGNMENT == 0 for size in operand.shape[-2:][-1:])
-        and _is_aligned(operand)
+        operand.is_cuda and operand.dtype == torch.bfloat16 and operand.numel() > 0 and _is_aligned(operand)
         for operand in operands
     )
 

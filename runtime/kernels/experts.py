@@ -82,7 +82,7 @@ def check_experts(
         )
     (*tokens, hidden), (count, outer, _) = x.shape, gate_up.shape
     inner = outer // ACTIVATIONS[activation].halves
-    expected = {
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
         "expert_ids": (expert_ids, (*tokens, expert_ids.shape[-1])),
         "scores": (scores, tuple(expert_ids.shape)),
         "gate_up": (gate_up, (count, inner * ACTIVATIONS[activation].halves, hidden)),

@@ -72,7 +72,7 @@ class _ExchangedExperts(torch.autograd.Function):
         returned = _send(outputs, received, sent, group)
         (result,) = on_each_rank(_combined, returned, order, scores, x)
         ctx.save_for_backward(
-            expert_ids, scores, gate_up, down, gate_up_bias, down_bias, order, visiting, own_ids, hidden, returned
+            scores, gate_up, down, gate_up_bias, down_bias, order, visiting, own_ids, hidden, returned
         )
         ctx.activation, ctx.group, ctx.sizes = activation, group, (sent, received)
         ctx.gradients_together = True  # for whoever would ask for them one by one
@@ -84,7 +84,7 @@ class _ExchangedExperts(torch.autograd.Function):
             raise NotImplementedError(
                 "second derivatives of experts on several ranks (expert parallelism): plan without the axis ep"
             )
-        expert_ids, scores, *weights, order, visiting, own_ids, hidden, returned = ctx.saved_tensors
+        scores, *weights, order, visiting, own_ids, hidden, returned = ctx.saved_tensors
         sent, received = ctx.sizes
         needs = ctx.needs_input_grad
         by_output, by_scores = on_each_rank(_output_gradients, grad, returned, order, scores)
@@ -95,7 +95,7 @@ class _ExchangedExperts(torch.autograd.Function):
         )
         by_x = None
         if needs[0]:
-            (by_x,) = on_each_rank(_combined, _send(by_rows, received, sent, ctx.group), order, None, grad, expert_ids)
+            (by_x,) = on_each_rank(_combined, _send(by_rows, received, sent, ctx.group), order, None, grad)
         gradients = (gradient if needed else None for gradient, needed in zip(by_weights, wanted[2:]))
         return by_x, None, by_scores if needs[2] else None, *gradients, None, None, None
 
@@ -149,16 +149,14 @@ def _rows_to_send(
 
 
 def _combined(
-    returned: torch.Tensor,
-    order: torch.Tensor,
-    scores: torch.Tensor | None,
-    like: torch.Tensor,
-    expert_ids: torch.Tensor | None = None,
+    returned: torch.Tensor, order: torch.Tensor, scores: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor]:
-    """Rows back at their tokens, weighed by the scores and added up: [T, H]."""
-    shape = expert_ids.shape if scores is None and expert_ids is not None else scores.shape  # type: ignore[union-attr]
+    """Rows back at their tokens, weighed by the scores and added up: [T, H] as ``like``."""
+    tokens, hidden = like.shape
+    k = len(order) // max(tokens, 1) if scores is None else scores.shape[1]
+    rows = _at_places(returned, order).view(tokens, k, hidden)
     with without_autocast(like):
-        return (combined(_at_places(returned, order).view(*shape, like.shape[1]), scores, like.dtype).contiguous(),)
+        return (combined(rows, scores, like.dtype).contiguous(),)
 
 
 def _at_places(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

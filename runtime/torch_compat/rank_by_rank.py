@@ -32,10 +32,7 @@ def on_each_rank(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> t
     with maybe_disable_local_tensor_mode():
         results = {rank: function(*(of_rank(argument, rank) for argument in arguments)) for rank in ranks}
     columns = [ByRank((rank, results[rank][place]) for rank in ranks) for place in range(len(results[ranks[0]]))]
-    return tuple(
-        LocalTensor(column) if isinstance(column[ranks[0]], torch.Tensor) else column  # type: ignore[no-untyped-call]
-        for column in columns
-    )
+    return tuple(LocalTensor(column) if isinstance(column[ranks[0]], torch.Tensor) else column for column in columns)
 
 
 def as_sizes(sizes: Sequence[int] | ByRank) -> list[Any]:
