@@ -130,9 +130,9 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
         ranks = torch.arange(plan.step.num_devices, device="cpu")
-    order, names = list(axes), tuple(axis for axis in AXES if axis in axes)
-    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in names])
-    return mesh_of_axes(device, placed, names)
+    order, placed_axes = list(axes), tuple(axis for axis in AXES if axis in axes)
+    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in placed_axes])
+    return mesh_of_axes(device, placed, placed_axes)
 
 
 def join_process_group(num_devices: int, *, needed_by: str) -> str:
