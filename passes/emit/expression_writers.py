@@ -294,7 +294,7 @@ def experts(writer: Writer) -> str:
     holding = tuple(name for name, choice, _ in writer.axes if choice.factor in (EXPERT, *exchanged))
     slicing = writer.axes_cutting(INNER)
     behind = GATED.get(writer.arguments["activation"]) == BEHIND
-    options = [f"num_experts={writer.global_shape(writer.tensor('gate_up'))[0]}"] if holding else []
+    options = [f"num_experts={writer.tensor('gate_up').whole[0]}"] if holding else []
     options += [f"expert_axes={_axes(holding)}"] if holding else []
     options += [f"token_axes={_axes(exchanging)}"] if exchanging else []
     options += [f"inner_axes={_axes(slicing)}"] if slicing and (behind or "down_bias" in writer.bound.slots) else []

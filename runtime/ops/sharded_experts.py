@@ -58,7 +58,7 @@ def experts(
         return kernels.experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
     assert num_experts is not None, "experts that are cut need their whole number"
     if not token_axes:
-        first = first_of_shard(num_experts, len(gate_up), expert_axes, gate_up.device)
+        first = first_of_shard(num_experts, expert_axes, gate_up.device)
         own_ids = expert_ids - first  # those of other ranks' experts are outside of this rank's
         return kernels.experts(x, own_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
     group = groups_of(token_axes)[0] if len(token_axes) == 1 else joint(*token_axes)
