@@ -8,7 +8,7 @@ from collections.abc import Callable
 from passes.emit.local_call import Name, Writer, render
 from passes.emit.quoting import literal
 from passes.ir.types import P, shard_dim
-from passes.rules.experts import BEHIND, EXPERT, EXPERTS, GATED, INNER
+from passes.rules.expert_rules import BEHIND, EXPERT, EXPERTS, GATED, INNER
 
 
 def _axes(names: tuple[str, ...]) -> str:

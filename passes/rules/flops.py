@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from passes.rules.experts import EXPERTS, experts_flops
+from passes.rules.expert_rules import EXPERTS, experts_flops
 from passes.rules.operator_call import OperatorCall
 
 

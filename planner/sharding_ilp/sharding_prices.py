@@ -16,7 +16,7 @@ from passes.autograd.operator_tables import base_name, is_view, saves_inputs
 from passes.ir.conversions import Step
 from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, largest_local_shape
-from passes.rules.experts import is_experts
+from passes.rules.expert_rules import is_experts
 from passes.rules.rule import AxisChoice, ShardingRule, own_collectives
 
 __all__ = ["Collective", "Prices", "Pricing", "base_name", "is_view", "saves_inputs"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 ALIGNMENT = 16
 
 
-class Groups:
+class ExpertGroups:
     """How many of the first rows belong to each group; rows behind all groups belong to none.
 
     Args:
@@ -41,7 +41,7 @@ class Groups:
         return rows
 
 
-def products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
+def products(rows: torch.Tensor, matrices: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """``rows @ matrices[group]`` of rows [R, K] and matrices [E, K, N]: [R, N], zero for rows of no group."""
     if _is_grouped(rows, matrices):
         grouped: torch.Tensor = F.grouped_mm(rows, matrices, offs=groups.ends)
@@ -53,7 +53,7 @@ def products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torc
     return result
 
 
-def outer_products(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
+def outer_products(left: torch.Tensor, right: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """``left.T @ right`` of each group's rows, of [R, N] and [R, K]: [E, N, K], zero for groups without rows."""
     if _is_grouped(left, right):
         grouped: torch.Tensor = F.grouped_mm(left.t(), right, offs=groups.ends)
@@ -65,7 +65,7 @@ def outer_products(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> t
     return result
 
 
-def sums(rows: torch.Tensor, groups: Groups, of_row: torch.Tensor) -> torch.Tensor:
+def sums(rows: torch.Tensor, groups: ExpertGroups, of_row: torch.Tensor) -> torch.Tensor:
     """Sums of each group's rows [R, N], in at least float32: [E, N]. ``of_row``: each row's group; E for none."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     result = rows.new_zeros((len(groups.counts) + 1, rows.shape[-1]), dtype=dtype)

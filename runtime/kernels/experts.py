@@ -20,7 +20,7 @@ import torch
 from runtime.kernels.cross_entropy import autocasts
 from runtime.kernels.direct import apply_of
 from runtime.kernels.expert_activations import ACTIVATIONS
-from runtime.kernels.expert_products import Groups, outer_products, products, sums
+from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
 
 
@@ -101,7 +101,7 @@ def check_experts(
         raise ValueError(f"expert_ids are {expert_ids.dtype} and scores {scores.dtype}: expected integers and floats")
 
 
-class Routing(NamedTuple):
+class ExpertRouting(NamedTuple):
     """Rows sorted by expert.
 
     Attributes:
@@ -112,15 +112,15 @@ class Routing(NamedTuple):
 
     order: torch.Tensor
     expert: torch.Tensor
-    groups: Groups
+    groups: ExpertGroups
 
     @staticmethod
-    def of(expert_ids: torch.Tensor, num_experts: int) -> Routing:
+    def of(expert_ids: torch.Tensor, num_experts: int) -> ExpertRouting:
         """Sort [T, k] ids."""
         flat = expert_ids.reshape(-1)
         flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
         expert, order = torch.sort(flat, stable=True)
-        return Routing(order, expert, Groups(torch.bincount(flat, minlength=num_experts + 1)[:num_experts]))
+        return ExpertRouting(order, expert, ExpertGroups(torch.bincount(flat, minlength=num_experts + 1)[:num_experts]))
 
     def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
         """Sorted rows back where they were."""
@@ -142,7 +142,7 @@ def _aten(
     """The output, and the first product of every sorted row; without scores each expert counts once."""
     k = expert_ids.shape[1]
     with without_autocast(x):
-        routing = Routing.of(expert_ids, len(gate_up))
+        routing = ExpertRouting.of(expert_ids, len(gate_up))
         hidden = products(x[routing.order // k], gate_up.transpose(1, 2), routing.groups)
         _add_bias(hidden, gate_up_bias, routing)
         inner = ACTIVATIONS[activation].value(hidden)
@@ -159,7 +159,7 @@ def combined(rows: torch.Tensor, scores: torch.Tensor | None, dtype: torch.dtype
     return in_dtype((wide(rows) * weights.unsqueeze(-1)).sum(1), dtype)
 
 
-def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> None:
+def _add_bias(rows: torch.Tensor, bias: torch.Tensor | None, routing: ExpertRouting) -> None:
     """Add each expert's bias [E, N] to its rows, in place; those of no expert get none."""
     if bias is not None:
         padded = torch.cat([bias, bias.new_zeros((1, bias.shape[1]))])
@@ -184,7 +184,7 @@ def _aten_backward(
     nothing = x.new_empty(0)
     results = [nothing] * 6
     with without_autocast(x):
-        routing = Routing.of(expert_ids, len(gate_up))
+        routing = ExpertRouting.of(expert_ids, len(gate_up))
         token = routing.order // k
         by_row, inner = grad[token], kind.value(hidden)
         by_inner = products(by_row, down, routing.groups)
@@ -218,7 +218,7 @@ def _score_gradient(
     by_inner: torch.Tensor,
     inner: torch.Tensor,
     down_bias: torch.Tensor | None,
-    routing: Routing,
+    routing: ExpertRouting,
 ) -> torch.Tensor:
     """Gradients of all scores [T·k]: of each expert's output times that output, which is not computed again."""
     result = (wide(by_inner) * wide(inner)).sum(1)

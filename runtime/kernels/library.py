@@ -12,7 +12,7 @@ from passes.torch_compat.operators import schema as schema_of
 from runtime.kernels.device import common_device, on_device
 from runtime.kernels.direct import apply_of, are_plain, nobody_listens
 from runtime.kernels.dispatch import runs_triton
-from runtime.torch_compat.dispatcher import any_requires_grad
+from runtime.torch_compat.dispatcher import any_requires_grad, has_saved_tensor_hooks
 
 NAMESPACE = "meshwright"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -190,7 +190,8 @@ def is_torchs_own(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether torch's operators, under autograd, do what ours would with these floating-point tensors, and as well.
 
     They do on a processor, where ours are made of them, on tensors of one dtype that needs no widening, and where
-    nobody listens to operators; they are called with less of Python in between.
+    nobody listens to operators; they are called with less of Python in between. Not inside of checkpoints, which want
+    the same tensors kept when a region runs again, and then may be listening.
     """
     dtype = first.dtype
     if not first.is_cpu or dtype not in WIDE:
@@ -198,7 +199,7 @@ def is_torchs_own(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
     for other in others:
         if other is not None and other.dtype is not dtype:
             return False
-    return not runs_triton(first) and nobody_listens() and are_plain((first, *others))
+    return not runs_triton(first) and nobody_listens() and not has_saved_tensor_hooks() and are_plain((first, *others))
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

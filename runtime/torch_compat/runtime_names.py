@@ -13,6 +13,7 @@ RUNTIME_NAMES = {
     "torch._C.DispatchKeySet": "fused operators go through the dispatcher, 0.1 ms a call",
     "torch._C._nn.silu": "fused operators are slower on small tensors",
     "torch._C._nn.nll_loss_nd": "fused operators are slower on small tensors",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "what runs again under a checkpoint keeps other tensors",
     "torch._C._any_requires_grad": "fused operators go through the dispatcher, 0.1 ms a call",
     "torch._C._are_functorch_transforms_active": "fused operators do not know that a transform wants to see them",
     "torch._C._dispatch_keys": "fused operators do not know tensors without data from those with",

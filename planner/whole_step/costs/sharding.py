@@ -17,7 +17,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.repeats.repeated_blocks import BlockRun, find_blocks
 from passes.rules import forward_flops, rule_for
-from passes.rules.experts import exchange_label, is_experts, num_experts
+from passes.rules.expert_rules import exchange_label, is_experts, num_experts
 from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins

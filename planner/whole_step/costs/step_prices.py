@@ -16,12 +16,12 @@ from cost_models.dtypes import item_size
 from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
-from passes.rules.experts import grouped_products, is_experts
+from passes.rules.expert_rules import grouped_products, is_experts
 from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
-#: The axis that divides samples as the data axis does, and experts (``passes.rules.experts``).
+#: The axis that divides samples as the data axis does, and experts (``passes.rules.expert_rules``).
 EXPERT = "ep"
 #: Axes over which parameters are reduced and divided by ZeRO; over ``ep`` all but experts.
 STATE_AXES = frozenset((DATA, CONTEXT))
