@@ -85,17 +85,18 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
     level_one, demands = search.level_one, search.demands
     num_devices, batch = search.cluster.num_devices, level_one.global_batch
     num_units = sum(unit.count for unit in level_one.kept.units)
-    for pipeline, data, context, tensor in itertools.product(range(1, num_devices + 1), repeat=len(AXES)):
-        if pipeline * data * context * tensor != num_devices or pipeline > num_units:
+    for sizes in itertools.product(range(1, num_devices + 1), repeat=len(AXES)):
+        pipeline, data, expert, context, tensor = sizes
+        if math.prod(sizes) != num_devices or pipeline > num_units or level_one.num_experts % expert:
             continue
         for order, m in itertools.product(ORDERS, range(1, batch + 1)):
-            layout = MeshLayout(pipeline, data, context, tensor, order)
-            if batch % (layout.data * m) or (layout.context > 1 and order != ORDERS[0]):
+            layout = MeshLayout(pipeline, data, context, tensor, order, expert)
+            if batch % (layout.sample_groups * m) or (layout.context > 1 and order != ORDERS[0]):
                 continue
             if m > 1 and not level_one.micro_batches:
                 continue
             for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units, demands):
-                found = Candidate(layout, batch // layout.data // m, m, schedule, chunks)
+                found = Candidate(layout, batch // layout.sample_groups // m, m, schedule, chunks)
                 if _is_allowed(found, demands):
                     yield found
 
