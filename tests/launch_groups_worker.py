@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from passes.ir.types import MeshShape
-from planner.whole_step.candidates.mesh_layout import AXES
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import flattened_group, mesh_of_axes
 from runtime.torch_compat.process_groups import set_group_timeout
@@ -43,7 +42,9 @@ def main() -> None:
     groups["ranks"], groups["both"] = flattened_group(mesh, "ranks"), flattened_group(mesh["dp", "tp"], "both")
     sums = [sum_of_ranks(group) for group in groups.values()]
     again = mesh_of_axes("cpu", torch.arange(4).reshape(2, 2).T, ("tp", "dp"))
-    places = RankPlaces(mesh_of_axes("cpu", torch.arange(4).reshape(4, 1, 1, 1), AXES), MeshShape(("dp",), (1,)))
+    places = RankPlaces(
+        mesh_of_axes("cpu", torch.arange(4).reshape(4, 1, 1, 1), ("pp", "dp", "cp", "tp")), MeshShape(("dp",), (1,))
+    )
     tied = [(0, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3)]
     found = {
         "sums": sums == [{0: 2.0, 1: 4.0}[rank % 2], float(rank), {0: 1.0, 1: 5.0}[rank // 2], 6.0, 6.0],

@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
                              {"embedding": 1, "layer_norm": 7, "rotary": 4, "swiglu": 2, "cross_entropy": 1}),
     "gpt-oss": ("GptOssForCausalLM", {**_GROUPED, **_TOKENS, "head_dim": 8, "num_local_experts": 4,
                                       "num_experts_per_tok": 2},
-                {"embedding": 1, "rms_norm": 3, "add_rms_norm": 2, "rotary": 4, "cross_entropy": 1}),
+                {"embedding": 1, "rms_norm": 3, "add_rms_norm": 2, "rotary": 4, "cross_entropy": 1, "experts": 2}),
     "deepseek-v3": ("DeepseekV3ForCausalLM",
                     {**_DECODER, **_TOKENS, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
                      "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 2},

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 
 from passes.ir.types import MeshShape
-from planner.whole_step.candidates.mesh_layout import AXES
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import mesh_of_axes
 from tests.ranks import run_on_ranks
+
+#: Of a step without experts, outermost first.
+AXES = ("pp", "dp", "cp", "tp")
 
 
 class CountingStore(dist.Store):

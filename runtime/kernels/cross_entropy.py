@@ -77,7 +77,8 @@ def cross_entropy(
     """
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
-    if is_small(logits, None, label_smoothing, z_loss) and is_torchs_own(logits) and are_plain((target,)):
+    is_plain = is_small(logits, None, label_smoothing, z_loss) and not reuse_logits
+    if is_plain and is_torchs_own(logits) and are_plain((target,)):
         return aten_small_losses(logits, target, ignore_index)
     losses, _ = _forward(logits, target, ignore_index, label_smoothing, z_loss, reuse_logits, dtype_of_losses(logits))
     result: torch.Tensor = losses

@@ -23,10 +23,17 @@ class FlatLayout(FlatPlaces):
 
     def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Whole tensors as views of a buffer of ``total`` elements."""
+        if self.has_plain_sizes:
+            return [flat[slot.start : slot.start + slot.size].view(slot.shape) for slot in self.slots]
         return [stretch(flat, slot.start, slot.size).view(slot.shape) for slot in self.slots]
 
     def pieces(self, row: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One rank's pieces as views of its row; ``like`` gives their shapes."""
+        if self.has_plain_sizes:
+            return [
+                row[slot.row_start : slot.row_start + piece.numel()].view(piece.shape)
+                for slot, piece in zip(self.slots, like)
+            ]
         return [stretch(row, slot.row_start, piece.numel()).view(piece.shape) for slot, piece in zip(self.slots, like)]
 
     def gather_pairs(self, rows: torch.Tensor, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -67,7 +74,10 @@ class FlatLayout(FlatPlaces):
         return stretch(rows.view(self.num_ranks, self.row), slot.row_start, slot.row_size, dim=1)
 
     def _pairs(self, rows: torch.Tensor, slot: Slot, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        block = stretch(rows, slot.row_start, slot.row_size, dim=1)
+        if self.has_plain_sizes:
+            block = rows[:, slot.row_start : slot.row_start + slot.row_size]
+        else:
+            block = stretch(rows, slot.row_start, slot.row_size, dim=1)
         size = slot.shape[slot.dim]
         if not slot.size:
             return []

@@ -61,6 +61,8 @@ class FlatPlaces:
             self.row += _aligned(math.prod(piece_shape(tensor.room, num_ranks, 0, dim)))
             self.total += _aligned(math.prod(tensor.room))
         self.slots = tuple(slots)
+        #: Whether all sizes are plain numbers: virtual ranks may hold parts of unequal length.
+        self.has_plain_sizes = all(isinstance(slot.size, int) for slot in slots)
 
 
 def _aligned(size: int) -> int:
