@@ -96,9 +96,9 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
             if m > 1 and not level_one.micro_batches:
                 continue
             for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units, demands):
-                found = Candidate(layout, batch // layout.sample_groups // m, m, schedule, chunks)
-                if _is_allowed(found, demands):
-                    yield found
+                candidate = Candidate(layout, batch // layout.sample_groups // m, m, schedule, chunks)
+                if _is_allowed(candidate, demands):
+                    yield candidate
 
 
 def _ways_to_pipeline(ranks: int, m: int, num_units: int, demands: Demands) -> Iterator[tuple[str, int]]:

@@ -95,8 +95,8 @@ def test_experts_are_a_sum_over_experts_of_every_token(activation: str) -> None:
             expected = expected + update
     torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
     leaves = [x, scores, gate_up, down, gate_up_bias, down_bias]
-    gradients, wanted = (torch.autograd.grad(each.square().sum(), leaves) for each in (outputs, expected))
-    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+    gradients, expected_gradients = (torch.autograd.grad(each.square().sum(), leaves) for each in (outputs, expected))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -177,9 +177,9 @@ def _aten_backward(
     down_bias: torch.Tensor | None,
     hidden: torch.Tensor,
     activation: str,
-    wanted: Sequence[bool],
+    needs_gradient: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of x, scores, gate_up, down and the biases; empty tensors for those not ``wanted``."""
+    """Gradients of x, scores, gate_up, down and the biases; empty tensors for those not ``needs_gradient``."""
     k, kind = expert_ids.shape[1], ACTIVATIONS[activation]
     nothing = x.new_empty(0)
     results = [nothing] * 6
@@ -189,21 +189,21 @@ def _aten_backward(
         by_row, inner = grad[token], kind.value(hidden)
         by_inner = products(by_row, down, routing.groups)
         weights = None if scores is None else scores.reshape(-1)[routing.order].unsqueeze(1)
-        if wanted[1] and scores is not None:
+        if needs_gradient[1] and scores is not None:
             by_score = _score_gradient(by_row, by_inner, inner, down_bias, routing)
             results[1] = by_score.view(scores.shape).to(scores.dtype)
         if weights is not None:
             by_inner, by_row = _weighed(by_inner, weights), _weighed(by_row, weights)
-        if wanted[3]:
+        if needs_gradient[3]:
             results[3] = outer_products(by_row, inner, routing.groups)
-        if wanted[5] and down_bias is not None:
+        if needs_gradient[5] and down_bias is not None:
             results[5] = sums(by_row, routing.groups, routing.expert).to(down_bias.dtype)
         by_hidden = kind.gradient(by_inner, hidden)
-        if wanted[2]:
+        if needs_gradient[2]:
             results[2] = outer_products(by_hidden, x[token], routing.groups)
-        if wanted[4] and gate_up_bias is not None:
+        if needs_gradient[4] and gate_up_bias is not None:
             results[4] = sums(by_hidden, routing.groups, routing.expert).to(gate_up_bias.dtype)
-        if wanted[0]:
+        if needs_gradient[0]:
             rows = routing.unsorted(products(by_hidden, gate_up, routing.groups))
             results[0] = combined(rows.view(*expert_ids.shape, x.shape[1]), None, x.dtype).contiguous()
     return tuple(results)
@@ -252,12 +252,12 @@ def _shapes_backward(
     down_bias: torch.Tensor | None,
     hidden: torch.Tensor,
     activation: str,
-    wanted: Sequence[bool],
+    needs_gradient: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     operands = (x, scores, gate_up, down, gate_up_bias, down_bias)
     return tuple(
         tensor.new_empty(tensor.shape) if needed and tensor is not None else x.new_empty(0)
-        for tensor, needed in zip(operands, wanted)
+        for tensor, needed in zip(operands, needs_gradient)
     )
 
 
@@ -268,7 +268,7 @@ forward = register(
     f"experts_forward({_OPERANDS}, str activation) -> (Tensor, Tensor)", aten=_aten, triton=_aten, shapes=_shapes
 )
 backward = register(
-    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor hidden, str activation, bool[6] wanted) -> "
+    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor hidden, str activation, bool[6] needs_gradient) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     aten=_aten_backward,
     triton=_aten_backward,
@@ -287,7 +287,7 @@ def _plain_backward(
     down_bias: torch.Tensor | None,
     hidden: torch.Tensor,
     activation: str,
-    wanted: Sequence[bool],
+    needs_gradient: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """As ``_aten_backward`` from operators that autograd differentiates: every expert sees every token."""
     operands = (x, scores, gate_up, down, gate_up_bias, down_bias)
@@ -305,9 +305,9 @@ def _plain_backward(
         outer = ACTIVATIONS[activation].definition(inner) @ second[expert].t()
         outer = outer if second_bias is None else outer + second_bias[expert]
         result = result + (weight * outer).to(source.dtype)
-    needed = [tensor for tensor, use in zip(leaves, wanted) if use and tensor is not None]
+    needed = [tensor for tensor, use in zip(leaves, needs_gradient) if use and tensor is not None]
     gradients = iter(torch.autograd.grad(result, needed, grad, create_graph=True))
-    return tuple(next(gradients) if use and tensor is not None else None for tensor, use in zip(leaves, wanted))
+    return tuple(next(gradients) if use and tensor is not None else None for tensor, use in zip(leaves, needs_gradient))
 
 
 differentiable_again(backward, _plain_backward)
@@ -337,9 +337,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         needs = ctx.needs_input_grad
-        wanted = [needs[0], *needs[2:7]]
-        gradients = backward(grad, *ctx.saved_tensors, ctx.activation, wanted)
-        by_x, *rest = (gradient if needed else None for gradient, needed in zip(gradients, wanted))
+        needs_gradient = [needs[0], *needs[2:7]]
+        gradients = backward(grad, *ctx.saved_tensors, ctx.activation, needs_gradient)
+        by_x, *rest = (gradient if needed else None for gradient, needed in zip(gradients, needs_gradient))
         return by_x, None, *rest, None
 
     @staticmethod

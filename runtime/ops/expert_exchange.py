@@ -89,14 +89,14 @@ class _ExchangedExperts(torch.autograd.Function):
         needs = ctx.needs_input_grad
         by_output, by_scores = on_each_rank(_output_gradients, grad, returned, order, scores)
         by_visiting = _send(by_output, sent, received, ctx.group)
-        wanted = [needs[0], False, *needs[3:7]]
+        needs_gradient = [needs[0], False, *needs[3:7]]
         by_rows, _, *by_weights = experts_backward(
-            by_visiting, visiting, own_ids, None, *weights, hidden, ctx.activation, wanted
+            by_visiting, visiting, own_ids, None, *weights, hidden, ctx.activation, needs_gradient
         )
         by_x = None
         if needs[0]:
             (by_x,) = on_each_rank(_combined, _send(by_rows, received, sent, ctx.group), order, None, grad)
-        gradients = (gradient if needed else None for gradient, needed in zip(by_weights, wanted[2:]))
+        gradients = (gradient if needed else None for gradient, needed in zip(by_weights, needs_gradient[2:]))
         return by_x, None, by_scores if needs[2] else None, *gradients, None, None, None
 
     @staticmethod

@@ -89,16 +89,16 @@ def _is_finite(run: WholeRun) -> bool:
 
 def _proved_cuts(call: ProbeCall, shapes: Shapes, small: Shapes, wholes: Sequence[WholeRun]) -> Iterator[ProvedCut]:
     """Cuts that hold by themselves, at most one for each dim."""
-    taken: set[tuple[int, int]] = set()
+    cut_dims: set[tuple[int, int]] = set()
     for tensor, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
-            if size == 1 or (tensor, dim) in taken:
+            if size == 1 or (tensor, dim) in cut_dims:
                 continue
             for cut in candidate_cuts(call, shapes, tensor, dim):
                 places = {(number, place) for number, place in enumerate(cut.dims) if place is not None}
-                proved = None if places & taken else _proved(call, cut, shapes, small, wholes)
+                proved = None if places & cut_dims else _proved(call, cut, shapes, small, wholes)
                 if proved is not None:
-                    taken |= places
+                    cut_dims |= places
                     yield proved
                     break
 
