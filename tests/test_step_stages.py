@@ -118,17 +118,17 @@ def test_equals_exhaustive_enumeration(schedule: str) -> None:
     for seed in range(24):
         problem = Draw(seed).problem(schedule)
         best = brute_force(problem)
-        found = solve_stages(problem, gap=1e-7)
+        solution = solve_stages(problem, gap=1e-7)
         if math.isinf(best):
-            assert found is None
+            assert solution is None
             continue
         feasible += 1
-        assert found is not None and found.assignment is not None
-        step = as_step(problem, found.assignment)
+        assert solution is not None and solution.assignment is not None
+        step = as_step(problem, solution.assignment)
         assert fits(problem, step_memory(step))
-        assert found.objective == pytest.approx(step_seconds(step).total, rel=1e-12)
-        assert found.objective == pytest.approx(best, rel=1e-6)
-        assert best * (1 - 1e-5) <= found.bound <= best * (1 + 1e-9)
+        assert solution.objective == pytest.approx(step_seconds(step).total, rel=1e-12)
+        assert solution.objective == pytest.approx(best, rel=1e-6)
+        assert best * (1 - 1e-5) <= solution.bound <= best * (1 + 1e-9)
         for bound in (lower_bound, quick_bound, bound_within_memory):
             assert bound(problem) <= best * (1 + 1e-9)
     assert feasible >= 4
@@ -148,14 +148,14 @@ def test_one_long_run_in_several_chunks_a_rank_equals_exhaustive_enumeration(sch
             problem.runs[0], name="long", count=max(problem.num_chunks, draw.random.randint(3, 6)) - len(ends)
         )
         problem = replace(problem, runs=(*ends[:1], run, *ends[1:]))
-        best, found = brute_force(problem), solve_stages(problem, gap=1e-7)
-        assert (found is None) == math.isinf(best)
-        if found is None or run.count < 2 or main_run(folded(problem)) is None:
+        best, solution = brute_force(problem), solve_stages(problem, gap=1e-7)
+        assert (solution is None) == math.isinf(best)
+        if solution is None or run.count < 2 or main_run(folded(problem)) is None:
             continue
         feasible += 1
-        assert found.objective == pytest.approx(best, rel=1e-6)
-        assert found.assignment is not None
-        chunks = as_step(folded(problem), found.assignment).chunks
+        assert solution.objective == pytest.approx(best, rel=1e-6)
+        assert solution.assignment is not None
+        chunks = as_step(folded(problem), solution.assignment).chunks
         longest = max(layer_sum(chunk, "forward", "backward") for chunk in chunks)
         assert longest_chunk(folded(problem), main_run(folded(problem)) or 0) <= longest * (1 + 1e-9)
     assert feasible >= 8
@@ -173,12 +173,12 @@ def test_bounds_within_memory_hold_for_long_runs(schedule: str) -> None:
         runs = tuple(replace(end, count=1) for end in ends[0]), tuple(replace(end, count=1) for end in ends[1])
         tight = draw.random.uniform(4, 14) * run.count / problem.num_ranks
         problem = replace(problem, runs=(*runs[0], run, *runs[1]), memory=(tight,) * problem.num_ranks)
-        found = solve_stages(problem, gap=1e-7)
-        if found is None:
+        solution = solve_stages(problem, gap=1e-7)
+        if solution is None:
             continue
         tried += 1
         quick, within = quick_bound(problem), bound_within_memory(problem)
-        assert max(quick, within) <= found.objective * (1 + 1e-9)
+        assert max(quick, within) <= solution.objective * (1 + 1e-9)
         higher += quick > lower_bound(problem) * (1 + 1e-3)
     assert tried >= 6 and higher >= 2
 
@@ -203,8 +203,8 @@ def test_rounds_of_whole_layers_are_bounded_and_found(num_layers: int, ends: tup
         num_microbatches=8,
         memory=(math.inf,) * 2,
     )
-    best, found = brute_force(problem), solve_stages(problem, gap=1e-7)
-    assert found is not None and found.objective == pytest.approx(best, rel=1e-6)
+    best, solution = brute_force(problem), solve_stages(problem, gap=1e-7)
+    assert solution is not None and solution.objective == pytest.approx(best, rel=1e-6)
     assert 0.9 * best <= lower_bound(problem) <= best * (1 + 1e-9)
 
 

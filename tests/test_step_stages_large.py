@@ -19,6 +19,7 @@ from planner.pipeline_ilp.stage_problem import (
     fits,
     undominated,
 )
+from planner.pipeline_ilp.tails import shorter_tails
 from planner.solvers.linear import EFFORT_LIMIT, SECOND, LinearProgram
 from planner.solvers.solver import solve
 
@@ -109,12 +110,12 @@ def test_uniform_pipelines_are_solved_to_a_small_gap_in_a_small_program(
         schedule=schedule,
         chunks_per_rank=chunks_per_rank,
     )
-    found = solve_stages(problem, gap=1e-3, effort=0.25 * SECOND)
-    assert found is not None and found.assignment is not None
-    assert found.gap <= gap
-    assert found.num_variables <= 8 * problem.num_chunks + 8 * num_ranks + 8
-    assert fits(problem, step_memory(as_step(problem, found.assignment)))
-    held = [sum(count for run, _, count in groups if run == 1) for groups in found.assignment]
+    solution = solve_stages(problem, gap=1e-3, effort=0.25 * SECOND)
+    assert solution is not None and solution.assignment is not None
+    assert solution.gap <= gap
+    assert solution.num_variables <= 8 * problem.num_chunks + 8 * num_ranks + 8
+    assert fits(problem, step_memory(as_step(problem, solution.assignment)))
+    held = [sum(count for run, _, count in groups if run == 1) for groups in solution.assignment]
     assert sum(held) == num_layers
 
 
@@ -128,19 +129,19 @@ def test_shortfall_of_one_chunk_is_the_bytes_that_are_missing() -> None:
 
 
 def test_what_a_lone_device_runs_needs_no_program_while_memory_is_plenty() -> None:
-    found = solve_stages(uniform(num_layers=126, num_ranks=1, memory=1000 * GIB))
-    assert found is not None and found.num_variables == 0
-    assert found.assignment == (((0, 0, 1), (1, 0, 126), (2, 0, 1)),)
-    assert found.gap <= 1e-12
+    solution = solve_stages(uniform(num_layers=126, num_ranks=1, memory=1000 * GIB))
+    assert solution is not None and solution.num_variables == 0
+    assert solution.assignment == (((0, 0, 1), (1, 0, 126), (2, 0, 1)),)
+    assert solution.gap <= 1e-12
 
 
 def test_early_ranks_of_1f1b_recompute_more_when_memory_is_tight() -> None:
     problem = uniform(num_layers=32, num_ranks=4, memory=18 * GIB)
-    found = solve_stages(problem)
-    assert found is not None and found.assignment is not None
+    solution = solve_stages(problem)
+    assert solution is not None and solution.assignment is not None
 
     def recomputed(rank: int) -> float:
-        layers = [(RECOMPUTE[choice][0], count) for run, choice, count in found.assignment[rank] if run == 1]
+        layers = [(RECOMPUTE[choice][0], count) for run, choice, count in solution.assignment[rank] if run == 1]
         return sum(more * count for more, count in layers) / sum(count for _, count in layers)
 
     assert recomputed(0) > recomputed(3)
@@ -159,11 +160,11 @@ def test_memory_that_holds_nothing_is_told_from_a_cutoff_that_nothing_beats() ->
 
 
 def test_no_effort_gives_the_best_so_far_with_its_bound() -> None:
-    found = solve_stages(uniform(num_layers=126, num_ranks=16, memory=21 * GIB), effort=0.0, gap=1e-9)
-    assert found is not None and found.assignment is not None
-    assert found.status == EFFORT_LIMIT
-    assert 0 < found.bound < found.objective
-    assert found.gap < 0.1
+    solution = solve_stages(uniform(num_layers=126, num_ranks=16, memory=21 * GIB), effort=0.0, gap=1e-9)
+    assert solution is not None and solution.assignment is not None
+    assert solution.status == EFFORT_LIMIT
+    assert 0 < solution.bound < solution.objective
+    assert solution.gap < 0.1
 
 
 def test_only_choices_that_win_somewhere_are_kept() -> None:
@@ -189,17 +190,17 @@ def two_long_runs(schedule: str, chunks_per_rank: int, memory: float) -> StagePr
 def test_a_model_of_two_long_runs_is_cut_exactly_with_one_chunk_a_rank(memory: float) -> None:
     problem = two_long_runs("1f1b", 1, memory)
     assert main_run(problem) is None
-    found = solve_stages(problem, gap=1e-3)
-    assert found is not None and found.gap <= 1e-3
+    solution = solve_stages(problem, gap=1e-3)
+    assert solution is not None and solution.gap <= 1e-3
 
 
 @pytest.mark.parametrize(("memory", "gap"), [(1000 * GIB, 0.06), (20 * GIB, 0.15)])
 def test_a_model_of_two_long_runs_has_good_cuts_at_once_with_several_chunks_a_rank(memory: float, gap: float) -> None:
     problem = two_long_runs("zbv", 2, memory)
-    found = solve_stages(problem, effort=0.0)
-    assert found is not None and found.assignment is not None
-    assert fits(problem, step_memory(as_step(problem, found.assignment)))
-    assert found.gap < gap
+    solution = solve_stages(problem, effort=0.0)
+    assert solution is not None and solution.assignment is not None
+    assert fits(problem, step_memory(as_step(problem, solution.assignment)))
+    assert solution.gap < gap
 
 
 def test_highs_takes_a_cutoff_a_gap_and_a_start() -> None:
@@ -233,9 +234,13 @@ def test_tails_are_shortened_by_units_that_reduce_each_micro_batch() -> None:
         memory=(13.0, 13.0),
     )
     start = (((0, 0, 4),), ((0, 0, 4),))
-    found = solve_stages(problem)
-    assert found is not None and found.assignment is not None
-    before, after = as_step(problem, start), as_step(problem, found.assignment)
+    steps = [as_step(problem, each) for each in (start, *shorter_tails(problem, start))]
+    tails = [step_seconds(step).tail for step in steps]
+    assert tails == sorted(tails, reverse=True) and tails[-1] < tails[0] / 2
+    assert all(fits(problem, step_memory(step)) for step in steps)
+    solution = solve_stages(problem)
+    assert solution is not None and solution.assignment is not None
+    before, after = as_step(problem, start), as_step(problem, solution.assignment)
     assert step_seconds(after).tail < step_seconds(before).tail / 2
     assert step_seconds(after).total < step_seconds(before).total and fits(problem, step_memory(after))
 
@@ -243,7 +248,7 @@ def test_tails_are_shortened_by_units_that_reduce_each_micro_batch() -> None:
 def test_a_v_of_even_chunks_in_one_choice_is_found_where_loads_alone_mislead() -> None:
     """62 layers between an embedding and a head in 32 chunks: two units in each, though the ends are quicker."""
     problem = uniform(num_layers=62, num_ranks=16, memory=1000 * GIB, schedule="zbv", chunks_per_rank=2)
-    found = solve_stages(problem, gap=5e-3)
-    assert found is not None and found.assignment is not None and found.gap <= 5e-3
-    counts = [sum(count for _, _, count in groups) for groups in found.assignment]
+    solution = solve_stages(problem, gap=5e-3)
+    assert solution is not None and solution.assignment is not None and solution.gap <= 5e-3
+    counts = [sum(count for _, _, count in groups) for groups in solution.assignment]
     assert set(counts) == {2}

@@ -83,6 +83,7 @@ from planner.pipeline_ilp.stage_problem import (
     undominated,
 )
 from planner.pipeline_ilp.stage_program import StageProgram, build_stage_program, in_rounds
+from planner.pipeline_ilp.tails import shorter_tails
 from planner.solvers.linear import OPTIMAL, SECOND, STOPPED, UNPROVED, LinearProgram, LinearSolution
 from planner.solvers.pulp_solver import HIGHS
 from planner.solvers.solver import solve
@@ -224,6 +225,9 @@ class _Search:
             return self.solution()
         if shares is not None and math.isinf(shares.load):
             return None
+        self.try_shorter_tail()
+        if self.settled():
+            return self.solution()
         stage = self.program(shares)
         if self.best is not None or stage.pipeline is not None:
             self.relax(stage)
@@ -334,6 +338,15 @@ class _Search:
             assignment = balance(self.problem, weights)
             if assignment is not None:
                 self.offer(assignment)
+
+    def try_shorter_tail(self) -> None:
+        """Offer the incumbent with shorter tails, if its tail exceeds the gap."""
+        if self.best is None:
+            return
+        if step_seconds(as_step(self.problem, self.best)).tail <= self.gap * self.objective:
+            return
+        for assignment in shorter_tails(self.problem, self.best):
+            self.offer(assignment)
 
     def taken_apart(self, problem: StageProblem, weights: DualWeights) -> Shares | Segments | None:
         """The least bottleneck rank by rank, None for a problem that does not decompose by rank."""
