@@ -184,13 +184,13 @@ def test_logits_become_their_own_gradient(
     implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, implementation)
-    given, target = random_tensor((3, 5, 7), 0).to(dtype), random_target((3, 5), 7, 1)
-    (wanted,) = torch.autograd.grad(kernels.cross_entropy(given.requires_grad_(), target).sum(), given)
-    logits = given.detach().clone().requires_grad_()
+    values, target = random_tensor((3, 60, 97), 0).to(dtype), random_target((3, 60), 97, 1)
+    (expected,) = torch.autograd.grad(kernels.cross_entropy(values.requires_grad_(), target).sum(), values)
+    logits = values.detach().clone().requires_grad_()
     total = kernels.cross_entropy(logits, target, reuse_logits=True).sum()
-    (found,) = torch.autograd.grad(total, logits, retain_graph=True)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert found.data_ptr() == logits.data_ptr()
+    (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+    assert gradient.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(total, logits)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from runtime.kernels.direct import are_plain
 from runtime.kernels.language import tl, triton
@@ -28,6 +29,7 @@ from runtime.kernels.logit_rows import (
     aten_gradient,
     aten_sums,
     is_small,
+    is_tiny,
     launch_options,
     layout_of,
     readable_rows,
@@ -77,9 +79,11 @@ def cross_entropy(
     """
     check_target(logits.shape[:-1], target)
     check_smoothing(label_smoothing)
-    is_plain = is_small(logits, None, label_smoothing, z_loss) and not reuse_logits
+    is_plain = is_small(logits, None, label_smoothing, z_loss)
+    if is_plain and reuse_logits:
+        is_plain = is_tiny(target.numel(), logits.shape[-1])
     if is_plain and is_torchs_own(logits) and are_plain((target,)):
-        return aten_small_losses(logits, target, ignore_index)
+        return torchs_own_losses(logits, target, ignore_index)
     losses, _ = _forward(logits, target, ignore_index, label_smoothing, z_loss, reuse_logits, dtype_of_losses(logits))
     result: torch.Tensor = losses
     return result
@@ -188,6 +192,20 @@ def _aten(
     largest, sums = aten_sums(logits, target, None, label_smoothing > 0)
     losses, statistic = losses_of(largest, sums, target, loss)
     return losses.to(dtype or logits.dtype), statistic
+
+
+def torchs_own_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Losses [...] of logits with all classes by torch's own operator, in the dtype of the logits.
+
+    Raises:
+        IndexError: if a target is no class.
+    """
+    rows, classes = logits.reshape(-1, logits.shape[-1]), in_dtype(target, torch.int64).reshape(-1)
+    try:
+        return F.cross_entropy(rows, classes, ignore_index=ignore_index, reduction="none").view(target.shape)
+    except (IndexError, RuntimeError):
+        check_classes(target, logits.shape[-1], ignore_index)
+        raise
 
 
 def aten_small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:

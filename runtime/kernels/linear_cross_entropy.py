@@ -24,11 +24,21 @@ from runtime.kernels.cross_entropy import (
     check_whole,
     losses_of,
     plain_losses,
+    torchs_own_losses,
 )
-from runtime.kernels.library import differentiable, differentiable_again, gradients_of, in_dtype, register
+from runtime.kernels.direct import are_plain
+from runtime.kernels.library import (
+    differentiable,
+    differentiable_again,
+    gradients_of,
+    in_dtype,
+    is_torchs_own,
+    register,
+)
 from runtime.kernels.logit_rows import (
     aten_gradient,
     aten_sums,
+    is_tiny,
     shapes_of_sums,
     small_gradient,
     triton_gradient,
@@ -71,6 +81,8 @@ def linear_cross_entropy(
     """
     check_linear(hidden, weight, bias, target, chunk_tokens)
     check_smoothing(label_smoothing)
+    if _is_tiny(hidden, weight, bias, target, label_smoothing, z_loss, chunk_tokens, dtype):
+        return torchs_own_losses(F.linear(hidden, weight, bias), target, ignore_index)
     hidden, weight, bias, usual = as_autocast(hidden, weight, bias)
     losses: torch.Tensor = _forward(
         hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, chunk_tokens, dtype or usual
@@ -99,23 +111,23 @@ def linear_row_sums(
 
 
 def linear_gradients(
-    wanted: Sequence[bool],
+    requested: Sequence[bool],
     grad: torch.Tensor,
     saved: Sequence[torch.Tensor | None],
     loss: LossOptions,
     *,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of hidden, weight and bias; None for those not ``wanted``.
+    """Gradients of hidden, weight and bias; None for those not ``requested``.
 
     Args:
         grad: of the losses.
         saved: hidden, weight, bias, target, ``statistic`` and ``start`` as of ``cross_entropy.logits_gradient``;
             without a statistic each chunk's own logits give it (then they must have all classes).
     """
-    wanted = [needed and tensor is not None for needed, tensor in zip(wanted, saved)]
-    gradients = _backward(grad, *saved, *loss, chunk_tokens, wanted)
-    return tuple(gradient if needed else None for gradient, needed in zip(gradients, wanted))
+    requested = [needed and tensor is not None for needed, tensor in zip(requested, saved)]
+    gradients = _backward(grad, *saved, *loss, chunk_tokens, requested)
+    return tuple(gradient if needed else None for gradient, needed in zip(gradients, requested))
 
 
 def as_autocast(
@@ -143,6 +155,27 @@ def check_linear(
         raise ValueError(f"bias is {list(bias.shape)}, expected one number for each class, [{weight.shape[0]}]")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}, expected at least 1, or None to choose")
+
+
+def _is_tiny(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_tokens: int | None,
+    dtype: torch.dtype | None,
+) -> bool:
+    """Whether the logits are so few that torch's own operators, which keep them, are better."""
+    return (
+        not (label_smoothing or z_loss or chunk_tokens)
+        and dtype in (None, hidden.dtype)
+        and is_tiny(target.numel(), weight.shape[0])
+        and not autocasts(hidden.device.type)
+        and is_torchs_own(hidden, weight, bias)
+        and are_plain((target,))
+    )
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_tokens: int | None) -> Iterator[slice]:
@@ -213,12 +246,12 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
         label_smoothing: float,
         z_loss: float,
         chunk_tokens: int | None,
-        wanted: Sequence[bool],
+        requested: Sequence[bool],
     ) -> tuple[torch.Tensor, ...]:
         loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
         rows, classes, grads = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), grad.reshape(-1)
         statistics = None if statistic is None else statistic.reshape(2, -1)
-        by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, wanted)
+        by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, requested)
         with _without_autocast(hidden):
             for lines in _chunks(hidden, weight, chunk_tokens):
                 logits = F.linear(rows[lines], weight, bias)
@@ -228,11 +261,11 @@ def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., An
                 else:
                     of_chunk = statistics[:, lines]
                 row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *loss)
-                if wanted[0]:
+                if requested[0]:
                     torch.mm(logits, weight, out=by_hidden.view(rows.shape)[lines])
-                if wanted[1]:
+                if requested[1]:
                     _add_product(by_weight, logits.t(), rows[lines])
-                if wanted[2]:
+                if requested[2]:
                     by_bias += logits.sum(0, dtype=by_bias.dtype)
         return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
 
@@ -287,26 +320,26 @@ def _aten_gradients(
     label_smoothing: float,
     z_loss: float,
     chunk_tokens: int | None,
-    wanted: Sequence[bool],
+    requested: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
     logits = None if start is not None else _small_logits(hidden, weight, bias, loss, chunk_tokens)
     if logits is None:
         gradients: tuple[torch.Tensor, ...] = _chunked_gradients(
-            grad, hidden, weight, bias, target, statistic, start, *loss, chunk_tokens, wanted
+            grad, hidden, weight, bias, target, statistic, start, *loss, chunk_tokens, requested
         )
         return gradients
     with _without_autocast(hidden):
         change = in_dtype(small_gradient(grad, logits, target, ignore_index), weight.dtype).view(-1, weight.shape[0])
-        by_hidden = torch.mm(change, weight).view(hidden.shape) if wanted[0] else hidden.new_empty(0)
-        by_weight = torch.mm(change.t(), hidden.reshape(len(change), -1)) if wanted[1] else weight.new_empty(0)
-    return by_hidden, by_weight, change.sum(0) if wanted[2] else weight.new_empty(0)
+        by_hidden = torch.mm(change, weight).view(hidden.shape) if requested[0] else hidden.new_empty(0)
+        by_weight = torch.mm(change.t(), hidden.reshape(len(change), -1)) if requested[1] else weight.new_empty(0)
+    return by_hidden, by_weight, change.sum(0) if requested[2] else weight.new_empty(0)
 
 
 def _totals(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, requested: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the gradients; those of weight and bias are added up in at least float32. Nothing if not wanted."""
+    """Room for the gradients; those of weight and bias are added up in at least float32. Nothing if not requested."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     by_hidden = hidden.new_empty(hidden.shape if requested[0] else 0)
     by_weight = weight.new_zeros(weight.shape if requested[1] else 0, dtype=wide)
@@ -377,7 +410,7 @@ _sums = register(
 )
 _backward = register(
     f"linear_cross_entropy_backward(Tensor grad, {_OPERANDS}, Tensor? statistic, Tensor? start, int vocabulary, "
-    "int ignore_index, float label_smoothing, float z_loss, int? chunk_tokens, bool[] wanted)"
+    "int ignore_index, float label_smoothing, float z_loss, int? chunk_tokens, bool[] requested)"
     " -> (Tensor, Tensor, Tensor)",
     aten=_aten_gradients,
     triton=_gradients_with(triton_sums, triton_gradient),

@@ -20,6 +20,8 @@ from runtime.kernels.rows import is_one_block, rows_at_once
 from runtime.torch_compat.dispatcher import native_nll_loss
 
 _MAX_BLOCK = 4096
+#: Logits so few (128 KiB in float64) that what one more copy takes does not matter.
+TINY = 2**14
 #: torch's number for losses that are neither summed nor averaged.
 _EACH: Any = 0
 _aten: Any = torch.ops.aten
@@ -50,6 +52,11 @@ def place_of(target: torch.Tensor, start: torch.Tensor | None, width: int) -> tu
 def is_small(logits: torch.Tensor, start: torch.Tensor | None, label_smoothing: float, z_loss: float) -> bool:
     """Whether a plain loss is of so few logits, with all classes, that its gradient needs nothing but these."""
     return start is None and not label_smoothing and not z_loss and is_one_block(logits, logits.numel())
+
+
+def is_tiny(tokens: int, vocabulary: int) -> bool:
+    """Whether logits are so few that calls take longer than arithmetic, and memory for them does not matter."""
+    return 0 < tokens * vocabulary <= TINY
 
 
 def small_losses(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
