@@ -62,11 +62,19 @@ def of_config(name: str, *, batch: int = 8, seq_len: int = 32, **changes: Any) -
     return capture_for_planning(config, batch_size=batch, seq_len=seq_len)
 
 
+def of_mixture(**options: Any) -> Graph:
+    """A mixture of experts of which tokens and experts may be cut."""
+    from tests.expert_models import mixture, mixture_batch
+
+    return capture(mixture(**options), kwargs=mixture_batch())
+
+
 MODULES: Mapping[str, Callable[[], Graph]] = {
     "2-block mlp": lambda: of_module(Mlp(layers=2, size=32)),
     "6-block mlp": lambda: of_module(Mlp(layers=6, size=32), batch=16),
     "two rows": lambda: of_module(TwoRows(), outputs=32),
     "uneven": lambda: of_module(Uneven(32, 96, 64, 256, 32, 128)),
+    "mixture": lambda: of_mixture(size=32, inner=64, layers=2),
 }
 #: These need transformers. ``t5`` has two blocks of an encoder and three of a decoder; ``gpt2`` ties its ends.
 CONFIGS: Mapping[str, Callable[[], Graph]] = {

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: bool = False) -> dict[str, Any]:
-    """Largest relative error of loss, gradients, and weights after three AdamW steps; all-to-alls of one step.
+    """Largest relative error of loss, gradients, and weights after three AdamW steps; the collectives of one step.
 
     ``nobody``: the router sends every token to the first experts, so that a rank has none.
     """
@@ -49,9 +49,8 @@ def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: b
         weights = parallel.full_state_dict()
     errors |= {name: error(weights[name], value) for name, value in single.named_parameters()} if weights else {}
     everyone: list[Any] = [None] * dist.get_world_size()
-    sent = [list(vars(each).values()) for each in counted if each.collective == "all_to_all"]
-    dist.all_gather_object(everyone, sent)
-    planned = [list(vars(each).values()) for each in parallel.plan.collectives if each.collective == "all_to_all"]
+    dist.all_gather_object(everyone, [list(vars(each).values()) for each in counted])
+    planned = [list(vars(each).values()) for each in parallel.plan.collectives]
     worst = max(errors, key=lambda name: errors[name])
     return {"worst": worst, "error": errors[worst], "counted": everyone, "planned": planned}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -28,18 +29,18 @@ BESIDE: list[dict[str, Any]] = [
     )
 ]
 
+FOUR_RANKS: dict[str, Any] = {"mesh": "ep=4", "options": {"fix": {"zero": 0, "num_microbatches": 2}}, "model": {}}
 #: Whole steps with an axis of experts: ZeRO over dp and ep, that of experts over dp alone.
 STEPS: list[dict[str, Any]] = [
     {"mesh": mesh, "options": {"fix": fix}, "model": {}}
     for mesh, fix in (
         ("ep=2,pp=2", {"zero": 0}),
-        ("ep=4", {"zero": 0, "num_microbatches": 2}),
         ("dp=2,ep=2", {"zero": 1}),
         ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2}),
         ("ep=2,tp=2", {"zero": 2}),
     )
 ]
-EVERY = [*CASES, *BESIDE, *STEPS]
+EVERY = [*CASES, *BESIDE, *STEPS, FOUR_RANKS]
 
 
 @functools.cache
@@ -56,19 +57,24 @@ def test_experts_on_several_ranks_train_as_one_device_does(index: int) -> None:
     assert result["error"] < 1e-9, result["worst"]
 
 
-def test_expert_parallelism_sends_every_token_four_times_a_layer_and_counts_once() -> None:
-    """Two layers, 48 tokens with 2 experts each, 16 entries of 8 bytes; in expectation each rank sends a quarter."""
-    whole = 48 * 2 * 16 * 8
-    result = trained()[0]
-    assert result["planned"] == [["all_to_all", "e", phase, 4, 4 * whole] for phase in ("backward", "forward")]
-    sent = {phase: [0, 0] for phase in ("forward", "backward")}
-    for of_rank in result["counted"]:
-        for _, _, phase, count, num_bytes in of_rank:
-            sent[phase][0] += count
-            sent[phase][1] += num_bytes // 4  # of this rank's part
-    counts = 2 * 4 * 4 * 8  # two layers; every rank tells every expert's count
-    assert sent["forward"] == [4 * 6, 4 * whole + counts]
-    assert sent["backward"] == [4 * 4, 4 * whole]
+def test_a_layer_with_experts_cut_sends_its_tokens_four_times_and_reduces_its_gradients_once() -> None:
+    """Two layers, two micro-batches; 48 tokens with 2 experts each, 16 entries of 8 bytes; four experts."""
+    result = trained()[EVERY.index(FOUR_RANKS)]
+    tokens, counts = 48 * 2 * 16 * 8, 4 * 4 * 8  # every rank tells every expert's count
+    layer, ends = (16 + 16 + 4 * 16) * 8, 32 * 16 * 8  # norm and router; embedding, output
+    expected = {
+        ("all_to_all", "forward"): [2 * 2 * 2, 2 * 2 * tokens],
+        ("all_to_all", "backward"): [2 * 2 * 2, 2 * 2 * tokens],
+        ("all_gather", "forward"): [2 * 2, 2 * 2 * counts],
+        ("all_reduce", "backward"): [2 + 2, 2 * layer + 2 * ends],
+        ("all_reduce", "forward"): [2 * 2, 2 * 2 * 8],  # numbers of labels, losses
+    }
+    assert {(kind, phase): [*figures] for kind, _, phase, *figures in result["planned"]} == expected
+    sent = {key: [0.0, 0.0] for key in expected}
+    for kind, _, phase, count, num_bytes in itertools.chain(*result["counted"]):
+        sent[kind, phase][0] += count / 4
+        sent[kind, phase][1] += num_bytes / 4  # as if all ranks sent as much as this one
+    assert sent == expected
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

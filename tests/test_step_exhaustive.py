@@ -50,6 +50,7 @@ CASES: Mapping[str, Case] = {
     "uneven, recomputed": Case("uneven", "boxes", {"recompute": ("none", "full"), "zero": 2}, 0.6),
     "encoder and decoder": Case("t5", "boxes", {"recompute": ("none", "full"), "zero": 0, "pp": (2, 4)}),
     "tied ends": Case("gpt2", "eight", {"recompute": ("regather", "selective"), "zero": (1, 3)}, 0.6),
+    "experts": Case("mixture", "boxes", {"recompute": "selective", "zero": 3, "ep": (2, 4), "pp": (1, 2)}),
     "transformer": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 3, "cp": (1, 2)}, 0.6),
     "rounds": Case("llama", "boxes", {"recompute": ("none", "selective"), "zero": 1, "pp": PIPELINES,
                                       "schedule": "interleaved_1f1b"}),

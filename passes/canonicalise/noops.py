@@ -44,10 +44,20 @@ def drop_noops(module: fx.GraphModule, trainable: Collection[str]) -> None:
             _cast(node, source)
         elif node.target in _ALIASES or _same(node, source) or _detaches_nothing(node, source, carrying):
             replace(node, source)
+        elif _takes_dim_away_again(node, source):
+            replace(node, source.args[0])  # type: ignore[arg-type]
 
 
 def _detaches_nothing(node: fx.Node, source: fx.Node, carrying: set[fx.Node]) -> bool:
     return node.target is aten.detach.default and source not in carrying
+
+
+def _takes_dim_away_again(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` is ``x.unsqueeze(dim).squeeze(dim)``."""
+    if node.target is not aten.squeeze.dim or source.target is not aten.unsqueeze.default:
+        return False
+    rank = len(shape(source))
+    return bool(argument(node, "dim") % rank == argument(source, "dim") % rank)
 
 
 def _cast(node: fx.Node, source: fx.Node) -> None:

@@ -39,7 +39,7 @@ def _before_merging(node: fx.Node) -> None:
     if len(leads) != 1:
         return
     (lead,) = leads
-    rows = {operand: source[0] for operand, source in sources.items() if source is not None}
+    rows = {operand: _apart(operand, source[0], lead) for operand, source in sources.items() if source is not None}
     result = rebuild(node, rows, len(lead))
     if result is None:
         return
@@ -60,14 +60,22 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _unmerged(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """(source, number of dims) if ``node`` merges the first dims of ``source`` to one and leaves the others."""
+    """(source, number of dims) if ``node`` merges the first dims of ``source`` to one; the rest may change, too."""
     if node.target is not aten.reshape.default or not shape(node):
         return None
     base = _base(node)
     rows, rest = shape(node)[0], shape(node)[1:]
-    count = len(shape(base)) - len(rest)
-    merges = count > 1 and shape(base)[count:] == rest and math.prod(shape(base)[:count]) == rows
-    return (base, count) if merges else None
+    same_rest = len(shape(base)) - len(rest)
+    for count in (same_rest, *range(2, len(shape(base)))):
+        if count > 1 and math.prod(shape(base)[:count]) == rows:
+            return base, count
+    return None
+
+
+def _apart(node: fx.Node, base: fx.Node, lead: tuple[int, ...]) -> fx.Node:
+    """The rows of ``node`` laid out by ``lead``: ``base``, or what takes apart its other dims as ``node`` does."""
+    apart = (*lead, *shape(node)[1:])
+    return base if shape(base) == apart else insert(node, aten.reshape.default, (base, list(apart)))
 
 
 def _broadcast(node: fx.Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from passes.ir.conversions import ALL_TO_ALL
+from passes.ir.conversions import ALL_GATHER, ALL_TO_ALL
 from passes.ir.graph import ITEM_SIZE, Node, Value
 from passes.rules.operator_call import OperatorCall, bind, named_dims
 from passes.rules.rule import Dims, Factor, Reduction, ShardingRule
@@ -73,14 +73,20 @@ def _first_rows(call: OperatorCall, inner: tuple[Factor, ...]) -> tuple[Factor, 
 
 
 def _exchanges(exchanged: Iterable[Factor], tokens: Dims, elements: int, call: OperatorCall) -> tuple[Reduction, ...]:
-    """Every token's ``k`` rows to their experts and back, forward and backward: routed evenly, none dropped."""
+    """Every token's ``k`` rows to their experts and back, forward and backward: routed evenly, none dropped.
+
+    Before them every rank tells how many rows it has for each expert.
+    """
     item_size = ITEM_SIZE[call.outputs[0].dtype]
     every_token = tuple(factor for dim in tokens for factor in dim)
     phases = ("forward", "forward", "backward", "backward")
     return tuple(
-        Reduction(factor, ALL_TO_ALL, every_token, elements, item_size, phase)
+        item
         for factor in exchanged
-        for phase in phases
+        for item in (
+            Reduction(factor, ALL_GATHER, (EXPERT,), 1, ITEM_SIZE["int64"], "forward", is_gathered=True),
+            *(Reduction(factor, ALL_TO_ALL, every_token, elements, item_size, phase) for phase in phases),
+        )
     )
 
 

@@ -34,7 +34,8 @@ INVARIANT = "invariant"
 class Reduction:
     """A collective that an operator issues itself when ``factor`` is cut.
 
-    ``elements`` = ``multiple`` × the product of the local sizes of ``factors``, of ``item_size`` bytes each.
+    ``elements`` = ``multiple`` × the product of the local sizes of ``factors``, of ``item_size`` bytes each; where
+    ``is_gathered`` every rank of the group has as many.
     """
 
     factor: Factor
@@ -43,6 +44,7 @@ class Reduction:
     multiple: int = 1
     item_size: int = 4
     phase: str = "forward"
+    is_gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,14 +152,14 @@ def own_collectives(
         if choice.factor is not None:
             local[choice.factor] = largest_part(local[choice.factor], size)
     for axis, choice in zip(names, choices):
-        label = axis
+        group = {axis: sizes[names.index(axis)]}
         if choice.factor in rule.exchanged:
-            joint = [name for name, other in zip(names, choices) if other.factor in rule.exchanged]
-            if axis != joint[0]:
+            group = {name: size for name, size, other in zip(names, sizes, choices) if other.factor in rule.exchanged}
+            if axis != next(iter(group)):
                 continue
-            label = "_".join(joint)
         for item in choice.reductions:
-            yield item, label, item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+            num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+            yield item, "_".join(group), num_bytes * (math.prod(group.values()) if item.is_gathered else 1)
 
 
 def _replicated(

@@ -67,9 +67,8 @@ class CommunicationCounter(TorchDispatchMode):
         )
         if not axis:
             return
-        num_bytes = _num_bytes(args[_INPUT_PLACE.get(name, 0)])
-        if is_part:
-            num_bytes *= _group_size(group)
+        tensors = args[_INPUT_PLACE.get(name, 0)]
+        num_bytes = _bytes_of_group(tensors, group_named(group)) if is_part else _num_bytes(tensors)
         backward = in_backward()
         entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
@@ -121,8 +120,14 @@ def _group_name(argument: Any) -> str | None:
     return None
 
 
-def _group_size(name: str) -> int:
-    return group_named(name).size()
+def _bytes_of_group(tensors: Any, group: ProcessGroup) -> int:
+    """Bytes of the tensors of all ranks of a group; a real rank knows its own, and takes the others' to be alike."""
+    if not isinstance(tensors, torch.Tensor):
+        return sum(_bytes_of_group(tensor, group) for tensor in tensors)
+    if isinstance(tensors.numel(), int):
+        return tensors.numel() * tensors.element_size() * group.size()
+    parts = _parts(tensors)
+    return sum(parts[rank].numel() for rank in dist.get_process_group_ranks(group)) * tensors.element_size()
 
 
 def _num_bytes(tensors: Any) -> int:
@@ -134,8 +139,11 @@ def _num_bytes(tensors: Any) -> int:
 
 def _elements(tensor: torch.Tensor) -> int:
     count = tensor.numel()
-    if isinstance(count, int):
-        return count
+    return count if isinstance(count, int) else next(iter(_parts(tensor).values())).numel()
+
+
+def _parts(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Each virtual rank's tensor, where these are of several sizes."""
     from runtime.torch_compat.local_tensors import parts_of_ranks
 
-    return next(iter(parts_of_ranks(tensor).values())).numel()
+    return parts_of_ranks(tensor)

@@ -1,6 +1,6 @@
 """Expert parallelism: tokens and experts are cut over the ranks of one group, and tokens travel to their experts.
 
-Forward: counts of rows, one all-to-all of integers; rows to their experts; the experts; their outputs back. Backward:
+Forward: counts of rows, one all-gather of integers; rows to their experts; the experts; their outputs back. Backward:
 gradients of outputs the way of the rows, gradients of rows the way of the outputs. Each moves every (token, expert)
 pair once. Every rank takes part in every collective, with no rows if it has none, so that nobody waits for ever.
 """
@@ -32,6 +32,7 @@ def exchanged_experts(
     activation: str,
     *,
     shards: torch.Tensor,
+    rank: torch.Tensor,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """``kernels.experts`` of this rank's tokens with the experts of all ranks of ``group``.
@@ -41,9 +42,10 @@ def exchanged_experts(
         gate_up, down, gate_up_bias, down_bias: of this rank's experts.
         shards: which of all shards of the experts (of as many as this rank has) each rank of the group holds, [ranks];
             pairs with experts of other shards contribute nothing.
+        rank: this rank's place in the group, [1].
     """
     check_experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
-    operands = (gate_up, down, gate_up_bias, down_bias, shards, activation, group)
+    operands = (gate_up, down, gate_up_bias, down_bias, shards, rank, activation, group)
     return flattened(_ExchangedExperts.apply, x, expert_ids, scores, *operands)
 
 
@@ -59,14 +61,15 @@ class _ExchangedExperts(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         shards: torch.Tensor,
+        rank: torch.Tensor,
         activation: str,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         if x.is_meta:  # only types are checked
             return x.new_empty(x.shape)
         order, counts = on_each_rank(_sorted_by_expert, expert_ids, shards, len(gate_up))
-        others_counts = _send(counts.flatten(), None, None, group)
-        rows, own_ids, sent, received = on_each_rank(_rows_to_send, x, expert_ids, order, counts, others_counts)
+        all_counts = funcol.wait_tensor(funcol.all_gather_tensor(counts.unsqueeze(0), 0, group))
+        rows, own_ids, sent, received = on_each_rank(_rows_to_send, x, expert_ids, order, all_counts, rank)
         visiting = _send(rows, sent, received, group)
         outputs, hidden = experts_forward(visiting, own_ids, None, gate_up, down, gate_up_bias, down_bias, activation)
         returned = _send(outputs, received, sent, group)
@@ -97,7 +100,7 @@ class _ExchangedExperts(torch.autograd.Function):
         if needs[0]:
             (by_x,) = on_each_rank(_combined, _send(by_rows, received, sent, ctx.group), order, None, grad)
         gradients = (gradient if needed else None for gradient, needed in zip(by_weights, needs_gradient[2:]))
-        return by_x, None, by_scores if needs[2] else None, *gradients, None, None, None
+        return by_x, None, by_scores if needs[2] else None, *gradients, None, None, None, None
 
     @staticmethod
     def spmd_typecheck(
@@ -110,10 +113,11 @@ class _ExchangedExperts(torch.autograd.Function):
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
         shards: torch.Tensor,
+        rank: torch.Tensor,
     ) -> Any:
         import spmd_types as spmd
 
-        spmd.rules.ignore(shards)
+        spmd.rules.ignore(shards, rank)
         return output_type(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias)
 
 
@@ -136,13 +140,13 @@ def _sorted_by_expert(
 
 
 def _rows_to_send(
-    x: torch.Tensor, expert_ids: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, others_counts: torch.Tensor
+    x: torch.Tensor, expert_ids: torch.Tensor, order: torch.Tensor, all_counts: torch.Tensor, rank: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
     """Rows in the order in which they are sent; which of this rank's experts each row that it will receive is for,
     [R, 1]; and how many rows go to and come from every rank (the device is waited for)."""
-    incoming = others_counts.view(counts.shape)
-    sent, received = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
-    experts = torch.arange(counts.shape[1], device=x.device).repeat(len(counts))
+    outgoing, incoming = all_counts[rank].squeeze(0), all_counts[:, rank].squeeze(1)  # [ranks, own experts]
+    sent, received = torch.stack([outgoing.sum(1), incoming.sum(1)]).tolist()
+    experts = torch.arange(incoming.shape[1], device=x.device).repeat(len(incoming))
     own_ids = torch.repeat_interleave(experts, incoming.flatten(), output_size=sum(received))
     token = order[: sum(sent)] // expert_ids.shape[1]
     return x[token], own_ids.unsqueeze(1), sent, received
@@ -177,12 +181,8 @@ def _output_gradients(
     return in_dtype(rows * weights, grad.dtype), by_score.view(scores.shape).to(scores.dtype)
 
 
-def _send(
-    rows: torch.Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """All-to-all of rows, by how many go to and come from every rank; None: as many to each."""
-    if sent is None or received is None:
-        sent = received = [rows.shape[0] // group.size()] * group.size()
+def _send(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all of rows, by how many go to and come from every rank."""
     result: torch.Tensor = funcol.wait_tensor(
         funcol.all_to_all_single(rows.contiguous(), as_sizes(received), as_sizes(sent), group)
     )

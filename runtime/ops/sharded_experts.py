@@ -46,7 +46,7 @@ def experts(
         expert_axes: axes that cut the experts, outermost first.
         token_axes: those of them that cut the tokens too: expert parallelism. Tokens travel to the ranks of their
             experts and back, in two all-to-alls over all these axes together, and as many backward; how many go where
-            is said in one of integers before. No token is dropped. Gradients of the experts are complete.
+            is said in an all-gather of integers before. No token is dropped. Gradients of the experts are complete.
     """
     if inner_axes:
         ranks = math.prod(dist.get_world_size(group) for group in groups_of(inner_axes))
@@ -64,7 +64,17 @@ def experts(
     group = groups_of(token_axes)[0] if len(token_axes) == 1 else joint(*token_axes)
     shards = _shards_in_reach(num_experts // len(gate_up), expert_axes, token_axes, gate_up.device)
     return exchanged_experts(
-        x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation, shards=shards, group=group
+        x,
+        expert_ids,
+        scores,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        shards=shards,
+        rank=first_of_shard(group.size(), token_axes, x.device),
+        group=group,
     )
 
 

@@ -1,0 +1,181 @@
+"""Mixtures of experts as people write them: tiny models of transformers, and layers written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+#: Sizes that all models of transformers share.
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "num_experts_per_tok": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+#: Model type of transformers → what it needs besides.
+LANGUAGE_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 4},
+    "DeepseekV3": {
+        **_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0,
+        "moe_intermediate_size": 12, "num_key_value_heads": 4, "n_shared_experts": 1,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 4},
+}  # fmt: skip
+
+
+def language_model(name: str, experts: str = "grouped_mm", **options: Any) -> nn.Module:
+    """A model of transformers with its experts as ``grouped_mm``, ``batched_mm`` or ``eager``."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **LANGUAGE_MODELS[name], **options})
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.set_experts_implementation(experts)  # type: ignore[operator]
+    return model
+
+
+def in_loops(model: nn.Module) -> None:
+    """Run the experts of a model of transformers one after the other, which is what defines them."""
+    if hasattr(model, "set_experts_implementation") and getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("eager")
+
+
+def switch_transformer() -> nn.Module:
+    """Encoder and decoder of which every layer has experts."""
+    import transformers
+
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
+        encoder_sparse_step=1, decoder_sparse_step=1, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2,
+        expert_capacity=3, router_jitter_noise=0.0, dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+class FeedForward(nn.Module):
+    """One expert."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, inner)
+        self.down = nn.Linear(inner, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class ExpertLoop(nn.Module):
+    """A loop over modules: the rows of each expert are picked, computed and added up."""
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.gate = nn.Linear(size, num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(size, inner) for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        scores, chosen = torch.topk(self.gate(rows), self.k)
+        scores = F.softmax(scores, dim=-1)
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]))
+        return result.view_as(x)
+
+
+class MaskedLoop(ExpertLoop):
+    """A loop over modules: every expert sees every token, and weighs those that are not its own with zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.gate(x).softmax(-1)
+        scores, chosen = probabilities.topk(self.k)
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen, scores)
+        return sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class OneHotDispatch(nn.Module):
+    """Stacked weights; tokens reach every expert through a one-hot product."""
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__()
+        self.k, self.num_experts = k, num_experts
+        self.gate = nn.Linear(size, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, size, inner) / size**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, size) / inner**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(x).softmax(-1).topk(self.k)
+        one_hot = F.one_hot(chosen, self.num_experts).to(x.dtype)
+        combine = torch.einsum("bsk,bske->bse", scores, one_hot)
+        dispatched = torch.einsum("bse,bsh->ebsh", one_hot.sum(-2), x)
+        inner = F.relu(torch.einsum("ebsh,ehf->ebsf", dispatched, self.up))
+        outputs = torch.einsum("ebsf,efh->ebsh", inner, self.down)
+        return torch.einsum("bse,ebsh->bsh", combine, outputs)
+
+
+class CapacityDispatch(OneHotDispatch):
+    """A place in each expert's buffer for each token, per sample; tokens beyond its capacity are dropped (GShard)."""
+
+    capacity = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(x).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, self.num_experts)
+        place = (mask.cumsum(1) - 1) * mask
+        mask = mask * (place < self.capacity)
+        slots = F.one_hot((place * mask).sum(-1), self.capacity).to(x.dtype)
+        dispatch = torch.einsum("bse,bsc->bsec", mask.to(x.dtype), slots)
+        rows = torch.einsum("bsec,bsh->ebch", dispatch, x)
+        inner = F.relu(torch.einsum("ebch,ehf->ebcf", rows, self.up))
+        outputs = torch.einsum("ebcf,efh->ebch", inner, self.down)
+        return torch.einsum("bsec,ebch->bsh", scores[..., None, None] * dispatch, outputs)
+
+
+class ByHand(nn.Module):
+    """Tokens → embedding → residual layers of one kind → loss."""
+
+    def __init__(self, layer: Callable[[int, int, int, int], nn.Module], *, size: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, size)
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(layers))
+        self.layers = nn.ModuleList(layer(size, 12, 4, 2) for _ in range(layers))
+        self.head = nn.Linear(size, 32, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for norm, layer in zip(self.norms, self.layers):
+            x = x + layer(norm(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
+    "mixtral": lambda: language_model("Mixtral"),
+    "mixtral eager": lambda: language_model("Mixtral", "eager"),
+    "mixtral batched": lambda: language_model("Mixtral", "batched_mm"),
+    "qwen3-moe": lambda: language_model("Qwen3Moe"),
+    "deepseek-v3": lambda: language_model("DeepseekV3"),
+    "deepseek-v3 eager": lambda: language_model("DeepseekV3", "eager"),
+    "gpt-oss": lambda: language_model("GptOss"),
+    "gpt-oss eager": lambda: language_model("GptOss", "eager"),
+    "switch": switch_transformer,
+    "loop": lambda: ByHand(ExpertLoop),
+    "masked loop": lambda: ByHand(MaskedLoop),
+    "one-hot": lambda: ByHand(OneHotDispatch),
+    "capacity": lambda: ByHand(CapacityDispatch),
+}
+
+
+def family_model(name: str) -> nn.Module:
+    """A model in float64 that trains, from a fixed seed."""
+    torch.manual_seed(0)
+    return FAMILIES[name]().double().train()
+
+
+def family_batch(*, batch: int = 8, length: int = 6) -> dict[str, torch.Tensor]:
+    """One global batch."""
+    ids = torch.randint(0, 32, (batch, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1)}
