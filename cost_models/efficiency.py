@@ -11,6 +11,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cost_models.attention_kernel import AttentionKernel
+from cost_models.matmul_kernel import MatmulKernel, MatmulShape
+
 #: Kinds of work, and whose curves stand in where a device has none for a kind (None: the full peak).
 KIND_STAND_IN: dict[str, str | None] = {
     "matmul": None,
@@ -26,9 +29,8 @@ KIND_STAND_IN: dict[str, str | None] = {
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.
 TILED_KINDS = frozenset({"matmul", "convolution"})
-
-#: (batch, m, n, k): ``batch`` products of an m×k by a k×n matrix.
-MatmulShape = tuple[int, int, int, int]
+#: Kinds that fused attention runs, forward and backward.
+ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Of one kind of work: share of the peak rate by operations, share of memory bandwidth by bytes, tiling."""
+    """Of one kind of work: share of the peak rate by operations, share of memory bandwidth by bytes, tiling.
+
+    ``kernel`` says all that at once of products whose shape is known; the others are for those whose shape is not.
+    """
 
     flops: Curve = FULL
     bytes: Curve = FULL
     tiling: Tiling | None = None
+    kernel: MatmulKernel | AttentionKernel | None = None
 
     def busy_flops(self, flops: float, *, shape: MatmulShape | None) -> float:
         """``flops`` at full rate that take as long as ``flops`` at the rate that is reached."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
-from cost_models.efficiency import FULL, KIND_STAND_IN, TILED_KINDS, Curve, Efficiency, Tiling
+from cost_models.attention_kernel import AttentionKernel
+from cost_models.efficiency import ATTENTION_KINDS, FULL, KIND_STAND_IN, TILED_KINDS, Curve, Efficiency, Tiling
 from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, shown, suggest
+from cost_models.matmul_kernel import MatmulKernel
 from cost_models.presets import efficiency_names, load_efficiency
 
+Kernel = MatmulKernel | AttentionKernel
+#: By kind, the kernel model that its table may have.
+_KERNELS: dict[str, type[Kernel]] = {
+    **dict.fromkeys(TILED_KINDS, MatmulKernel),
+    **dict.fromkeys(ATTENTION_KINDS, AttentionKernel),
+}
 _TILING_KEYS = ("processors", "depth_overhead", "shapes")
 
 
@@ -25,7 +34,7 @@ def parse_efficiency(data: Any, where: str) -> dict[str, Efficiency]:
         data = load_efficiency(data)
     table = as_table(data, where)
     check_keys(table, tuple(KIND_STAND_IN), where)
-    return {kind: _parse_kind(table[kind], f"{where}.{kind}", tiled=kind in TILED_KINDS) for kind in table}
+    return {kind: _parse_kind(table[kind], f"{where}.{kind}", kind) for kind in table}
 
 
 def format_efficiency(efficiency: Mapping[str, Efficiency]) -> dict[str, Any]:
@@ -40,6 +49,8 @@ def format_efficiency(efficiency: Mapping[str, Efficiency]) -> dict[str, Any]:
                 "depth_overhead": item.tiling.depth_overhead,
                 "shapes": [list(shape) for shape in item.tiling.shapes],
             }
+        if item.kernel is not None:
+            data[kind]["kernel"] = asdict(item.kernel)
     return data
 
 
@@ -68,16 +79,39 @@ def format_curve(curve: Curve) -> Any:
     return [list(point) for point in curve.points]
 
 
-def _parse_kind(data: Any, where: str, *, tiled: bool) -> Efficiency:
+def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
     table = as_table(data, where)
-    check_keys(table, ("flops", "bytes", "tiles") if tiled else ("flops", "bytes"), where)
+    kernel = _KERNELS.get(kind)
+    more = ("tiles",) * (kind in TILED_KINDS) + ("kernel",) * (kernel is not None)
+    check_keys(table, ("flops", "bytes", *more), where)
     return Efficiency(
         flops=parse_curve(table.get("flops", 1.0), f"{where}.flops"),
         bytes=parse_curve(table.get("bytes", 1.0), f"{where}.bytes"),
         tiling=_parse_tiling(as_table(table["tiles"], f"{where}.tiles"), f"{where}.tiles")
         if "tiles" in table
         else None,
+        kernel=_parse_kernel(as_table(table["kernel"], f"{where}.kernel"), f"{where}.kernel", kernel)
+        if kernel is not None and "kernel" in table
+        else None,
     )
+
+
+def _parse_kernel(table: Table, where: str, kernel: type[Kernel]) -> Kernel:
+    entries = {each.name: each for each in fields(kernel)}
+    check_keys(table, tuple(entries), where)
+    numbers: dict[str, Any] = {
+        name: get_field(table, name, where)
+        for name, entry in entries.items()
+        if name in table or entry.default is MISSING
+    }
+    for name, value in numbers.items():
+        if not _is_number(value):
+            raise ValueError(f"{where}.{name} must be a number, got {shown(value)}")
+    get_count(table, "processors", where)
+    try:
+        return kernel(**numbers)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _parse_tiling(table: Table, where: str) -> Tiling:

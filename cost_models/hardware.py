@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cost_models.dtypes import RATE_STAND_IN
+from cost_models.dtypes import RATE_STAND_IN, TFLOAT32, item_size
 from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
 
 
@@ -55,6 +55,16 @@ class Device:
             ValueError: if the kind is not known.
         """
         efficiency = of_kind(self.efficiency, kind)
+        if efficiency.kernel is not None and shape is not None and flops:
+            seconds = efficiency.kernel.seconds(
+                shape,
+                flops=flops,
+                num_bytes=num_bytes,
+                item_size=item_size("float32" if dtype == TFLOAT32 else dtype),
+                peak=self.peak_flops(dtype),
+                bandwidth=self.memory_bandwidth,
+            )
+            return max(seconds, self.launch_overhead)
         arithmetic = traffic = 0.0
         if flops:
             arithmetic = efficiency.busy_flops(flops, shape=shape if kind in TILED_KINDS else None)

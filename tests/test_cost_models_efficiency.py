@@ -192,8 +192,8 @@ def test_every_curve_that_is_accepted_has_both_properties(
 
 def with_efficiency(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """A preset with efficiency tables spelt out, and one field of them set."""
-    data = copy.deepcopy(load_preset("dgx-h100"))
-    data["device"]["efficiency"] = Cluster.parse("dgx-h100").to_dict()["device"]["efficiency"]
+    data = copy.deepcopy(load_preset("dgx-v100-16g"))
+    data["device"]["efficiency"] = Cluster.parse("dgx-v100-16g").to_dict()["device"]["efficiency"]
     table: Any = data["device"]["efficiency"]
     for key in path[:-1]:
         table = table[key]

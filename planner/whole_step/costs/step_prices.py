@@ -163,12 +163,15 @@ class StepPricing(Pricing):
         if kind == ATTENTION and forms_scores(node):
             seconds = self._formed_attention(node, values, inputs)
             return seconds if grads else (seconds[0], 0.0)
+        if kind == ATTENTION:
+            scores = self._scores(node, values, inputs)
+            forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=scores)
+            again, twice = ATTENTION_BACKWARD * local_flops, 2 * num_bytes
+            backward = price(flops=again, num_bytes=twice, dtype=dtype, kind="attention_backward", shape=scores)
+            return forward, backward if grads else 0.0
         forward = price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
         if not grads:
             return forward, 0.0
-        if kind == ATTENTION:
-            again = ATTENTION_BACKWARD * local_flops
-            return forward, price(flops=again, num_bytes=2 * num_bytes, dtype=dtype, kind="attention_backward")
         if flops:
             return forward, len(grads) * price(flops=local_flops, num_bytes=num_bytes, dtype=dtype, kind=kind)
         gradient_bytes = sum(
@@ -212,9 +215,8 @@ class StepPricing(Pricing):
         self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
     ) -> tuple[float, float]:
         """Attention that no fused kernel does: two products of all scores forward, four backward, and the scores."""
-        parts = [local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs, inputs)]
-        (*batch, rows, width), columns = parts[0], parts[1][-2]
-        count, dtype = math.prod(batch), node.output.dtype
+        count, rows, columns, width = self._scores(node, values, inputs)
+        dtype = node.output.dtype
         elements = count * rows * columns
         scores = elements * item_size(dtype)
         product = self.prices.compute_seconds(
@@ -229,6 +231,15 @@ class StepPricing(Pricing):
             for passes in SCORE_PASSES[self.fusion != Fusion()]
         )
         return 2 * product + forward, 4 * product + backward
+
+    def _scores(
+        self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement]
+    ) -> tuple[int, int, int, int]:
+        """(heads of samples, queries, keys, width) of an attention call's part: the product that makes its scores."""
+        query, key = (
+            local_shape(values[name].shape, where, self.mesh) for name, where in zip(node.inputs[:2], inputs[:2])
+        )
+        return math.prod(query[:-2]), query[-2], key[-2], query[-1]
 
     def _read(self, node: Node, values: Mapping[str, Value], inputs: Sequence[Placement], written: int) -> int:
         read = {
