@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import kernels
+from runtime.kernels.chunked_logits import LEAST_CHUNK, tokens_at_a_time
 from runtime.kernels.dispatch import VARIABLE
-from runtime.kernels.linear_cross_entropy import LEAST_CHUNK, tokens_at_a_time
 from tests.kernels_behaviour import check_autocast, check_compiles, check_layouts, check_meta
 from tests.kernels_harness import IMPLEMENTATIONS, leading_shapes, random_tensor, widths
 from tests.test_kernels_cross_entropy import check_typical_errors, definition, peak_bytes, random_target, results

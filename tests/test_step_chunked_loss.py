@@ -27,7 +27,7 @@ from planner.planning import capture_for_planning
 from planner.verification.verify_model import slow_devices
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
-from runtime.kernels.linear_cross_entropy import tokens_at_a_time
+from runtime.kernels.chunked_logits import tokens_at_a_time
 
 MIB = 2**20
 

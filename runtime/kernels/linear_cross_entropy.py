@@ -7,22 +7,27 @@ products are torch's, the row work is that of ``runtime.kernels.logit_rows``.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.chunked_logits import (
+    gradients_with,
+    losses_with,
+    sums_with,
+    tokens_at_a_time,
+    totals,
+    without_autocast,
+)
 from runtime.kernels.cross_entropy import (
     LossOptions,
     aten_small_losses,
     autocasts,
-    check_classes,
     check_smoothing,
     check_target,
     check_whole,
-    losses_of,
     plain_losses,
     torchs_own_losses,
 )
@@ -45,10 +50,6 @@ from runtime.kernels.logit_rows import (
     triton_sums,
 )
 from runtime.kernels.rows import is_one_block
-
-#: Fewest tokens in a chunk. Each chunk reads and writes the float32 gradient of the weight once, 8 bytes for an
-#: element, and multiplies 2·tokens times for it: with fewer tokens a GPU would spend most of the time on the former.
-LEAST_CHUNK = 1024
 
 
 def linear_cross_entropy(
@@ -88,11 +89,6 @@ def linear_cross_entropy(
         hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, chunk_tokens, dtype or usual
     )
     return losses
-
-
-def tokens_at_a_time(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Tokens in a chunk: so many that their logits are as large as ``hidden`` of all tokens, but not too few."""
-    return min(max(-(-tokens * hidden // max(vocabulary, 1)), LEAST_CHUNK), max(tokens, 1))
 
 
 def linear_row_sums(
@@ -178,100 +174,6 @@ def _is_tiny(
     )
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_tokens: int | None) -> Iterator[slice]:
-    """Places of the tokens of each chunk among all."""
-    tokens = hidden.shape[:-1].numel()
-    step = chunk_tokens or tokens_at_a_time(tokens, hidden.shape[-1], weight.shape[0])
-    for first in range(0, tokens, step):
-        yield slice(first, min(first + step, tokens))
-
-
-def _sums_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
-    def run(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        start: torch.Tensor | None,
-        smoothing: bool,
-        chunk_tokens: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        largest, sums = shapes_of_sums(hidden, target, start, smoothing)
-        flat_largest, flat_sums = largest.view(-1), sums.view(len(sums), -1)
-        rows, classes = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-        with _without_autocast(hidden):
-            for lines in _chunks(hidden, weight, chunk_tokens):
-                largest_and_sums = row_sums(F.linear(rows[lines], weight, bias), classes[lines], start, smoothing)
-                flat_largest[lines], flat_sums[:, lines] = largest_and_sums
-        return largest, sums
-
-    return run
-
-
-def _losses_with(row_sums: Callable[..., Any]) -> Callable[..., Any]:
-    sums_of = _sums_with(row_sums)
-
-    def run(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        chunk_tokens: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        if target.device.type == "cpu":
-            check_classes(target, weight.shape[0], ignore_index)
-        loss = LossOptions(weight.shape[0], ignore_index, label_smoothing, z_loss)
-        largest, sums = sums_of(hidden, weight, bias, target, None, label_smoothing > 0, chunk_tokens)
-        losses, _ = losses_of(largest, sums, target, loss)
-        return losses.to(dtype or hidden.dtype)
-
-    return run
-
-
-def _gradients_with(row_sums: Callable[..., Any], row_gradient: Callable[..., Any]) -> Callable[..., Any]:
-    def run(
-        grad: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        statistic: torch.Tensor | None,
-        start: torch.Tensor | None,
-        vocabulary: int,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-        chunk_tokens: int | None,
-        requested: Sequence[bool],
-    ) -> tuple[torch.Tensor, ...]:
-        loss = LossOptions(vocabulary, ignore_index, label_smoothing, z_loss)
-        rows, classes, grads = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1), grad.reshape(-1)
-        statistics = None if statistic is None else statistic.reshape(2, -1)
-        by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, requested)
-        with _without_autocast(hidden):
-            for lines in _chunks(hidden, weight, chunk_tokens):
-                logits = F.linear(rows[lines], weight, bias)
-                if statistics is None:
-                    largest, sums = row_sums(logits, classes[lines], start, label_smoothing > 0)
-                    _, of_chunk = losses_of(largest, sums, classes[lines], loss)
-                else:
-                    of_chunk = statistics[:, lines]
-                row_gradient(logits, grads[lines], logits, classes[lines], of_chunk, start, *loss)
-                if requested[0]:
-                    torch.mm(logits, weight, out=by_hidden.view(rows.shape)[lines])
-                if requested[1]:
-                    _add_product(by_weight, logits.t(), rows[lines])
-                if requested[2]:
-                    by_bias += logits.sum(0, dtype=by_bias.dtype)
-        return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
-
-    return run
-
-
 def _small_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, loss: LossOptions, chunk_tokens: int | None
 ) -> torch.Tensor | None:
@@ -280,12 +182,12 @@ def _small_logits(
     chunk = chunk_tokens or tokens_at_a_time(tokens, hidden.shape[-1], weight.shape[0])
     if loss.label_smoothing or loss.z_loss or tokens > chunk or not is_one_block(hidden, tokens * weight.shape[0]):
         return None
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         return F.linear(hidden, weight, bias)
 
 
-_chunked_losses = _losses_with(aten_sums)
-_chunked_gradients = _gradients_with(aten_sums, aten_gradient)
+_chunked_losses = losses_with(aten_sums)
+_chunked_gradients = gradients_with(aten_sums, aten_gradient)
 
 
 def _aten_losses(
@@ -329,35 +231,11 @@ def _aten_gradients(
             grad, hidden, weight, bias, target, statistic, start, *loss, chunk_tokens, requested
         )
         return gradients
-    with _without_autocast(hidden):
+    with without_autocast(hidden):
         change = in_dtype(small_gradient(grad, logits, target, ignore_index), weight.dtype).view(-1, weight.shape[0])
         by_hidden = torch.mm(change, weight).view(hidden.shape) if requested[0] else hidden.new_empty(0)
         by_weight = torch.mm(change.t(), hidden.reshape(len(change), -1)) if requested[1] else weight.new_empty(0)
     return by_hidden, by_weight, change.sum(0) if requested[2] else weight.new_empty(0)
-
-
-def _totals(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, requested: Sequence[bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the gradients; those of weight and bias are added up in at least float32. Nothing if not requested."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    by_hidden = hidden.new_empty(hidden.shape if requested[0] else 0)
-    by_weight = weight.new_zeros(weight.shape if requested[1] else 0, dtype=wide)
-    return by_hidden, by_weight, weight.new_zeros(weight.shape[:1] if requested[2] else 0, dtype=wide)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """``total += left @ right``, not rounded to the dtype of the factors in between."""
-    if total.dtype != left.dtype and total.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-def _without_autocast(hidden: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Backward is not under autocast either: both must compute the same logits."""
-    device = hidden.device.type
-    return torch.autocast(device, enabled=False) if autocasts(device) else contextlib.nullcontext()
 
 
 def _shapes_of_sums(
@@ -389,7 +267,7 @@ def _shape(
 def _shapes_of_gradients(
     grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, ...]:
-    by_hidden, by_weight, by_bias = _totals(hidden, weight, bias, options[-1])
+    by_hidden, by_weight, by_bias = totals(hidden, weight, bias, options[-1])
     return by_hidden, by_weight.to(weight.dtype), by_bias.to(weight.dtype)
 
 
@@ -398,14 +276,14 @@ _forward = register(
     f"linear_cross_entropy({_OPERANDS}, int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, "
     "int? chunk_tokens=None, ScalarType? dtype=None) -> Tensor",
     aten=_aten_losses,
-    triton=_losses_with(triton_sums),
+    triton=losses_with(triton_sums),
     shapes=_shape,
 )
 _sums = register(
     f"linear_cross_entropy_sums({_OPERANDS}, Tensor? start, bool smoothing, int? chunk_tokens=None)"
     " -> (Tensor, Tensor)",
-    aten=_sums_with(aten_sums),
-    triton=_sums_with(triton_sums),
+    aten=sums_with(aten_sums),
+    triton=sums_with(triton_sums),
     shapes=_shapes_of_sums,
 )
 _backward = register(
@@ -413,7 +291,7 @@ _backward = register(
     "int ignore_index, float label_smoothing, float z_loss, int? chunk_tokens, bool[] requested)"
     " -> (Tensor, Tensor, Tensor)",
     aten=_aten_gradients,
-    triton=_gradients_with(triton_sums, triton_gradient),
+    triton=gradients_with(triton_sums, triton_gradient),
     shapes=_shapes_of_gradients,
 )
 
@@ -446,7 +324,7 @@ def _plain_backward(
     *loss, _, requested = options
 
     def definition(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        with _without_autocast(hidden):
+        with without_autocast(hidden):
             return plain_losses(F.linear(hidden, weight, bias), target, LossOptions(*loss)).to(grad.dtype)
 
     gradients = gradients_of(definition, (hidden, weight, bias), grad)
