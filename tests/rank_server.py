@@ -27,9 +27,18 @@ GRACE = 20.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
+#: Variables that say something about a job; a test sets its own.
+_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def of_no_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what the job says in which the tests themselves may run."""
+    return {name: value for name, value in environment.items() if name not in _JOB and not name.startswith("SLURM_")}
+
+
 def environment_of_ranks() -> dict[str, str]:
     """This process's, for several on one host that find the project without it being installed."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    return {**of_no_job(os.environ), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 
 
 class RankServer:
@@ -96,17 +105,27 @@ def serve() -> None:
         answers.flush()
 
 
-def _import_what_ranks_need() -> None:
-    import networkx  # noqa: F401
-    import scipy.optimize  # noqa: F401
-    import torch
-    import torch.export._trace
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
+#: Modules that most ranks import at their first plan, capture, step or checkpoint.
+_NEEDED = (
+    *("networkx", "scipy.optimize", "highspy", "torch.export._trace", "torch.profiler", "torch.utils.serialization"),
+    *("torch.distributed.checkpoint", "torch.distributed.pipelining", "spmd_types", "safetensors.torch"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "t5", "vit")),
+    *("planner.trainer.trainer", "planner.verification.verify_model", "planner.library", "planner.fusing"),
+    *("planner.whole_step.plan_step", "planner.pipeline_ilp", "planner.graph_cache.planned_graph"),
+    *("planner.auditing.repriced_step", "runtime.checkpoint", "runtime.execution.engine"),
+)
 
-    for ours in ("planner.trainer.trainer", "planner.verification.verify_model", "runtime.checkpoint"):
-        importlib.import_module(ours)
+
+def _import_what_ranks_need() -> None:
+    for name in _NEEDED:
+        importlib.import_module(name)
+    import torch
+
+    from passes.capture import capture
+
     torch.set_num_threads(1)
+    # What torch.export and the tracer set up at first use.
+    capture(torch.nn.Linear(2, 2), args=(torch.zeros(2, 2),), loss_fn=lambda outputs, batch: outputs.sum())
 
 
 def _run(request: dict[str, Any]) -> list[int | None]:
