@@ -38,6 +38,13 @@ def test_a_check_of_the_model_raises_its_own_error_and_makes_no_program(target: 
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_a_check_of_predictions_raises_at_the_call_that_it_refuses(target: str) -> None:
+    first, message, second, programs = results()[f"checks_predictions {target}"]
+    assert first and second and programs == 1
+    assert "the model raises an error here" in message and "(y.abs() < 100).all()" in message
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_buffer_that_was_loaded_is_read_again(target: str) -> None:
     assert results()[f"follows_loaded_buffers {target}"] == [True, 2]
 

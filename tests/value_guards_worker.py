@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import nn
+from torch.nn import functional as F
 
 import planner
 from tests.ranks import answer, task
@@ -79,7 +81,26 @@ class ComparesWithBuffer(Reader):
         return y.exp() if bool((lengths > self.longest).any()) else y
 
 
-READERS = (ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer)
+class Transcribes(Reader):
+    """A CTC loss of targets that a mask picks."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        frames = torch.stack([y, 2 * y, y.tanh(), 3 * y, y.exp()]).log_softmax(-1)
+        labels = torch.stack([lengths % 3 + 1, (lengths + 1) % 3 + 1], dim=1)
+        labels_mask = torch.stack([lengths > 0, lengths > 2], dim=1)
+        num_frames = torch.full((len(x),), len(frames))
+        return F.ctc_loss(frames, labels[labels_mask], num_frames, labels_mask.sum(-1))
+
+
+class PicksOneByOne(Reader):
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return y[list(lengths), list(lengths % FEATURES)] * int(lengths[0])
+
+
+READERS = (
+    ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer, Transcribes,
+    PicksOneByOne,
+)  # fmt: skip
 TARGETS = ("pp=1,dp=2", "tp=2")
 
 
@@ -90,6 +111,17 @@ class Checked(Reader):
         if lengths.max() > 5:
             raise IndexError("lengths must be 5 at most")
         return y
+
+
+class Assigns(Reader):
+    """Pairs what it predicts with its inputs, and refuses predictions that are too large."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.longest is not None and not (y.abs() < 100).all():
+            raise IndexError("too large")
+        assert not y.isnan().any() and (x.isfinite().all() or y.isinf().any()), "not a number"
+        rows, columns = linear_sum_assignment(torch.cdist(y.detach(), x).cpu())
+        return y[torch.as_tensor(rows)] * x[torch.as_tensor(columns)] ** 2
 
 
 def equals_eager(model: Reader, parallel: Any, lengths: torch.Tensor, **options: Any) -> bool:
@@ -136,6 +168,19 @@ def errors_are_the_users(target: str) -> list[str]:
     return [message, str(equals_eager(model, parallel, OTHERS)), str(programs_of(parallel))]
 
 
+def checks_predictions(target: str) -> list[Any]:
+    """A step that a check of the model refuses, between two that it lets pass; one program serves them all."""
+    model = Assigns()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    results = [equals_eager(model, parallel, LENGTHS)]
+    message = ""
+    try:
+        parallel.train_step(x=X * 1000, lengths=LENGTHS)
+    except ValueError as error:
+        message = str(error)
+    return [*results, message, equals_eager(model, parallel, OTHERS), programs_of(parallel)]
+
+
 def reads_each_groups_samples(target: str) -> list[Any]:
     """Local inputs: the values of the whole batch count."""
     model = ReadsNumber()
@@ -169,6 +214,7 @@ def refuses_other_batches(target: str) -> str:
 
 SCENARIOS: tuple[Callable[[str], Any], ...] = (
     errors_are_the_users,
+    checks_predictions,
     reads_each_groups_samples,
     follows_loaded_buffers,
     refuses_other_batches,

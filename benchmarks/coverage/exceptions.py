@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 8},
     "internvl": {"downsample_ratio": 0.5},
-    "jamba": {"mamba_dt_rank": 4},
+    "jamba": {"mamba_dt_rank": 4, "attn_layer_offset": 1, "attn_layer_period": 2},
     "llama4_vision_model": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
                             "pixel_shuffle_ratio": 0.5},
     "mobilevit": {"hidden_sizes": (16, 24, 32)},
@@ -44,7 +44,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": 64, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gpt_bigcode": {"n_inner": 64},
-    "granitemoehybrid": {"mamba_d_head": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "hunyuan_vl_text": {"head_dim": 8},
@@ -61,6 +60,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "lilt": {"channel_shrink_ratio": 4},
 }  # fmt: skip
+
+#: Detectors' own backbones are timm's, or too deep for a small image.
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
+          "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}  # fmt: skip
+for _name in ("conditional_detr", "dab-detr", "detr", "table-transformer"):
+    CONFIGS[_name] = {"backbone_config": {**RESNET, "out_features": ["stage4"]}}
+CONFIGS["deformable_detr"] = {"backbone_config": RESNET}
+for _name in ("grounding-dino", "mm-grounding-dino"):
+    CONFIGS[_name] = {"num_queries": 4}
+CONFIGS["recurrent_gemma"] = {"block_types": ("recurrent", "attention")}
+CONFIGS["granitemoehybrid"] = {"mamba_d_head": 8, "layer_types": ["linear_attention", "full_attention"]}
 
 #: The stem of EfficientNet has the width that its first block takes.
 EFFICIENT_WIDTHS = {"in_channels": (32, 16, 24, 40, 80, 112, 192), "out_channels": (16, 24, 40, 80, 112, 192, 320),

@@ -78,7 +78,9 @@ def _small_entries(config: Any, exceptions: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, PretrainedConfig):
             nested = fixed.pop(name, {})
-            if isinstance(nested, dict):
+            if "model_type" in nested:
+                entries[name] = nested
+            else:
                 nested = {**CONFIGS.get(value.model_type, {}), **nested}
                 entries[name] = {"model_type": value.model_type, **_small_entries(value, nested)}
         elif isinstance(value, bool):
@@ -90,7 +92,32 @@ def _small_entries(config: Any, exceptions: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
             entries[name] = _small_list(name, value, divisor)
     entries.update(_agreeing(config, values, entries))
-    return {**entries, **fixed}
+    return {**_all_kinds(config, {**entries, **fixed}), **fixed}
+
+
+#: Lists that name the kind of every layer.
+KINDS = ("layer_types", "layers_block_type", "block_types")
+
+
+def _all_kinds(config: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    """``entries`` with one layer of each kind, where the first few layers are not of all kinds."""
+    for name in KINDS:
+        kinds = list(dict.fromkeys(getattr(config, name, None) or ()))
+        if len(kinds) < 2 or "num_hidden_layers" not in entries:
+            continue
+        try:
+            current = getattr(type(config)(**entries), name)
+        except Exception:  # the list is as long as the large model's
+            current = ()
+        if set(current) == set(kinds):
+            continue
+        several = {**entries, "num_hidden_layers": len(kinds), name: kinds}
+        try:
+            type(config)(**several)
+        except Exception:  # derived from other fields
+            continue
+        return several
+    return entries
 
 
 def _declared(config: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from passes.canonicalise.broadcasts import narrow_constants
 from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
+from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
@@ -51,6 +52,7 @@ def canonicalise(
     """
     inline_regions(module)
     drop_asserts(module)
+    write_out_ctc_losses(module)
     fix_sizes(module)
     write_out_random_operators(module)
     write_out_batch_norm(module)

@@ -219,14 +219,18 @@ class _Call(nn.Module):
         self.reads.begin(self.sources(tensors))
         args, kwargs = self.unflatten(tensors)
         before = plain_state(self.model)
-        with WatchedForward(self.originals) as watched, no_python_draws():
+        with WatchedForward(self.originals, self.reads) as watched, no_python_draws():
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
             else:
                 outputs = self.with_loss(args, kwargs)
+            structure, results = flatten(outputs)
+            path = _smallest(results)
+            if path is not None:
+                results[path] = watched.checked(results[path])
         self.result.checkpoints = watched.checkpoints
         self.result.changed = changes(before, plain_state(self.model))
-        self.result.structure, self.result.tensors = flatten(outputs)
+        self.result.structure, self.result.tensors = structure, results
         return tuple(self.result.tensors.values())
 
     def sources(self, tensors: tuple[torch.Tensor, ...]) -> dict[tuple[str, Any], torch.Tensor]:
@@ -250,6 +254,12 @@ class _Call(nn.Module):
             named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
         outputs = self.model(*positional, **named, **self.extra)
         return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in parameters])), outputs)
+
+
+def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:
+    """The floating-point tensor with the fewest elements: the loss, where there is one."""
+    floating = [path for path, tensor in tensors.items() if tensor.is_floating_point()]
+    return min(floating, key=lambda path: tensors[path].numel(), default=None)
 
 
 class _InOrder(dict[Path, Any]):

@@ -9,7 +9,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from passes.capture.custom_functions import traced_custom_functions
-from passes.torch_compat.tracing import lazy_code, quiet_export, stack_traces_noted
+from passes.capture.host_functions import traced_host_functions
+from passes.torch_compat.tracing import idle_conversions, lazy_code, quiet_export, stack_traces_noted
 
 
 def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces: bool = False) -> ExportedProgram:
@@ -21,7 +22,14 @@ def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces
     Raises:
         whatever the model or the tracer raises.
     """
-    with warnings.catch_warnings(), quiet_export(), lazy_code(), traced_custom_functions():
+    with (
+        warnings.catch_warnings(),
+        quiet_export(),
+        lazy_code(),
+        traced_custom_functions(),
+        traced_host_functions(),
+        idle_conversions(),
+    ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):
             return torch.export.export(module, tensors, {}, strict=False)

@@ -26,6 +26,8 @@ _PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "mm", "bmm"
 _QUOTIENTS = {"div", "divide", "true_divide", "truediv", "idiv", "itruediv"}
 #: ``f(x, dim, index, y)``: x with y added or put somewhere.
 _PLACED = {"scatter_add", "index_add", "scatter", "index_copy"}
+#: ``f(gradient, output, …)``: derivatives that torch has as operators.
+_DERIVATIVES = {"softmax_backward_data", "log_softmax_backward_data"}
 _JOINED = {"cat", "concat", "stack"}
 _SUMS = {"add", "sub", "subtract", "radd", "rsub", "iadd", "isub"}
 #: Functions that look at the shape and dtype of a tensor, not at its elements.
@@ -76,6 +78,8 @@ class OnlyLinear(TorchFunctionMode):
         following = [isinstance(operand, torch.Tensor) and id(operand) in self._following for operand in operands]
         if name in _LINEAR:
             return following[0]
+        if name in _DERIVATIVES:
+            return following[0] and sum(following) == 1
         if name in _PRODUCTS:
             return sum(following) == 1
         if name in _QUOTIENTS:

@@ -36,6 +36,12 @@ def describe_stack(paths: Mapping[int, str]) -> str:
     return _place(list(traceback.walk_stack(None))[::-1], paths)
 
 
+def innermost_frame_of_model() -> FrameType | None:
+    """The frame of the model's line that is running now."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return next((frame for frame in frames if _is_of_the_model(frame.f_code.co_filename)), None)
+
+
 def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:
     """The innermost module, and the innermost line that is of a model, of frames from the outside in."""
     place, module = "", None

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from passes.capture.error_checks import harmless_answer
 from passes.capture.guard_values import StepValues
 from passes.capture.shorten import NotRepeated
-from passes.capture.tracing_errors import describe_stack
+from passes.capture.tracing_errors import describe_stack, innermost_frame_of_model
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
 from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.value_guards import GuardReading, GuardStep, Path, StepResult, ValueGuards
@@ -88,6 +89,9 @@ class ValueReads:
             return ask(args[0], self._places(args[1], stand_ins))
         if operator is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
             return ask(*args, **kwargs)
+        if operator is _aten._ctc_loss.Tensor:
+            with stand_ins:
+                return _ctc_results(*args[:2])
         if operator is _aten.masked_select.default:
             source, mask = args
             count = self._count(mask, torch.broadcast_shapes(source.shape, mask.shape))
@@ -99,6 +103,23 @@ class ValueReads:
         self._read(question)
         with stand_ins:
             return _without_data(self._values.results[question.step])
+
+    def error_check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
+        """What ``flag`` has to be for the model to raise no error, and where it asks.
+
+        None if it asks for another reason, or if the example's values tell.
+
+        Raises:
+            NotRepeated: if layers are skipped, whose checks would be lost.
+        """
+        place = describe_stack(self._modules)
+        frame = innermost_frame_of_model()
+        answer = None if frame is None else harmless_answer(frame)
+        if answer is None or self._subgraphs is None or self._subgraphs.is_settled(flag):
+            return None
+        if not self._whole:
+            raise NotRepeated(place)
+        return answer, place
 
     def _places(self, indices: list[torch.Tensor | None], stand_ins: Any) -> list[torch.Tensor | None]:
         """Indices with a mask as the places where it is true."""
@@ -166,6 +187,14 @@ def _words_for(operator: Any, args: tuple[Any, ...]) -> str:
         return "the shape of a result depends on a value"
     is_flag = args[0].dtype == torch.bool or len(args) > 1
     return "control flow depends on a value" if is_flag else "a tensor's value is read in Python (.item(), .tolist())"
+
+
+def _ctc_results(log_probabilities: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each sample, and what its backward needs: as long as the longest target, which is at most this."""
+    num_frames, num_samples, _ = log_probabilities.shape
+    longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
+    needed = log_probabilities.new_empty((num_samples, num_frames, 2 * longest + 1))
+    return log_probabilities.new_empty((num_samples,)), needed
 
 
 def _without_data(result: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.capture.shorten import SKIPPED
 from passes.ir.value_guards import GuardStep, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
@@ -17,11 +18,16 @@ from passes.torch_compat.tracer_questions import CurrentTrace, outside_of_tracin
 #: What a placeholder is: ("input", path), ("parameter", name) or ("buffer", name).
 Source = tuple[str, Any]
 
-#: Operators for which only the shape and dtype of their first argument matter.
-_OF_SHAPE = frozenset(
-    f"aten.{name}"
-    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty")
-)
+#: Operators → the place of the argument of which only the shape and dtype matter.
+_OF_SHAPE = {
+    **{
+        f"aten.{name}": 0
+        for name in (
+            "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty",
+        )
+    },
+    **{f"aten.{name}": 1 for name in ("expand_as", "view_as", "reshape_as", "type_as")},
+}  # fmt: skip
 #: Arguments of random operators that draw only where none of these is False or zero.
 _SWITCHES = ("train", "training", "dropout", "dropout_p", "p")
 
@@ -69,6 +75,16 @@ class Subgraphs:
                 steps[each] = add(self._step(each, steps, copied=bool(writes)))
         return steps[node]
 
+    def is_settled(self, tensor: torch.Tensor) -> bool:
+        """Whether inputs, buffers and constants decide what ``tensor`` is."""
+        node = self._trace.node_of(tensor)
+        try:
+            for each in _upstream(node) if node is not None else ():
+                self._check(each)
+        except UnknownValue:
+            return False
+        return node is not None
+
     def is_written(self, source: Source) -> bool:
         """Whether an operator changes what the trace began with."""
         nodes = [node for node, of in self._sources.items() if of == source]
@@ -92,7 +108,7 @@ class Subgraphs:
         elif node.target is not python_operator.getitem:
             if not isinstance(node.target, OpOverload):
                 raise UnknownValue(f"comes out of {node.target}")
-            if node.target.namespace == "meshwright":
+            if str(node.target) == SKIPPED:
                 raise UnknownValue("depends on a layer that is skipped")
             if _draws(node):
                 raise UnknownValue(f"depends on random numbers ({node.target})")
@@ -106,10 +122,11 @@ class Subgraphs:
         if node.target is python_operator.getitem:
             return GuardStep("item", tuple(_argument(argument, steps) for argument in node.args))
         args = tuple(_argument(argument, steps) for argument in node.args)
-        if _only_shape_of_first(node):
-            first = node.args[0].meta["val"]  # type: ignore[union-attr]
-            blank = GuardStep("blank", (tuple(first.shape), first.dtype))
-            return GuardStep(str(node.target), (blank, *args[1:]), _keywords(node, steps))
+        place = _only_shape_at(node)
+        if place is not None:
+            entry = node.args[place].meta["val"]  # type: ignore[union-attr]
+            blank = GuardStep("blank", (tuple(entry.shape), entry.dtype))
+            return GuardStep(str(node.target), (*args[:place], blank, *args[place + 1 :]), _keywords(node, steps))
         return GuardStep(str(node.target), args, _keywords(node, steps), writes=bool(_written(node)))
 
 
@@ -140,11 +157,17 @@ def _with_writers(nodes: list[fx.Node], node: fx.Node) -> list[fx.Node]:
 
 
 def _read_nodes(node: fx.Node) -> list[fx.Node]:
-    return node.all_input_nodes[1:] if _only_shape_of_first(node) else node.all_input_nodes
+    place = _only_shape_at(node)
+    if place is None:
+        return node.all_input_nodes
+    others = (*node.args[:place], *node.args[place + 1 :], *node.kwargs.values())
+    return [source for source in node.all_input_nodes if source in others]
 
 
-def _only_shape_of_first(node: fx.Node) -> bool:
-    return str(node.target).rpartition(".")[0] in _OF_SHAPE and isinstance(node.args[0], fx.Node)
+def _only_shape_at(node: fx.Node) -> int | None:
+    """The place of the argument of which only the shape matters; None if there is none."""
+    place = _OF_SHAPE.get(str(node.target).rpartition(".")[0])
+    return place if place is not None and isinstance(node.args[place], fx.Node) else None
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:

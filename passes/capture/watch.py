@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from passes.capture.value_reads import ValueReads
 from passes.ir.errors import CaptureError
+from passes.torch_compat import host_operators  # noqa: F401
 from passes.torch_compat.tensor_fields import is_inside_transform, saved_tensors_hooks_of_thread
 
 #: Methods that change or look at gradients as they pass, by what to do instead.
@@ -29,12 +31,15 @@ class WatchedForward(TorchFunctionMode):
 
     Args:
         originals: names of the tensors that the copy of the model must not come across, by identity.
+        reads: answers what the model asks of values.
     """
 
-    def __init__(self, originals: Mapping[int, str]) -> None:
+    def __init__(self, originals: Mapping[int, str], reads: ValueReads) -> None:
         super().__init__()
         self.checkpoints = False
         self._originals = originals
+        self._reads = reads
+        self._checks: list[tuple[torch.Tensor, bool, str]] = []
         self._hooks_outside = _pack_hook()
 
     def __torch_function__(
@@ -47,10 +52,23 @@ class WatchedForward(TorchFunctionMode):
             raise CaptureError(f"Tensor.{name} inside of forward would be lost by tracing: {_METHODS[name]}")
         if func in _FROM_DATA and args and isinstance(args[0], (list, tuple)):
             args = (_with_numbers(args[0]), *args[1:])
-        result = _array(args[0]) if func is torch.Tensor.numpy else func(*args, **(kwargs or {}))
+        if name in ("__getitem__", "__setitem__") and len(args) > 1:
+            args = (args[0], _joined(args[1]), *args[2:])
+        if name == "__bool__":
+            check = self._reads.error_check(args[0])
+            if check is not None:
+                self._checks.append((args[0].clone(), *check))
+                return check[0]
+        result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._check_origin(name, args)
         return result
+
+    def checked(self, output: torch.Tensor) -> torch.Tensor:
+        """``output``, which at run time is there only if no check of the model raises an error."""
+        for condition, expected, place in self._checks:
+            output = torch.ops.meshwright.checked(output, condition, expected, place)
+        return output
 
     def _check_origin(self, function: str, args: tuple[Any, ...]) -> None:
         for arg in args:
@@ -83,6 +101,7 @@ class WatchedForward(TorchFunctionMode):
 
 #: Functions that read the values of tensors in a list, which have none.
 _FROM_DATA = (torch.tensor, torch.as_tensor)
+_AS_ARRAY = (torch.Tensor.numpy, torch.Tensor.__array__)
 #: Elements of a tensor that may be read as an array.
 _MAX_READ = 4096
 
@@ -92,6 +111,20 @@ def _with_numbers(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return type(data)(map(_with_numbers, data)) if type(data) in (list, tuple) else data
     return data.tolist() if isinstance(data, torch.Tensor) else data
+
+
+def _joined(index: Any) -> Any:
+    """An index in which lists of single tensors are tensors: ``x[list(rows), list(columns)]``."""
+    if isinstance(index, tuple) and any(isinstance(entry, (list, tuple)) for entry in index):
+        return tuple(map(_stacked, index))
+    return _stacked(index) if isinstance(index, list) else index
+
+
+def _stacked(entries: Any) -> Any:
+    if not isinstance(entries, (list, tuple)) or not entries:
+        return entries
+    is_single = all(isinstance(entry, torch.Tensor) and entry.dim() == 0 for entry in entries)
+    return torch.stack(tuple(entries)) if is_single else entries
 
 
 def _array(tensor: torch.Tensor) -> Any:

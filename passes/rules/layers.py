@@ -288,6 +288,15 @@ def loss(call: OperatorCall) -> ShardingRule | None:
     return call.rule([dims] * len(call.inputs), [() if whole and shape else dims], terms=terms, passes_partial=False)
 
 
+def ctc_losses(call: OperatorCall) -> ShardingRule | None:
+    """Samples apart, where each has a row of targets; frames, classes and a sample's target stay whole."""
+    if len(call.shape("targets")) != 2:
+        return None
+    samples: tuple[str, ...] = ("n",) if call.outputs[0].shape[0] != 1 else ()
+    factors = {"log_probabilities": ((), samples, ()), "targets": (samples, ())}
+    return call.rule(call.by_slot({**factors, "frames": (samples,), "lengths": (samples,)}), [(samples,)])
+
+
 def _named(names: str) -> list[str]:
     return [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split()]
 
@@ -310,6 +319,7 @@ COMPUTED: dict[str, Callable[[OperatorCall], ShardingRule | None]] = {
     "aten.embedding.default": embedding,
     "aten._weight_norm.default": weight_norm,
     "meshwright.cross_entropy": cross_entropy,
+    "meshwright.ctc_losses.default": ctc_losses,
     **dict.fromkeys(_named("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"), convolution),
     **dict.fromkeys(_named("conv_transpose1d conv_transpose2d.input conv_transpose3d.input"), convolution),
     **dict.fromkeys(_named("adaptive_avg_pool1d avg_pool1d max_pool1d adaptive_max_pool1d"), outer_dims(1)),

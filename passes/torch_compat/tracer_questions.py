@@ -25,6 +25,7 @@ QUESTIONS = (
     _aten.nonzero.default, _aten.argwhere.default, _aten.masked_select.default, _aten.index.Tensor,
     _aten.repeat_interleave.Tensor, _aten.bincount.default, _aten._unique2.default, _aten._unique.default,
     _aten.unique_dim.default, _aten.unique_consecutive.default, _aten.unique_dim_consecutive.default,
+    _aten._ctc_loss.Tensor,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 from torch.export import _trace
@@ -95,6 +96,26 @@ def intercepted_functions(intercept: Callable[[Apply, Any, tuple[Any, ...], dict
         yield
     finally:
         del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def idle_conversions() -> Iterator[None]:
+    """On this thread, ``module.to(...)`` that changes no tensor leaves them alone: export's own cannot be swapped."""
+    original = nn.Module._apply
+    tracing = threading.get_ident()
+
+    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == tracing:
+            tensors = (*self.parameters(), *self.buffers())
+            if all(function(tensor) is tensor for tensor in tensors):
+                return self
+        return original(self, function, *args, **kwargs)
+
+    nn.Module._apply = apply  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

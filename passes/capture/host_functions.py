@@ -1,0 +1,50 @@
+"""Functions of other packages that models call on tensors, as operators of the graph for the time of a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from passes.torch_compat import host_operators  # noqa: F401
+
+#: Package → function → the operator that stands for it where its first argument is a tensor.
+_OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
+    "scipy.optimize": {"linear_sum_assignment": lambda *args: torch.ops.meshwright.linear_sum_assignment(*args)},
+}
+
+
+@contextlib.contextmanager
+def traced_host_functions() -> Iterator[None]:
+    """Inside the block, whoever imported these functions by name calls the operators instead.
+
+    A function that was handed on under another name stays as it is, and asks for values, which is refused.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for package, functions in _OPERATORS.items():
+        for name, operator in functions.items():
+            if package not in sys.modules:
+                continue
+            original: Callable[..., Any] = getattr(sys.modules[package], name)
+            for module in list(sys.modules.values()):
+                names = getattr(module, "__dict__", {})
+                if names.get(name) is original:
+                    replaced.append((names, name, original))
+                    names[name] = _on_tensors(original, operator)
+    try:
+        yield
+    finally:
+        for names, name, original in replaced:
+            names[name] = original
+
+
+def _on_tensors(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(argument: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return operator(argument, *args, *kwargs.values())
+        return original(argument, *args, **kwargs)
+
+    return call
