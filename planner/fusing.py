@@ -94,9 +94,9 @@ def fold_paths(paths: Sequence[str]) -> tuple[str, ...]:
 
 def _range(numbers: Sequence[int]) -> str:
     """``{0..31}``; ``{0,2,4}`` where numbers are left out; one number as itself."""
-    found = sorted(set(numbers))
-    if len(found) == 1:
-        return str(found[0])
-    if found == list(range(found[0], found[-1] + 1)):
-        return f"{{{found[0]}..{found[-1]}}}"
-    return "{" + ",".join(map(str, found)) + "}"
+    distinct = sorted(set(numbers))
+    if len(distinct) == 1:
+        return str(distinct[0])
+    if distinct == list(range(distinct[0], distinct[-1] + 1)):
+        return f"{{{distinct[0]}..{distinct[-1]}}}"
+    return "{" + ",".join(map(str, distinct)) + "}"

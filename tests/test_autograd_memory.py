@@ -117,7 +117,7 @@ def _names(graph: Graph, op: str) -> list[str]:
 def test_pointwise_operators_keep_an_input_or_an_output_or_neither(function, op: str, inputs: int, outputs: int):
     graph, known = _captured(function, 4, 8)
     (name,) = _names(graph, op)
-    node, kept = known.nodes[name], known.kept[name]
+    node, kept = known.nodes[name], known.saved_by_node[name]
     assert len(set(kept.values) & set(node.inputs)) == inputs
     assert len(set(kept.values) & {value.name for value in node.outputs}) == outputs
 
@@ -125,7 +125,7 @@ def test_pointwise_operators_keep_an_input_or_an_output_or_neither(function, op:
 def test_layer_norm_keeps_its_input_and_two_statistics_a_row():
     graph, known = _captured(lambda x: F.layer_norm(x, (8,)), 2, 3, 8)
     (name,) = _names(graph, "layer_norm")
-    kept = known.kept[name]
+    kept = known.saved_by_node[name]
     assert kept.values == (known.nodes[name].inputs[0],)
     assert kept.extras == (Extra(2 * 3 * 4, known.nodes[name].output.name),) * 2
 
@@ -133,7 +133,7 @@ def test_layer_norm_keeps_its_input_and_two_statistics_a_row():
 def test_dropout_keeps_a_byte_an_element_on_an_accelerator_and_a_float_on_a_processor():
     graph, known = _captured(lambda x: F.dropout(x, 0.5), 4, 8)
     (name,) = _names(graph, "dropout")
-    assert [extra.num_bytes for extra in known.kept[name].extras] == [32]
+    assert [extra.num_bytes for extra in known.saved_by_node[name].extras] == [32]
     on_processor = kept_by_autograd(graph, live_nodes(graph), kernels="cpu")
     assert [extra.num_bytes for extra in on_processor[name].extras] == [4 * 32]
 
@@ -144,9 +144,9 @@ def test_fused_attention_keeps_a_statistic_a_row_where_unfused_keeps_the_probabi
 
     graph, fused = _captured(attention(0.0), 2, 64, 8)
     (name,) = _names(graph, "scaled_dot_product_attention")
-    assert sum(extra.num_bytes for extra in fused.kept[name].extras) < 2 * 4 * 32 * 4 + 32
+    assert sum(extra.num_bytes for extra in fused.saved_by_node[name].extras) < 2 * 4 * 32 * 4 + 32
     _, dropped = _captured(attention(0.1), 2, 64, 8)
-    assert sum(extra.num_bytes for extra in dropped.kept[name].extras) >= 2 * 4 * 16 * 16 * (4 + 4 + 1)
+    assert sum(extra.num_bytes for extra in dropped.saved_by_node[name].extras) >= 2 * 4 * 16 * 16 * (4 + 4 + 1)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -222,7 +222,7 @@ def _mlp(x):
 
 
 def _bytes(known: Activations, policy: str, *, compiled: bool = False) -> int:
-    kept = kept_under(known, tuple(known.kept), policy, compiled=compiled)
+    kept = kept_under(known, tuple(known.saved_by_node), policy, compiled=compiled)
     return sum(known.values[name].num_bytes for name in kept.values) + sum(extra.num_bytes for extra in kept.extras)
 
 
@@ -239,7 +239,7 @@ def test_more_recomputation_keeps_less(measured, compiled: bool):
 
 def test_full_recomputation_stops_before_the_last_product():
     _, known = _captured(lambda x: F.linear(F.gelu(x), torch.ones(8, 8)), 4, 8)
-    names = tuple(name for name in known.kept if known.nodes[name].op != "aten.sum.default")
+    names = tuple(name for name in known.saved_by_node if known.nodes[name].op != "aten.sum.default")
     inputs = kept_under(known, names[1:], "full")
     assert inputs.values == {known.nodes[names[0]].output.name}
     assert "aten.linear.default" not in {known.nodes[name].op for name in inputs.recomputed}
@@ -249,19 +249,19 @@ def test_compiled_recomputes_pointwise_chains_for_free():
     _, known = _captured(lambda x: x.exp().sin().cos().tanh(), 4, 8)
     assert _bytes(known, "none") == 3 * 4 * 8 * 4
     assert _bytes(known, "none", compiled=True) == 4 * 8 * 4
-    assert kept_under(known, tuple(known.kept), "none", compiled=True).recomputed == ()
+    assert kept_under(known, tuple(known.saved_by_node), "none", compiled=True).recomputed == ()
 
 
 def test_an_unknown_policy_is_refused():
     _, known = _captured(F.gelu, 4, 8)
     with pytest.raises(ValueError, match="unknown recompute policy 'half': expected one of none, selective, full"):
-        kept_under(known, tuple(known.kept), "half")
+        kept_under(known, tuple(known.saved_by_node), "half")
 
 
 def _peak(known: Activations, policy: str = "none", *, compiled: bool = False) -> float:
     return working_peak(
         known,
-        tuple(known.kept),
+        tuple(known.saved_by_node),
         policy,
         local_bytes=lambda value: value.num_bytes,
         extra_bytes=lambda extra: extra.num_bytes,

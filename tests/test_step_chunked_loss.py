@@ -106,7 +106,7 @@ def test_a_head_whose_logits_only_the_loss_reads_is_found(loss: Any, bias: bool)
     graph = capture(Tail(loss, bias=bias), args=batch())
     (pair,) = loss_pairs(graph, results=results(graph))
     assert pair.linear.module_path == "head"
-    assert [base.op for base in pair.made][-1] == "meshwright.linear_cross_entropy.default"
+    assert [base.op for base in pair.replacement][-1] == "meshwright.linear_cross_entropy.default"
     assert pair.fused.output == pair.loss.output
 
 

@@ -96,13 +96,13 @@ class _Matched:
         self.output_of = {storage_id(tensor): place for place, tensor in reversed(list(enumerate(outputs)))}
 
     def record(self, packed: _Tensors, kernels: _Kernels) -> CallRecord:
-        kept_outputs, made = self._split(packed)
+        kept_outputs, extras = self._split(packed)
         kept_inputs = tuple(sorted({self.input_of[storage_id(t)] for t in packed if storage_id(t) in self.input_of}))
         expensive_outputs, expensive_made = self._split(kernels.expensive)
         return CallRecord(
             kept_inputs=kept_inputs,
             kept_outputs=kept_outputs,
-            made=made,
+            extras=extras,
             expensive_outputs=expensive_outputs,
             expensive_made=expensive_made,
             is_expensive=bool(kernels.expensive),

@@ -69,12 +69,12 @@ class _Walk:
         """Storages that are written to memory: all, or those that fused kernels write."""
         inside = set(self.stretch.names)
         if not self.compiled:
-            return frozenset(self.activations.made)
+            return frozenset(self.activations.computed)
         crossing = {
             name
             for name in self.stretch.maker
             for user in self.activations.users.get(name, ())
-            if user not in inside or self.stretch.kept[user].is_expensive
+            if user not in inside or self.stretch.saved_by_node[user].is_expensive
         }
         read = self.stretch.saved(expensive=True)
         return self.stretch.inputs() | self.stretch.roots(crossing) | self.stretch.expensive_values() | read
@@ -84,7 +84,7 @@ class _Walk:
 
     def inside_bytes(self, node: str, held: Collection[Extra] = (), *, backward: bool = False) -> float:
         """Bytes that an operator allocates while it runs, beyond its output and the ``held`` extras."""
-        saved = self.stretch.kept[node]
+        saved = self.stretch.saved_by_node[node]
         working_bytes = working(self.activations.nodes[node], self.activations.values, self.local_bytes)[backward]
         if self.compiled and not saved.is_expensive:
             return working_bytes
@@ -95,7 +95,7 @@ class _Walk:
         """Storages of activations that a node takes."""
         return self.stretch.roots(self.activations.nodes[node].inputs)
 
-    def given(self, node: str) -> frozenset[str]:
+    def allocated(self, node: str) -> frozenset[str]:
         """Storages that a node allocates for its outputs."""
         outputs = {value.name for value in self.activations.nodes[node].outputs}
         return self.stretch.roots(outputs) & outputs
@@ -118,7 +118,7 @@ class _Walk:
         alive = {root: self.bytes_of(root) for root in self.stretch.inputs() - held if root in last}
         peak = total = sum(alive.values())
         for place, node in enumerate(nodes):
-            for root in self.given(node) - held:
+            for root in self.allocated(node) - held:
                 alive[root] = self.bytes_of(root)
                 total += alive[root]
             peak = max(peak, total + self.inside_bytes(node, extras))
@@ -178,7 +178,7 @@ class _Walk:
                 added += self._weights(node)
             peak = max(peak, total + added + self.inside_bytes(node, backward=True))
             total += sum(self.bytes_of(root) for root in in_place)
-            for root in self.given(node):
+            for root in self.allocated(node):
                 total -= grads.pop(root, 0.0)
             total -= sum(self.bytes_of(root) for root in needed if first.get(root) == node)
             total -= sum(map(self.extra_bytes, self._held_extras(node)))
@@ -192,7 +192,7 @@ class _Walk:
 
     def _held_extras(self, node: str) -> tuple[Extra, ...]:
         """Tensors made inside a node's forward that are still held when its backward starts."""
-        saved = self.stretch.kept[node]
+        saved = self.stretch.saved_by_node[node]
         return tuple(extra for extra in saved.extras if not self.compiled or extra in saved.expensive_extras)
 
     def _first_reader(self, nodes: Sequence[str]) -> dict[str, str]:
@@ -200,7 +200,7 @@ class _Walk:
         first: dict[str, str] = {}
         inputs = self.stretch.inputs()
         for node in nodes:
-            for root in self.stretch.roots(self.stretch.kept[node].values) - inputs:
+            for root in self.stretch.roots(self.stretch.saved_by_node[node].values) - inputs:
                 first.setdefault(root, node)
         return first
 

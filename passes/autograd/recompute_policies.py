@@ -51,17 +51,17 @@ class Recompute:
 class Activations:
     """The facts that policies need, gathered once for a graph (or for the nodes of interest).
 
-    ``kept`` is by node, ``roots`` by value; ``made`` are the values that are activations, ``users`` the nodes that take
-    each value, ``live`` the nodes that a gradient comes back to, ``reusing`` the cross-entropies that write the
-    gradient of their logits over these.
+    ``roots`` is by value; ``computed`` are the values that are activations, ``users`` the nodes that take each value,
+    ``live`` the nodes that a gradient comes back to, ``reusing`` the cross-entropies that write the gradient of their
+    logits over these.
     """
 
     nodes: Mapping[str, Node]
     values: Mapping[str, Value]
     users: Mapping[str, tuple[str, ...]]
-    kept: Mapping[str, SavedForBackward]
+    saved_by_node: Mapping[str, SavedForBackward]
     roots: Mapping[str, str]
-    made: frozenset[str]
+    computed: frozenset[str]
     live: frozenset[str]
     reusing: frozenset[str] = frozenset()
 
@@ -83,9 +83,9 @@ class Activations:
             nodes={node.name: node for node in graph.nodes},
             values=graph.values,
             users={name: tuple(names) for name, names in users.items()},
-            kept=kept_by_autograd(graph, live, nodes, kernels=kernels),
+            saved_by_node=kept_by_autograd(graph, live, nodes, kernels=kernels),
             roots=storage_roots(graph, nodes, kernels=kernels),
-            made=activations(graph),
+            computed=activations(graph),
             live=live,
             reusing=reusable_logits(graph, results=results) if graph.training and kernels == "gpu" else frozenset(),
         )
@@ -113,57 +113,63 @@ def kept_under(
 class Stretch:
     """The nodes of a stretch and their values by storage."""
 
-    def __init__(self, known: Activations, names: Sequence[str]) -> None:
-        self.known = known
-        self.names = tuple(name for name in names if name in known.kept)
-        self.kept = {name: known.kept[name] for name in self.names}
-        self.maker = {value.name: name for name in self.names for value in known.nodes[name].outputs}
+    def __init__(self, activations: Activations, names: Sequence[str]) -> None:
+        self.activations = activations
+        self.names = tuple(name for name in names if name in activations.saved_by_node)
+        self.saved_by_node = {name: activations.saved_by_node[name] for name in self.names}
+        self.maker = {value.name: name for name in self.names for value in activations.nodes[name].outputs}
 
     def roots(self, values: Collection[str]) -> frozenset[str]:
         """Storages of ``values`` that are activations."""
-        storages = (self.known.roots[name] for name in values)
-        return frozenset(name for name in storages if name in self.known.made)
+        storages = (self.activations.roots[name] for name in values)
+        return frozenset(name for name in storages if name in self.activations.computed)
 
     def inputs(self) -> frozenset[str]:
         """Storages of what the stretch takes from outside."""
-        consumed = {name for node in self.names for name in self.known.nodes[node].inputs if name not in self.maker}
+        consumed = {
+            name for node in self.names for name in self.activations.nodes[node].inputs if name not in self.maker
+        }
         return self.roots(consumed)
 
     def saved(self, expensive: bool | None = None) -> frozenset[str]:
         """Storages that autograd keeps, for all nodes or for the expensive or the cheap ones."""
-        selected = (entry for entry in self.kept.values() if expensive is None or entry.is_expensive == expensive)
+        selected = (
+            entry for entry in self.saved_by_node.values() if expensive is None or entry.is_expensive == expensive
+        )
         return self.roots({name for entry in selected for name in entry.values})
 
     def extras(self) -> tuple[Extra, ...]:
         """Tensors made inside operators that autograd keeps."""
-        return tuple(extra for saved in self.kept.values() for extra in saved.extras)
+        return tuple(extra for saved in self.saved_by_node.values() for extra in saved.extras)
 
     def kept_expensive_extras(self) -> tuple[Extra, ...]:
         """Those of them that expensive kernels give."""
-        return tuple(extra for saved in self.kept.values() for extra in saved.extras if extra in saved.expensive_extras)
+        return tuple(
+            extra for saved in self.saved_by_node.values() for extra in saved.extras if extra in saved.expensive_extras
+        )
 
     def remade_from(self) -> frozenset[str]:
         """What cheap operators make kept tensors of their own from (random masks apart: a seed makes those)."""
-        nodes = self.known.nodes
+        nodes = self.activations.nodes
         return frozenset(
             value
-            for name, saved in self.kept.items()
+            for name, saved in self.saved_by_node.items()
             if saved.extras and not saved.is_expensive and "dropout" not in nodes[name].op
             for value in nodes[name].inputs
         )
 
     def expensive_values(self) -> frozenset[str]:
-        return self.roots({name for saved in self.kept.values() for name in saved.expensive_values})
+        return self.roots({name for saved in self.saved_by_node.values() for name in saved.expensive_values})
 
     def expensive_extras(self) -> tuple[Extra, ...]:
-        return tuple(extra for saved in self.kept.values() for extra in saved.expensive_extras)
+        return tuple(extra for saved in self.saved_by_node.values() for extra in saved.expensive_extras)
 
     def until_all_is_there(self) -> tuple[str, ...]:
         """The nodes up to the last one that keeps something; that one too unless it keeps its inputs alone."""
         for place in reversed(range(len(self.names))):
-            saved = self.kept[self.names[place]]
+            saved = self.saved_by_node[self.names[place]]
             if saved.values or saved.extras:
-                outputs = {value.name for value in self.known.nodes[self.names[place]].outputs}
+                outputs = {value.name for value in self.activations.nodes[self.names[place]].outputs}
                 runs = bool(saved.extras) or not outputs.isdisjoint(saved.values)
                 return self.names[: place + runs]
         return ()
@@ -181,12 +187,12 @@ class Stretch:
             if name in visited:
                 continue
             visited.add(name)
-            root = self.known.roots[name]
+            root = self.activations.roots[name]
             if root in available or name not in self.maker:
                 needed |= self.roots((name,))
                 continue
             between.add(self.maker[name])
-            stack.extend(self.known.nodes[self.maker[name]].inputs)
+            stack.extend(self.activations.nodes[self.maker[name]].inputs)
         return frozenset(needed), frozenset(between)
 
     def in_order(self, names: Collection[str]) -> tuple[str, ...]:
@@ -198,7 +204,7 @@ def _none(stretch: Stretch) -> Recompute:
 
 
 def _selective(stretch: Stretch) -> Recompute:
-    again = (name for name in stretch.until_all_is_there() if not stretch.kept[name].is_expensive)
+    again = (name for name in stretch.until_all_is_there() if not stretch.saved_by_node[name].is_expensive)
     values = stretch.inputs() | stretch.expensive_values()
     return Recompute(values, stretch.expensive_extras(), tuple(again))
 

@@ -30,7 +30,7 @@ class CallRecord:
 
     Attributes:
         kept_inputs, kept_outputs: whose storage autograd keeps.
-        made: what autograd keeps beyond them.
+        extras: what autograd keeps beyond them.
         expensive_outputs, expensive_made: outputs of the call's expensive kernels.
         is_expensive: whether it has any.
         temporary: the largest tensor made inside that is gone when the call returns, None if there is none.
@@ -40,7 +40,7 @@ class CallRecord:
 
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
-    made: tuple[Made, ...]
+    extras: tuple[Made, ...]
     expensive_outputs: tuple[int, ...]
     expensive_made: tuple[Made, ...]
     is_expensive: bool

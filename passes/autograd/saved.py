@@ -71,7 +71,7 @@ def _kept(call: TracedCall, values: Mapping[str, Value], *, live: bool) -> Saved
         return SavedForBackward(tuple(name for name in call.inputs if keeps and "float" in values[name].dtype))
     return SavedForBackward(
         values=(*(call.inputs[place] for place in record.kept_inputs), *_at(outputs, record.kept_outputs)),
-        extras=_extras(call, record.made),
+        extras=_extras(call, record.extras),
         is_expensive=record.is_expensive,
         expensive_values=_at(outputs, record.expensive_outputs),
         expensive_extras=_extras(call, record.expensive_made),
@@ -83,6 +83,6 @@ def _at(names: tuple[str, ...], places: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(names[place] for place in places if place < len(names))
 
 
-def _extras(call: TracedCall, made: tuple[Made, ...]) -> tuple[Extra, ...]:
+def _extras(call: TracedCall, extras: tuple[Made, ...]) -> tuple[Extra, ...]:
     groups = {"input": call.inputs, "output": tuple(value.name for value in call.node.outputs)}
-    return tuple(Extra(entry.num_bytes, groups[entry.kind][entry.place]) for entry in made)
+    return tuple(Extra(entry.num_bytes, groups[entry.kind][entry.place]) for entry in extras)

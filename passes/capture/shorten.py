@@ -77,7 +77,7 @@ class _EntryCalls:
         self.number = number
         self.repeat = repeat
         self.visits: list[_Visit] = []
-        self.given: set[int] = set()
+        self.own_output_ids: set[int] = set()
         self.inside = False
 
     def expect(self, holds: Any) -> None:
@@ -146,7 +146,7 @@ class _EntryCalls:
         path_by_id = {id(tensor): path for path, tensor in previous.own_outputs.items()}
         for path, tensor in visit.tensors.items():
             other = model.tensors[path]
-            if tensor is other and id(tensor) not in self.given:
+            if tensor is other and id(tensor) not in self.own_output_ids:
                 continue
             source = path_by_id.get(id(tensor))
             self.expect(source is not None and (before is None or before.outputs.get(source) is other))
@@ -156,7 +156,7 @@ class _EntryCalls:
 
     def add(self, visit: _Visit) -> None:
         self.visits.append(visit)
-        self.given.update(map(id, visit.own_outputs.values()))
+        self.own_output_ids.update(map(id, visit.own_outputs.values()))
 
 
 def _kind(tensor: torch.Tensor, with_gradient: bool) -> tuple[Any, ...]:

@@ -52,15 +52,15 @@ class Chains:
 
     def __init__(self, mesh: MeshShape, expression: Expression, names: Names, roles: RoleNames) -> None:
         self.mesh, self.expression, self.names, self.roles = mesh, expression, names, roles
-        self.found: dict[str, _Definition] = {}
+        self.definitions: dict[str, _Definition] = {}
 
     def call(self, chain: OperatorChain, arguments: Sequence[str], *, title: Callable[[str], str]) -> str:
         """Source of a call; ``title`` makes of a module's path what stands for it in all copies of its block."""
         plain = {local: f"v{index}" for index, local in enumerate(_locals(chain))}
         key = "\n".join(self._definition("chain", chain, plain))
-        definition = self.found.get(key)
+        definition = self.definitions.get(key)
         if definition is None:
-            definition = self.found[key] = _Definition(self.names.new(_chain_name(chain)), chain)
+            definition = self.definitions[key] = _Definition(self.names.new(_chain_name(chain)), chain)
         paths = (member.compute.node.module_path for member in chain.members)
         definition.modules.update((title(path) if path else "the model itself", None) for path in paths)
         return f"_{definition.name}({', '.join(arguments)})"
@@ -68,7 +68,7 @@ class Chains:
     def source(self) -> str:
         """Every definition, with a comment that says what it stands for."""
         parts = []
-        for definition in self.found.values():
+        for definition in self.definitions.values():
             names = self._readable(definition.chain)
             lines = [*_comment(definition), *self._definition(f"_{definition.name}", definition.chain, names)]
             parts.append("".join(f"{line}\n" for line in lines))
@@ -85,7 +85,7 @@ class Chains:
                 definition.chain.reason,
                 (definition.chain.bytes_apart, definition.chain.bytes_fused),
             )
-            for definition in self.found.values()
+            for definition in self.definitions.values()
         )
 
     def _readable(self, chain: OperatorChain) -> dict[Local, str]:

@@ -274,9 +274,9 @@ def cross_entropy(writer: Writer) -> str:
 def linear_cross_entropy(writer: Writer) -> str:
     """``ops.linear_cross_entropy`` (loss of each position); ``axes`` are those that cut the vocabulary."""
     options = ("ignore_index", "label_smoothing", "z_loss", "chunk_tokens", "dtype")
-    given = ", ".join(["hidden, weight, target, bias=bias", *(f"{name}={name}" for name in options)])
+    arguments = ", ".join(["hidden, weight, target, bias=bias", *(f"{name}={name}" for name in options)])
     axes = writer.axes_cutting("v")
-    source = writer.function(f"{'ops' if axes else 'kernels'}.linear_cross_entropy({given})")
+    source = writer.function(f"{'ops' if axes else 'kernels'}.linear_cross_entropy({arguments})")
     if not axes:
         return source
     vocabulary = writer.tensor("weight").whole[0]
@@ -311,10 +311,10 @@ def loss(function: str) -> Callable[[Writer], str]:
         count = 1
         if writer.contracted_axes and reduction == "mean":
             reduction, count = "sum", math.prod(writer.call.inputs[0].whole)
-        given = ", ".join(
+        arguments = ", ".join(
             name if writer.bound.has(name) and name in ("self", "target") else f"{name}={name}" for name in names
         )
-        source = f"{writer.function(f'{function}({given})')[:-1]}, reduction={reduction!r})"
+        source = f"{writer.function(f'{function}({arguments})')[:-1]}, reduction={reduction!r})"
         return source if count == 1 else f"{source} / {count}"
 
     return write

@@ -34,7 +34,7 @@ def render(sharded: ShardedGraph, expression: Expression) -> tuple[str, tuple[Ch
     block_names = {id(loop.block.section): names.new(class_name(loop.block.module_class)) for loop in loops}
     writer = _SourceWriter(sharded, expression, block_names, names)
     parts = [*(writer.block_class(loop) for loop in loops), writer.program_class()]
-    if writer.chains.found:
+    if writer.chains.definitions:
         parts.insert(0, writer.chains.source())
     body = "\n\n".join(parts)
     source = "\n".join((_docstring(sharded), "", imports(body, reduced_dtypes(_converts(sharded))), "", body))

@@ -196,7 +196,7 @@ class Rewriter:
                 nodes.extend(self._placed(self.replaced[node.name]))
             elif node.name not in removed:
                 nodes.append(node)
-        return renamed(without_dead(self.graph.replace(nodes=tuple(nodes)), among=self.graph), known=self.by_name)
+        return renamed(without_dead(self.graph.replace(nodes=tuple(nodes)), among=self.graph), before=self.by_name)
 
     def _placed(self, replaced: Replaced) -> list[Node]:
         """The new nodes, each in the module of the operator that it stands for."""
@@ -248,12 +248,12 @@ def without_dead(graph: Graph, *, among: Graph) -> Graph:
     return graph.replace(nodes=tuple(reversed(live_nodes)))
 
 
-def renamed(graph: Graph, *, known: Mapping[str, Node]) -> Graph:
+def renamed(graph: Graph, *, before: Mapping[str, Node]) -> Graph:
     """The graph with keys set, and values of new nodes named after their operator or module."""
     namer = Namer()
     for name in [*(v.name for v in graph.inputs), *(state.value.name for state in graph.states)]:
         namer.name(name)
-    new = [node.name not in known or known[node.name].op != node.op for node in graph.nodes]
+    new = [node.name not in before or before[node.name].op != node.op for node in graph.nodes]
     for node, is_new in zip(graph.nodes, new):
         if not is_new:
             for value in node.outputs:

@@ -150,7 +150,7 @@ class _Folder:
             if node.name in self.placed or node.name not in self.gone
         ]
         nodes_by_name = {node.name: node for node in self.graph.nodes}
-        return renamed(self.graph.replace(nodes=tuple(nodes)), known=nodes_by_name)
+        return renamed(self.graph.replace(nodes=tuple(nodes)), before=nodes_by_name)
 
 
 def _of_rows(add: Node, norm: Node) -> Node:

@@ -61,5 +61,5 @@ class ChunkedUnits:
 
 def _with_fused(nodes: Sequence[str], pairs: Sequence[LossPair]) -> tuple[str, ...]:
     stands_for: dict[str, list[str]] = {node.name: [] for pair in pairs for node in pair.replaced}
-    stands_for |= {pair.loss.name: [node.name for node in pair.made] for pair in pairs}
+    stands_for |= {pair.loss.name: [node.name for node in pair.replacement] for pair in pairs}
     return tuple(name for node in nodes for name in stands_for.get(node, [node]))

@@ -42,7 +42,7 @@ class LossPair:
         return (self.linear, *self.between, self.loss)
 
     @property
-    def made(self) -> tuple[Node, ...]:
+    def replacement(self) -> tuple[Node, ...]:
         return (*self.moved, self.fused)
 
 
@@ -54,7 +54,7 @@ def loss_pairs(graph: Graph, *, results: Collection[str]) -> tuple[LossPair, ...
 def with_pairs_fused(graph: Graph, pairs: Collection[LossPair]) -> Graph:
     """The graph with the fused operators in the place of the losses."""
     removed = {node.name for pair in pairs for node in pair.replaced}
-    replacements = {pair.loss.name: pair.made for pair in pairs}
+    replacements = {pair.loss.name: pair.replacement for pair in pairs}
     nodes: list[Node] = []
     for node in graph.nodes:
         if node.name in replacements:
@@ -153,8 +153,8 @@ class _PairFinder:
         shape = (*node.output.shape[:-1], hidden.shape[-1])
         output = replace(hidden, name=self._free(f"{node.output.name}_hidden"), shape=shape, kind="node")
 
-        def swapped(given: Any) -> Any:
-            return map_refs(given, lambda _: Ref(hidden.name))
+        def swapped(argument: Any) -> Any:
+            return map_refs(argument, lambda _: Ref(hidden.name))
 
         args, kwargs = swapped(node.args), {key: swapped(item) for key, item in node.kwargs.items()}
         if base_name(node.op) in _RESHAPES:

@@ -112,7 +112,7 @@ def with_chunked_losses(
             raise ValueError(
                 f"the plan computes the loss of {pair.linear.key!r} in chunks, but converts its logits: plan again"
             )
-        for node in pair.made:
+        for node in pair.replacement:
             strategy = strategy_of[node.name]
             nodes[node.key] = NodePlan(node.op, strategy.labels, strategy.placed.outputs)
     return chunked.graph, dataclasses.replace(plan, nodes=nodes)

@@ -59,7 +59,7 @@ class _Cutter:
             for operation in part.operations
             for local in made_by(operation)
         }
-        self.given = {*whole.main.arguments, *whole.constants.results, *(total.target for total in sums.totals)}
+        self.available = {*whole.main.arguments, *whole.constants.results, *(total.target for total in sums.totals)}
 
     def bodies(self) -> tuple[ChunkBody, ...]:
         operations = [self._operations(index) for index in range(len(self.parts))]
@@ -85,7 +85,7 @@ class _Cutter:
 
     def _make(self, local: Local, computed: Collection[Local], recomputed: dict[int, Operation]) -> None:
         """Add the operations that compute ``local`` to ``recomputed``, if each stage is to compute it."""
-        if local in computed or local in self.given or not self._is_easy(local):
+        if local in computed or local in self.available or not self._is_easy(local):
             return
         maker = self.makers[local]
         if id(maker) not in recomputed:

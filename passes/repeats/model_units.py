@@ -52,11 +52,11 @@ class _Chain:
         self.order = [node.name for node in graph.nodes if not node.constant]
         self.position = {name: index for index, name in enumerate(self.order)}
         self.easy = made_anywhere(graph)
-        self.made: dict[str, int] = {}
+        self.maker: dict[str, int] = {}
         self.last_use: dict[str, int] = {}
         for index, name in enumerate(self.order):
             for value in self.nodes[name].outputs:
-                self.made[value.name] = index
+                self.maker[value.name] = index
             for used in self.nodes[name].inputs:
                 self.last_use[used] = index
 
@@ -100,8 +100,8 @@ class _Chain:
 
     def _crossing(self, position: int) -> Iterator[str]:
         """Values made up to ``position`` and used behind it that a stage cannot make itself (inputs are everywhere)."""
-        for name, made in self.made.items():
-            if made <= position < self.last_use.get(name, -1) and name not in self.easy:
+        for name, place in self.maker.items():
+            if place <= position < self.last_use.get(name, -1) and name not in self.easy:
                 yield name
 
     def _unit(self, run: int | None, nodes: tuple[str, ...]) -> ModelUnit:
@@ -136,13 +136,13 @@ def made_anywhere(graph: Graph) -> frozenset[str]:
 
     They are computed from the model's inputs, buffers and constants by light operators, and have no gradient.
     """
-    found = {value.name for value in graph.inputs if not value.requires_grad}
-    found.update(state.value.name for state in graph.states if state.value.kind != "parameter")
+    available = {value.name for value in graph.inputs if not value.requires_grad}
+    available.update(state.value.name for state in graph.states if state.value.kind != "parameter")
     for node in graph.nodes:
         light = kind_of(node) not in HEAVY and not any(value.requires_grad for value in node.outputs)
-        if light and all(name in found for name in node.inputs):
-            found.update(value.name for value in node.outputs)
-    return frozenset(found)
+        if light and all(name in available for name in node.inputs):
+            available.update(value.name for value in node.outputs)
+    return frozenset(available)
 
 
 def unit_of_nodes(units: Sequence[ModelUnit]) -> Mapping[str, int]:

@@ -173,7 +173,7 @@ class UnitPrices:
                 raise ValueError(
                     f"the plan computes a loss in chunks of which it converts the logits: {pair.loss.key!r}"
                 )
-            for node in pair.made:
+            for node in pair.replacement:
                 inputs[node.name] = list(choices[node.name].placed.inputs)
                 placements[node.output.name] = choices[node.name].placed.outputs[0]
         if index not in chunked.pairs:
@@ -222,7 +222,7 @@ class UnitPrices:
     def _kept_values(self, run: _UnitOperators) -> Iterator[tuple[str, Placement]]:
         """Saved inputs of the unit's operators, in the placement in which each operator takes them."""
         for name in run.nodes:
-            saved = run.activations.kept.get(name)
+            saved = run.activations.saved_by_node.get(name)
             if saved is None or name not in run.inputs:
                 continue
             placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))
@@ -254,7 +254,7 @@ class UnitPrices:
         """Storages that some operator saves unconverted: its outputs, and inputs that needed no conversion."""
         roots = set()
         for name in run.nodes:
-            saved = run.activations.kept.get(name)
+            saved = run.activations.saved_by_node.get(name)
             if saved is None or name not in run.inputs:
                 continue
             placements = dict(zip(reversed(run.activations.nodes[name].inputs), reversed(run.inputs[name])))

@@ -156,11 +156,11 @@ def expand_hosts(text: str) -> list[str]:
 
 def _numbers(ranges: str, text: str) -> list[str]:
     """``"01-03,07"`` as 01, 02, 03, 07: as wide as they are written."""
-    found: list[str] = []
+    names: list[str] = []
     for piece in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first):
             raise ValueError(f"{piece!r} is no range of numbers (01-03) in the list of hosts {text!r}")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return found
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names

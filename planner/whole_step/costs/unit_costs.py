@@ -74,16 +74,16 @@ class UnitFigures:
 class KeptSpace:
     """What autograd saves of every unit under every policy, whatever the sharding: computed once per graph.
 
-    ``known`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
-    ``known_chunked`` the saved activations if it is.
+    ``activations`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
+    ``chunked_activations`` the saved activations if it is.
     """
 
     units: tuple[ModelUnit, ...]
-    known: Activations
+    activations: Activations
     recompute: Mapping[tuple[int, str], Recompute]
     compiled: bool = False
     chunked: ChunkedUnits | None = None
-    known_chunked: Activations | None = None
+    chunked_activations: Activations | None = None
 
     @property
     def logits(self) -> frozenset[str]:
@@ -97,34 +97,34 @@ class KeptSpace:
     def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
         graph, live = space.graph, live_nodes(space.graph)
         units = find_units(graph, space.runs)
-        known = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
+        activations = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
         recompute = {
-            (index, policy): kept_under(known, unit.nodes, policy, compiled=compiled)
+            (index, policy): kept_under(activations, unit.nodes, policy, compiled=compiled)
             for index, unit in enumerate(units)
             for policy in ("none", "selective", "full")
         }
         chunked = chunked_units(graph, space.runs, units)
         if not chunked.pairs:
-            return KeptSpace(units, known, recompute, compiled)
+            return KeptSpace(units, activations, recompute, compiled)
         inside = [name for nodes in chunked.nodes.values() for name in nodes]
-        known_chunked = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
+        chunked_activations = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
         for index, nodes in chunked.nodes.items():
-            recompute[index, CHUNKED_LOSS] = kept_under(known_chunked, nodes, "none", compiled=compiled)
-        return KeptSpace(units, known, recompute, compiled, chunked, known_chunked)
+            recompute[index, CHUNKED_LOSS] = kept_under(chunked_activations, nodes, "none", compiled=compiled)
+        return KeptSpace(units, activations, recompute, compiled, chunked, chunked_activations)
 
 
 @dataclass(frozen=True)
 class UnitVariant:
     """A unit's operators as they run: under most policies as captured, or with the loss in chunks.
 
-    ``placed`` are the placements of the operators' inputs and outputs, ``made`` those of values that are not in the
-    captured graph.
+    ``placed`` are the placements of the operators' inputs and outputs, ``new_placements`` those of values that are not
+    in the captured graph.
     """
 
-    known: Activations
+    activations: Activations
     nodes: tuple[str, ...]
     placed: Mapping[str, Placed]
-    made: Mapping[str, Placement] = field(default_factory=dict)
+    new_placements: Mapping[str, Placement] = field(default_factory=dict)
 
 
 def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:
@@ -303,11 +303,11 @@ class _FigureReader:
             for name in unit.nodes
             if name in self.options and self.problem.elements[name].node is not None
         }
-        return UnitVariant(self.kept.known, unit.nodes, placed)
+        return UnitVariant(self.kept.activations, unit.nodes, placed)
 
     def _with_chunked_loss(self, index: int) -> UnitVariant | None:
         """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
-        chunked, activations = self.kept.chunked, self.kept.known_chunked
+        chunked, activations = self.kept.chunked, self.kept.chunked_activations
         if chunked is None or activations is None or index not in chunked.pairs:
             return None
         placed = dict(self._as_captured(index).placed)
@@ -316,7 +316,7 @@ class _FigureReader:
             chosen = strategies(pair, chunked.graph.values, placed)
             if chosen is None:
                 return None
-            for node in pair.made:
+            for node in pair.replacement:
                 placed[node.name] = chosen[node.name].placed
             placements |= {node.output.name: placed[node.name].outputs[0] for node in pair.moved}
         return UnitVariant(activations, chunked.nodes[index], placed, placements)
@@ -331,10 +331,10 @@ class _FigureReader:
         keep_copies = name in _KEEPS_COPIES
         base = _BASES.get(name, name)
         unit, rule = self.kept.units[index], self.kept.recompute[index, name if name == CHUNKED_LOSS else base]
-        self.places.update(way.made)
+        self.places.update(way.new_placements)
         roots = {root for root in rule.values if self._is_held(unit, root)}
         if keep_copies:
-            replaced = {way.known.roots.get(value, value) for value, _ in copies}
+            replaced = {way.activations.roots.get(value, value) for value, _ in copies}
             roots -= replaced - self._taken_as_made(way)
         saved = sum(self._local_bytes(self.values[root]) for root in roots)
         saved += sum(self._extra_bytes(extra) for extra in rule.extras)
@@ -350,7 +350,7 @@ class _FigureReader:
         if base == "full":
             again = sum(option.communication[0] for option in options) + self._forward_communication(index)
         peak = working_peak(
-            way.known,
+            way.activations,
             way.nodes,
             base,
             local_bytes=self._local_bytes,
@@ -367,7 +367,7 @@ class _FigureReader:
         for name in way.nodes:
             if name not in self.space.expert_nodes or name not in way.placed:
                 continue
-            node, placed = way.known.nodes[name], way.placed[name]
+            node, placed = way.activations.nodes[name], way.placed[name]
             k = self.values[node.inputs[1]].shape[-1]
             total += 2.0 * k * self.pricing.local_bytes(node.output, placed.outputs[0])
         return total
@@ -383,18 +383,18 @@ class _FigureReader:
         if root in unit.carried:
             return True
         made_here = self.problem.streams.get(root)
-        return root in self.kept.known.made and made_here is not None and made_here.source in set(unit.nodes)
+        return root in self.kept.activations.computed and made_here is not None and made_here.source in set(unit.nodes)
 
     def _taken_as_made(self, way: UnitVariant) -> set[str]:
         """Storage roots that some operator of the unit saves in the placement in which they are produced."""
         roots = set()
         for name in way.nodes:
-            if name not in way.placed or name not in way.known.kept:
+            if name not in way.placed or name not in way.activations.saved_by_node:
                 continue
-            node, input_placements = way.known.nodes[name], way.placed[name].inputs
-            for value in way.known.kept[name].values:
+            node, input_placements = way.activations.nodes[name], way.placed[name].inputs
+            for value in way.activations.saved_by_node[name].values:
                 if value not in node.inputs or input_placements[node.inputs.index(value)] == self._made(value):
-                    roots.add(way.known.roots.get(value, value))
+                    roots.add(way.activations.roots.get(value, value))
         return roots
 
     def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], tuple[float, float]]:
@@ -402,12 +402,12 @@ class _FigureReader:
         unit = self.kept.units[index]
         copies: dict[tuple[str, Placement], tuple[float, float]] = {}
         for name in way.nodes:
-            saved = way.known.kept.get(name)
+            saved = way.activations.saved_by_node.get(name)
             if name not in way.placed or saved is None:
                 continue
-            node = way.known.nodes[name]
+            node = way.activations.nodes[name]
             for value in saved.values:
-                if value not in node.inputs or value in way.made:
+                if value not in node.inputs or value in way.new_placements:
                     continue
                 placement = way.placed[name].inputs[node.inputs.index(value)]
                 seconds = self._forward_seconds(unit, value, placement)

@@ -130,7 +130,7 @@ class SavedLocals:
 
 def _kept_names(compute: Compute, activations: Activations) -> tuple[str, ...] | None:
     """Inputs and outputs of an operator that autograd saves; None if it saves nothing."""
-    saved = activations.kept.get(compute.node.name)
+    saved = activations.saved_by_node.get(compute.node.name)
     if saved is None or not (saved.values or saved.extras):
         return None
     if base_name(compute.node.op) == _ATTENTION:
