@@ -23,6 +23,7 @@ from tests.checkpoint_cases import (
     whole_pieces,
 )
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 
 def everywhere(right: bool) -> bool:
@@ -152,7 +153,8 @@ SCENARIOS = (
 if __name__ == "__main__":
     where = Path(task())
     results = {}
-    for scenario in SCENARIOS:
-        results[scenario.__name__] = scenario(where / scenario.__name__)
-        dist.barrier()
+    with traced_once():
+        for scenario in SCENARIOS:
+            results[scenario.__name__] = scenario(where / scenario.__name__)
+            dist.barrier()
     answer(results)

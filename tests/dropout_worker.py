@@ -25,6 +25,7 @@ STEPS = 2
 def dropping_gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """GPT-2 with dropout of embeddings, attention and residuals, and a global batch."""
     config = load_config("tiny-gpt2")
+    config.n_layer = 2  # as many as make a block that repeats
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.1
     torch.manual_seed(0)
     model = build_model(config, device="cpu").double().train()

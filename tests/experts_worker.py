@@ -13,6 +13,7 @@ from passes.capture import keep_float64
 from runtime.mesh.communication_counter import CommunicationCounter
 from tests.expert_models import mixture, mixture_batch
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 
 def main() -> None:
@@ -63,4 +64,5 @@ def error(value: torch.Tensor, expected: torch.Tensor | None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -1,9 +1,9 @@
-"""One process that joins its peers by ``planner.init(**arguments)`` and prints, as JSON, how that ended."""
+"""One process that joins its peers by ``planner.init(**arguments)`` and prints, as one line of JSON, how that ended."""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
 
 import torch.distributed as dist
 
@@ -14,7 +14,7 @@ from runtime.launch.place import LaunchError
 def main() -> None:
     init = planner.init  # imports torch
     try:
-        process = init(**json.loads(sys.argv[1]))
+        process = init(**json.loads(os.environ["MESHWRIGHT_TEST_INIT"]))
     except (LaunchError, ValueError) as error:
         found = {"error": str(error), "kind": type(error).__name__}
     else:

@@ -76,7 +76,7 @@ def test_tables_of_a_recommender_are_cut_by_rows_and_by_columns(placement: str) 
     torch.manual_seed(0)
     batch = (torch.randn(8, 4), torch.randint(0, 64, (2, 16)), torch.tensor([0, 1, 4, 4, 8, 9, 12, 15]))
     pins = {"tables.*": {"tp": placement}}
-    report = planner.verify(Recommender(), "tp=2", batch=batch, constraints=pins)
+    report = planner.verify(Recommender(), "tp=2", batch=batch, constraints=pins, steps=1)
     assert report.ok, report.table()
 
 
@@ -131,7 +131,7 @@ class Tagger(nn.Module):
 def test_recurrent_layers_cut_their_batch(layer: nn.Module, width: int) -> None:
     torch.manual_seed(0)
     pins = {"input:*": {"dp": "S(0)"}}
-    report = planner.verify(Tagger(layer, width), "dp=2", batch=(torch.randn(4, 3, 6),), constraints=pins)
+    report = planner.verify(Tagger(layer, width), "dp=2", batch=(torch.randn(4, 3, 6),), constraints=pins, steps=1)
     assert report.ok, report.table()
     (recurrent,) = [node for node in report.plan.nodes.values() if node.op in ("aten.lstm.input", "aten.gru.input")]
     assert recurrent.strategy == ("cut b",)

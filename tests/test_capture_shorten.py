@@ -25,15 +25,11 @@ DECODER = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hi
 GROUPED = {**DECODER, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": 0}
 CONVOLUTIONS = {"depths": [2, 7], "hidden_sizes": [8, 16], "embedding_size": 8, "num_labels": 4, "layer_type": "basic"}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2ForCausalLM", GROUPED),
     "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 8}),
     "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "num_hidden_layers": 10, "sliding_window": 8}),
     "gpt_neox": ("GPTNeoXForCausalLM", DECODER),
     "falcon": ("FalconForCausalLM", DECODER),
     "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 2}),
-    "t5": ("T5ForConditionalGeneration", {"vocab_size": 96, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_heads": 4,
-                                          "num_layers": 7, "num_decoder_layers": 6, "feed_forward_proj": "gated-gelu",
-                                          "decoder_start_token_id": 0}),
     "resnet": ("ResNetForImageClassification", {**CONVOLUTIONS, "image_size": 32}),
 }  # fmt: skip
 

@@ -61,5 +61,5 @@ def test_no_device_is_sent_the_logits_of_all_pairs(model: type[TwoTowers]) -> No
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2"])
 @pytest.mark.parametrize("model", [Softmax, Sigmoid])
 def test_the_loss_is_that_of_the_whole_batch(model: type[TwoTowers], mesh: str) -> None:
-    report = planner.verify(model(), mesh, batch=batch(8))
+    report = planner.verify(model(), mesh, batch=batch(8), steps=1)
     assert report.ok and report.largest_error < 1e-9, report.table()

@@ -17,7 +17,6 @@ CASES: dict[str, dict[str, Any]] = {
     "split sequences, recomputed in parts": {
         "fix": {"cp": 2, "tp": 2, "num_microbatches": 2, "recompute": "selective"}
     },
-    "pipeline": {"fix": {**PIPELINE, "dp": 2, "schedule": "1f1b"}},
     "pipeline of several chunks, recomputed": {
         "fix": {**PIPELINE, "tp": 2, "schedule": "interleaved_1f1b", "chunks_per_rank": 2, "recompute": "full"}
     },

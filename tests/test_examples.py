@@ -16,13 +16,14 @@ from tests.rank_server import ROOT, environment_of_ranks
 from tests.ranks import free_port, run_script
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-#: The one that is started as a user does, on two processes of its own; the others run on processes that have done their
-#: imports.
-LAUNCHED = "language_model"
+#: The one that is started as a user does, on processes of its own, which import least; the others run on processes that
+#: have done their imports.
+LAUNCHED = "meta_learning"
 #: Example → processes and axis sizes, other than four on its own mesh.
-MESHES = {
+MESHES: dict[str, tuple[int, str]] = {
     "captioning": (2, "dp=2"),
     "clip": (2, "dp=2"),
+    "language_model": (2, "pp=2"),
     "meta_learning": (2, "dp=2"),
     "sequence_to_sequence": (2, "tp=2"),
 }
@@ -30,7 +31,9 @@ MESHES = {
 
 def launched(name: str) -> str:
     """Output of ``planner run``; no process of it is left behind."""
-    command = [sys.executable, "-m", "planner", "run", "--nproc", "2", f"examples/{name}.py", "--mesh", "pp=2"]
+    num_ranks, mesh = MESHES[name]
+    script = ["--nproc", str(num_ranks), f"examples/{name}.py", "--mesh", mesh]
+    command = [sys.executable, "-m", "planner", "run", *script]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -52,10 +55,10 @@ def launched(name: str) -> str:
 
 def forked(name: str, folder: Path) -> str:
     """Output of rank 0, with the environment that ``torchrun`` gives."""
-    num_ranks, mesh = MESHES.get(name, (4, None))
+    num_ranks, mesh = MESHES.get(name, (4, ""))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    arguments = () if mesh is None else ("--mesh", mesh)
+    arguments = ("--mesh", mesh) if mesh else ()
     script = ROOT / "examples" / f"{name}.py"
     return run_script(script, environments, folder=folder, timeout=PATIENCE, arguments=arguments)[0]
 

@@ -26,10 +26,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"name": "pipeline", "fix": {**PIPELINE, "zero": 0}},
     {"name": "pipeline zero 3", "fix": {**PIPELINE, "zero": 3, "recompute": "full"}},
     {"name": "pipeline tp", "fix": {**PIPELINE, "dp": 1, "tp": 2, "zero": 0, "schedule": "zb_h1"}},
-    {"name": "zero 1", "fix": {**DATA, "zero": 1}},
     {"name": "zero 2", "fix": {**BOTH, "zero": 2, "recompute": "full"}},
     {"name": "zero 3", "fix": {**DATA, "zero": 3}},
-    {"name": "loss in chunks", "fix": {**BOTH, "zero": 0, "recompute": "chunked_loss"}},
+    {"name": "loss in chunks", "fix": {**BOTH, "zero": 1, "recompute": "chunked_loss"}},
 )
 
 
@@ -65,7 +64,7 @@ def test_gradients_of_tables_are_those_that_their_options_ask_for(mesh: str, opt
     tokens = token_batch(vocabulary=4)["tokens"]
     batch = {"tokens": tokens, "labels": torch.arange(8)}
     fix = {"fix": {"num_microbatches": 1, "zero": 2}} if mesh == "dp=2" else {"forbid_replicated_matmul": True}
-    report = planner.verify(seeded(Averaged, **options), mesh, batch=batch, **fix)
+    report = planner.verify(seeded(Averaged, **options), mesh, batch=batch, steps=1, **fix)
     assert report.ok, report.table()
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,40 +24,33 @@ from runtime.launch.last_words import first_to_fail
 from runtime.launch.place import LaunchError, ProcessPlace
 from runtime.launch.rendezvous import Deadline, check_in
 from tests.patience import PATIENCE
-from tests.ranks import ROOT, free_port, run_on_ranks
+from tests.rank_server import of_no_job
+from tests.ranks import ROOT, free_port, run_on_ranks, run_script
 
 #: Seconds until a start that cannot succeed gives up.
 TIMEOUT = 3.0
-#: Variables that say something about a job; a test sets its own.
-JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in JOB and not name.startswith("SLURM_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **changes}
+    return {
+        **of_no_job(os.environ),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        **changes,
+    }
 
 
 def join(*processes: tuple[dict[str, Any], dict[str, str]]) -> list[dict[str, Any]]:
     """How ``planner.init(**arguments)`` ends on processes with these (arguments, variables)."""
-    command = [sys.executable, str(ROOT / "tests" / "launch_worker.py")]
-    started = [
-        subprocess.Popen(
-            [*command, json.dumps({"timeout": TIMEOUT, "device": "cpu", **arguments})],
-            env=environment(**variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    environments = [
+        {**variables, "MESHWRIGHT_TEST_INIT": json.dumps({"timeout": TIMEOUT, "device": "cpu", **arguments})}
         for arguments, variables in processes
     ]
-    try:
-        written = [process.communicate(timeout=PATIENCE) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in started), written
-    return [json.loads(output.splitlines()[-1]) for output, _ in written]
+    script = ROOT / "tests" / "launch_worker.py"
+    with tempfile.TemporaryDirectory() as folder:
+        written = run_script(script, environments, folder=Path(folder), timeout=PATIENCE)
+    return [json.loads(next(line for line in lines.splitlines() if line.startswith("{"))) for lines in written]
 
 
 def rank(number: int, world_size: int, port: int) -> tuple[dict[str, Any], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,15 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Modules of ours that a file imports, inside functions too; those for annotations alone are left out."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in (
+            getattr(node.test, "id", ""),
+            getattr(node.test, "attr", ""),
+        ):
             node.body = []
     found: set[str] = set()
     for node in ast.walk(tree):

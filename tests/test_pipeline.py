@@ -25,13 +25,14 @@ def can_run(num_ranks: int, schedule: str, num_microbatches: int) -> bool:
 
 
 VARIANTS_RUN = {1: ("plain",), 2: VARIANTS, 4: ("plain", "token", "selective")}
-#: Plain chunks with every number of micro-batches, the other variants with the most.
+#: Of plain chunks: fewer micro-batches than ranks, as many, and more; other variants have the most.
+NUM_MICROBATCHES = {1: (4,), 2: (1, 2, 8), 4: (1, 4, 8)}
 CASES = [
     (num_ranks, schedule, CHUNKS_PER_RANK[schedule], num_microbatches, variant)
     for num_ranks, variants in VARIANTS_RUN.items()
     for schedule in SCHEDULES
     for variant in variants
-    for num_microbatches in ((1, 2, 4, 8) if variant == "plain" else (8,))
+    for num_microbatches in (NUM_MICROBATCHES[num_ranks] if variant == "plain" else (8,))
     if can_run(num_ranks, schedule, num_microbatches)
 ]
 

@@ -25,7 +25,7 @@ from tests.ranks import run_on_ranks
 
 PLANS_PER_KIND = int(os.environ.get("MESHWRIGHT_TEST_PLANS", "1"))
 #: Plans of a mesh that a user names, whose loop is the user's own.
-MESHES = ("dp=4", "dp=2,tp=2")
+MESHES = ("dp=2,tp=2",)
 CASES = [*((kind, number) for number in range(PLANS_PER_KIND) for kind in KINDS), *((mesh, 0) for mesh in MESHES)]
 
 

@@ -24,7 +24,7 @@ MODELS = ["mlp", "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", 
 #: Launches and latency dominate these small models on real devices; on slow devices with fast links splitting pays.
 CASES = {"tp=4": Cluster.parse("cpu-local:4"), "dp=2,tp=2": slow_devices(4)}
 #: Of different kinds: what goes in, what is carried on, what the loss is of.
-ON_TWO_AXES = ["mlp", "tiny-llama", "tiny-t5", "tiny-vit"]
+ON_TWO_AXES = ["mlp", "tiny-t5", "tiny-vit"]
 
 
 def captured(model: str) -> Graph:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import planner
 from passes.capture import keep_float64
 from passes.plan import Plan
 from tests.patience import PATIENCE
-from tests.ranks import ROOT, run_on_ranks
+from tests.ranks import run_on_ranks, run_script
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 from tests.step_worker import SCENARIOS
 
@@ -47,7 +44,7 @@ def test_steps_that_can_be_run_compute_what_one_device_does(case: str, axes: dic
     with keep_float64():
         found = planner.plan(seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**PLAIN, **axes})
     assert found.mesh.as_dict() == {"dp": 1, "cp": 1, "tp": 1, **axes}
-    report = planner.verify(seeded(build), found, batch=batch, loss_fn=loss_fn)
+    report = planner.verify(seeded(build), found, batch=batch, loss_fn=loss_fn, steps=1)
     assert report.ok, report.table()
 
 
@@ -91,7 +88,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], wo
         planner.plan(seeded(TiedClassifier), "cpu-local:4", example_inputs=token_batch(), **options)
 
 
-def test_one_process_is_a_cluster_of_one() -> None:
+def test_one_process_is_a_cluster_of_one(tmp_path: Path) -> None:
     script = (
         "import planner\n"
         "from tests.small_models import Mlp, mlp_batch, seeded, squared_error\n"
@@ -103,12 +100,8 @@ def test_one_process_is_a_cluster_of_one() -> None:
         "except ValueError as error:\n    assert 'world size is 1' in str(error), error\n"
         "else:\n    raise SystemExit('not refused')\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    run_script(tmp_path / "script.py", [{}], folder=tmp_path, timeout=PATIENCE)  # raises what it says if it fails
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _parity_cases() -> dict[str, dict[str, Any]]:
 def rehearsal(parts: list[Part]) -> list[Part]:
     """Some items of every part, as a processor can run them in seconds."""
     chosen = {
-        "numerics": ("rms_norm", "embedding"), "bandwidth": ("swiglu",), "parity": ("1f1b", "dp=2, ZeRO 3"),
+        "numerics": ("rms_norm",), "bandwidth": ("swiglu",), "parity": ("1f1b",),
         "step Llama": CONTESTANTS[:3], "host": ("chain",),
     }  # fmt: skip
     found = []
