@@ -45,6 +45,11 @@ def test_a_check_of_predictions_raises_at_the_call_that_it_refuses(target: str) 
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_how_many_letters_a_batch_has_makes_no_program(target: str) -> None:
+    assert results()[f"transcribes {target}"] == [True, True, 1]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_buffer_that_was_loaded_is_read_again(target: str) -> None:
     assert results()[f"follows_loaded_buffers {target}"] == [True, 2]
 

@@ -98,8 +98,7 @@ class PicksOneByOne(Reader):
 
 
 READERS = (
-    ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer, Transcribes,
-    PicksOneByOne,
+    ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer, PicksOneByOne,
 )  # fmt: skip
 TARGETS = ("pp=1,dp=2", "tp=2")
 
@@ -181,6 +180,13 @@ def checks_predictions(target: str) -> list[Any]:
     return [*results, message, equals_eager(model, parallel, OTHERS), programs_of(parallel)]
 
 
+def transcribes(target: str) -> list[Any]:
+    """Targets of other numbers of letters, under one program."""
+    model = Transcribes()
+    parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
+    return [*(equals_eager(model, parallel, lengths) for lengths in (LENGTHS, OTHERS)), programs_of(parallel)]
+
+
 def reads_each_groups_samples(target: str) -> list[Any]:
     """Local inputs: the values of the whole batch count."""
     model = ReadsNumber()
@@ -215,6 +221,7 @@ def refuses_other_batches(target: str) -> str:
 SCENARIOS: tuple[Callable[[str], Any], ...] = (
     errors_are_the_users,
     checks_predictions,
+    transcribes,
     reads_each_groups_samples,
     follows_loaded_buffers,
     refuses_other_batches,

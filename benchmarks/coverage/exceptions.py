@@ -59,6 +59,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": {"vocab_size": 32},
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "lilt": {"channel_shrink_ratio": 4},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "granite_speech5_ctc": {"context_size": 8},
+    "levit": {"image_size": 64},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
+    "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
+    "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
 }  # fmt: skip
 
 #: Detectors' own backbones are timm's, or too deep for a small image.
@@ -96,6 +103,8 @@ INPUTS: dict[str, dict[str, Any]] = {
     "clvp": {"input_features": lambda t: t.floats(t.batch_size, 80, 20)},
     "clap": {"input_features": lambda t: t.floats(t.batch_size, 1, 64, 64)},
     "deepseek_vl_hybrid": {"high_res_pixel_values": lambda t: t.floats(t.batch_size, 3, 64, 64)},
+    "llava": {"image_sizes": None},
+    "vipllava": {"image_sizes": None},
     "lxmert": {
         "visual_feats": lambda t: t.floats(t.batch_size, 4, t.config.visual_feat_dim),
         "visual_pos": lambda t: t.floats(t.batch_size, 4, 4),
@@ -115,6 +124,20 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "pix2struct": {"flattened_patches": lambda t: t.floats(t.batch_size, 16, 770), "input_ids": None},
     "pop2piano": {"input_ids": None, "attention_mask": None},
+    "instructblip": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
+    "oneformer": {"task_inputs": lambda t: t.tokens(t.batch_size, 16)},
+    "wav2vec2-bert": {"input_features": lambda t: t.floats(t.batch_size, 32, t.config.feature_projection_input_dim)},
+    "timesfm": {
+        "past_values": lambda t: t.floats(t.batch_size, 64),
+        "future_values": lambda t: t.floats(t.batch_size, 128),
+    },
+    "seggpt": {
+        "pixel_values": lambda t: t.floats(t.batch_size, 3, t.image_size[0] // 2, t.image_size[1]),
+        "prompt_pixel_values": lambda t: t.floats(t.batch_size, 3, t.image_size[0] // 2, t.image_size[1]),
+        "prompt_masks": lambda t: t.floats(t.batch_size, 3, t.image_size[0] // 2, t.image_size[1]),
+        "labels": lambda t: t.floats(t.batch_size, 3, t.image_size[0] // 2, t.image_size[1]),
+    },
+    "layoutlmv2": {"image": lambda t: t.floats(t.batch_size, 3, *t.image_size)},
     "vilt": {"labels": lambda t: t.floats(t.batch_size, 2).sigmoid()},
     "visual_bert": {"visual_embeds": lambda t: t.floats(t.batch_size, 4, 32)},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,16 @@ Row = dict[str, Any]
 
 def run_type(model_type: str, class_name: str, last_stage: str) -> Row:
     """The row of one model type: the last stage that it passed, and the reason of the first that it did not pass."""
+    stages = STAGES[: STAGES.index(last_stage) + 1]
+    verifying_plans = last_stage in ("verify", "pipeline")
+    return run_stages(model_type, class_name, [stage for stage in stages if stage != "plan" or not verifying_plans])
+
+
+def run_stages(model_type: str, class_name: str, stages: Sequence[str]) -> Row:
+    """The row of these stages, the first two among them."""
     row: Row = {"type": model_type, "class": class_name, "passed": None, "seconds": {}}
     subject: Any = None
-    for stage in STAGES[: STAGES.index(last_stage) + 1]:
-        if stage == "plan" and last_stage != "plan":
-            continue  # verifying plans
+    for stage in stages:
         start = time.process_time()
         try:
             subject = _RUN[stage](row, subject)

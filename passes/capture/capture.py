@@ -34,6 +34,8 @@ from passes.capture.value_reads import ValueReads, drop_answered
 from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
+from passes.ir.value_guards import GuardReading, ValueGuards
+from passes.torch_compat.host_operators import CTC_LOSSES
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import answered_reads
 from passes.torch_compat.tracing import unvalidated_distributions
@@ -165,10 +167,21 @@ def _traced(
         loss=loss,
         training=graph_training,
         checkpointed=call.result.checkpoints,
-        guards=call.reads.guards,
+        guards=_guards(graph, call),
         unflatten=functools.partial(_returned, call.result.structure, names),
     )
     return graph, call
+
+
+def _guards(graph: Graph, call: _Call) -> ValueGuards:
+    """The readings that the graph is for. Targets of CTC losses that lie in rows are as many as they like."""
+    guards = call.reads.guards
+    losses = [node for node in graph.nodes if node.op == CTC_LOSSES]
+    values = graph.values if losses else {}
+    if any(len(values[node.inputs[1]].shape) == 1 for node in losses):
+        return guards
+    remaining = ValueGuards(tuple(entry for entry in guards.entries if entry not in call.result.sizes_of_targets))
+    return remaining if remaining.readings else ValueGuards()
 
 
 def _returned(structure: Structure, names: Mapping[Path, str], outputs: Mapping[str, Any]) -> Any:
@@ -194,6 +207,7 @@ class _Result:
     structure: Structure
     tensors: dict[Path, torch.Tensor]
     checkpoints: bool
+    sizes_of_targets: list[GuardReading]
     changed: Changes
 
 
@@ -229,6 +243,7 @@ class _Call(nn.Module):
             if path is not None:
                 results[path] = watched.checked(results[path])
         self.result.checkpoints = watched.checkpoints
+        self.result.sizes_of_targets = watched.sizes_of_targets
         self.result.changed = changes(before, plain_state(self.model))
         self.result.structure, self.result.tensors = structure, results
         return tuple(self.result.tensors.values())

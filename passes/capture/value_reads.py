@@ -64,6 +64,15 @@ class ValueReads:
         return ValueGuards(tuple(self._entries))
 
     @property
+    def num_entries(self) -> int:
+        """How many steps and readings there are so far."""
+        return len(self._entries)
+
+    def readings_since(self, num_entries: int) -> list[GuardReading]:
+        """The readings among the entries behind the first ones."""
+        return [entry for entry in self._entries[num_entries:] if isinstance(entry, GuardReading)]
+
+    @property
     def written_buffers(self) -> tuple[str, ...]:
         """The buffers that guards read and that the graph, as far as it is traced, writes to."""
         if self._subgraphs is None or not self._entries:

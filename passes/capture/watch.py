@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from passes.capture.value_reads import ValueReads
 from passes.ir.errors import CaptureError
+from passes.ir.value_guards import GuardReading
 from passes.torch_compat import host_operators  # noqa: F401
 from passes.torch_compat.tensor_fields import is_inside_transform, saved_tensors_hooks_of_thread
 
@@ -40,6 +41,10 @@ class WatchedForward(TorchFunctionMode):
         self._originals = originals
         self._reads = reads
         self._checks: list[tuple[torch.Tensor, bool, str]] = []
+        #: What masks picked and nothing but a CTC loss has seen, by identity: its tensor, the readings of its size.
+        self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
+        #: Readings of sizes that only CTC losses depend on.
+        self.sizes_of_targets: list[GuardReading] = []
         self._hooks_outside = _pack_hook()
 
     def __torch_function__(
@@ -59,10 +64,22 @@ class WatchedForward(TorchFunctionMode):
             if check is not None:
                 self._checks.append((args[0].clone(), *check))
                 return check[0]
+        num_entries = self._reads.num_entries
         result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):
             self._check_origin(name, args)
         return result
+
+    def _follow_targets(self, function: str, args: tuple[Any, ...], result: Any, readings: list[GuardReading]) -> None:
+        """Note which readings are of sizes that only a CTC loss depends on, where no code asked for the size."""
+        if function in ("masked_select", "__getitem__") and readings and isinstance(result, torch.Tensor):
+            self._targets[id(result)] = (result, readings)
+            return
+        for arg in args:
+            _, sizes = self._targets.pop(id(arg), (None, []))
+            if function == "ctc_loss":
+                self.sizes_of_targets += sizes
 
     def checked(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, which at run time is there only if no check of the model raises an error."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-CHECKED, ASSIGNMENT = "meshwright.checked.default", "meshwright.linear_sum_assignment.default"
+CTC_LOSSES = "meshwright.ctc_losses.default"
 
 #: Log-probabilities [frames, samples, classes]; targets in rows, or all samples' behind one another.
 _OF_CTC = "Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengths, int blank, bool zero_infinity"
