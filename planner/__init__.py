@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from runtime.checkpoint import CheckpointManager
     from runtime.data.loader import DataLoader
     from runtime.launch.process import init
+    from runtime.module.expert_balance import balance_experts
     from runtime.module.parallel_module import ParallelModule
     from runtime.ops.random import seed
 
@@ -37,6 +38,7 @@ _HOMES = {
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
     "audit": "planner.auditing.audit",
+    "balance_experts": "runtime.module.expert_balance",
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
     "plan": "planner.planning",
@@ -57,6 +59,7 @@ __all__ = [
     "Plan",
     "Trainer",
     "audit",
+    "balance_experts",
     "compile",
     "init",
     "plan",

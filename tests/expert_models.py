@@ -12,10 +12,13 @@ from runtime import kernels  # noqa: F401  (registers torch.ops.meshwright)
 class Mixture(nn.Module):
     """A residual layer of experts with softmax routing; every token takes ``k`` of them."""
 
-    def __init__(self, *, size: int, inner: int, num_experts: int, k: int, activation: str, biases: bool) -> None:
+    def __init__(
+        self, *, size: int, inner: int, num_experts: int, k: int, activation: str, biases: bool, balanced: bool
+    ) -> None:
         super().__init__()
         halves = 2 if activation.startswith(("swiglu", "geglu")) else 1
         self.k, self.activation = k, activation
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts) if balanced else None)
         self.norm = nn.LayerNorm(size)
         self.router = nn.Linear(size, num_experts, bias=False)
         self.gate_up = nn.Parameter(torch.randn(num_experts, halves * inner, size) / size**0.5)
@@ -25,11 +28,19 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x)
-        scores, ids = self.router(tokens).softmax(-1).topk(self.k)
+        scores, ids = self.route(tokens)
         outputs = torch.ops.meshwright.experts(
             tokens, ids, scores, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation
         )
         return x + outputs
+
+    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and ids of the experts that each token takes; a bias only changes which."""
+        scores = self.router(tokens).softmax(-1)
+        if self.e_score_correction_bias is None:
+            return scores.topk(self.k)
+        ids = (scores + self.e_score_correction_bias).topk(self.k)[1]
+        return scores.gather(-1, ids), ids
 
 
 class MixtureModel(nn.Module):
@@ -46,14 +57,32 @@ class MixtureModel(nn.Module):
         layers: int = 2,
         activation: str = "swiglu",
         biases: bool = False,
+        balanced: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size)
         self.layers = nn.ModuleList(
-            Mixture(size=size, inner=inner, num_experts=num_experts, k=k, activation=activation, biases=biases)
+            Mixture(
+                size=size,
+                inner=inner,
+                num_experts=num_experts,
+                k=k,
+                activation=activation,
+                biases=biases,
+                balanced=balanced,
+            )
             for _ in range(layers)
         )
         self.output = nn.Linear(size, vocabulary, bias=False)
+
+    def loads(self, tokens: torch.Tensor) -> dict[str, list[int]]:
+        """How many pairs of a token and a choice each expert of each layer gets."""
+        x, result = self.embedding(tokens), {}
+        for place, layer in enumerate(self.layers):
+            _, ids = layer.route(layer.norm(x))
+            result[f"layers.{place}"] = torch.bincount(ids.flatten(), minlength=len(layer.down)).tolist()
+            x = layer(x)
+        return result
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)

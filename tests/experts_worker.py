@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -34,7 +35,9 @@ def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: b
         optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (single, parallel)]
         errors: dict[str, float] = {}
         for step in range(3):
-            with CommunicationCounter(parallel.layout.device_mesh) as counter:
+            load: Any = None
+            with CommunicationCounter(parallel.layout.device_mesh) as counter, contextlib.ExitStack() as stack:
+                load = stack.enter_context(parallel.expert_load()) if step else None  # nothing is counted else
                 loss = parallel.train_step(**batch)
             alone = single(**batch)
             alone.backward()
@@ -44,11 +47,20 @@ def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: b
                 gradients = parallel.full_gradients()
                 for name, parameter in single.named_parameters():
                     errors[f"gradient of {name}"] = error(gradients[name], parameter.grad)
+            expected_load = single.loads(batch["tokens"])
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            if load is not None:
+                loads = {path: tokens.tolist() for path, tokens in load.tokens.items()}
+                errors[f"load {step}"] = float(loads != expected_load or any(load.dropped.values()))
+            if load is not None and model.get("balanced"):
+                planner.balance_experts(parallel, load, rate=0.1)
+                for layer, counts in zip(single.layers, expected_load.values()):
+                    few = torch.tensor(counts, dtype=torch.float64)
+                    layer.e_score_correction_bias += 0.1 * torch.sign(few.mean() - few)
         weights = parallel.full_state_dict()
-    errors |= {name: error(weights[name], value) for name, value in single.named_parameters()} if weights else {}
+    errors |= {name: error(weights[name], value) for name, value in single.state_dict().items()} if weights else {}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [list(vars(each).values()) for each in counted])
     planned = [list(vars(each).values()) for each in parallel.plan.collectives]

@@ -15,6 +15,7 @@ from passes.emit.emitted_program import ENTRY_POINT, InputSpec
 from passes.pipeline_cut import BATCH_AXIS, StageGraph
 from runtime import ops
 from runtime.execution.binding import BoundUnit, ChunkUnits
+from runtime.execution.expert_load import chunk_begins
 from runtime.execution.step_state import StepState
 from runtime.mesh.layout import Layout
 from runtime.pipeline import TensorSpec
@@ -149,6 +150,7 @@ class ChunkRunner:
         """The chunk's outputs for a micro-batch, by path."""
         specs = self.runner.program.inputs[len(received) :]
         tensors = [*received, *(self.input_of(spec, microbatch) for spec in specs)]
+        chunk_begins(self.graph)
         self.chunk_units.restart()
         if self.shared is not None:
             self.shared.lend(self.runner.tree)

@@ -22,6 +22,7 @@ from runtime.kernels.direct import apply_of
 from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
+from runtime.kernels.routing_listeners import note_routing
 
 
 def experts(
@@ -51,6 +52,21 @@ def experts(
         ValueError: if shapes or dtypes do not fit, or for an unknown activation.
     """
     check_experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+    note_routing(expert_ids, len(gate_up))
+    return own_experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+
+
+def own_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """``experts`` of which nobody is told where tokens go: some of a mixture's."""
     return flattened(_Experts.apply, x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
 
 

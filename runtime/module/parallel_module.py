@@ -16,6 +16,7 @@ from passes.plan import Plan
 from passes.torch_compat.module_tables import has_hooks, share_content
 from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
+from runtime.execution.expert_load import ExpertLoad, RoutingCounts
 from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
@@ -133,6 +134,28 @@ class ParallelModule(Unwrappable, nn.Module):
             self._engine.calls.together(lambda: stack.enter_context(self._accumulation.over(num_steps)))
             yield
             self._engine.calls.together(stack.close)
+
+    @contextlib.contextmanager
+    def expert_load(self) -> Iterator[ExpertLoad]:
+        """A context in which tokens are counted by expert and layer; all ranks must enter it.
+
+            with parallel.expert_load() as load:
+                parallel.train_step(**batch)
+            load.tokens["model.layers.0.mlp.experts"]  # int64 [experts]: of all ranks and micro-batches
+
+        Outside of it nothing is counted, and nothing costs time.
+
+        Raises:
+            ValueError: on all ranks, at its end if no experts were run; for blocks that ``torch.compile`` compiles,
+                which would have to be compiled again.
+        """
+        engine, counts, load = self._engine, RoutingCounts(), ExpertLoad()
+        engine.calls.check("calls expert_load")
+        if self.is_planned and self.plan.step.compiled:
+            raise ValueError("blocks that are compiled do not tell where tokens go: plan without compiled=True")
+        with counts.recording():
+            yield load
+        load.add_up(engine.ranks.gathered(counts.by_path()))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

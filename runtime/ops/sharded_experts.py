@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from spmd_types import R, S
 
-from runtime import kernels
 from runtime.kernels.expert_activations import ACTIVATIONS
+from runtime.kernels.experts import check_experts, own_experts
+from runtime.kernels.routing_listeners import note_routing
 from runtime.mesh.joint_axes import joint
 from runtime.ops.expert_exchange import exchanged_experts
 from runtime.ops.mesh_types import first_of_shard, groups_of
@@ -54,13 +55,16 @@ def experts(
         if gate_up.shape[_ROWS] != ACTIVATIONS[activation].halves * down.shape[2]:
             gate_up = _own_rows(gate_up, down, inner_axes)
             gate_up_bias = None if gate_up_bias is None else _own_rows(gate_up_bias, down, inner_axes)
+    note_routing(expert_ids, len(gate_up) if num_experts is None else num_experts)
     if not expert_axes:
-        return kernels.experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+        check_experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+        return own_experts(x, expert_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
     assert num_experts is not None, "experts that are cut need their whole number"
     if not token_axes:
         first = first_of_shard(num_experts, expert_axes, gate_up.device)
         own_ids = expert_ids - first  # those of other ranks' experts are outside of this rank's
-        return kernels.experts(x, own_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+        check_experts(x, own_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
+        return own_experts(x, own_ids, scores, gate_up, down, gate_up_bias, down_bias, activation)
     group = groups_of(token_axes)[0] if len(token_axes) == 1 else joint(*token_axes)
     shards = _shards_in_reach(num_experts // len(gate_up), expert_axes, token_axes, gate_up.device)
     return exchanged_experts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from passes.ir.graph import Node
 from passes.ir.types import P
 from planner.whole_step.best_first import Search
@@ -18,7 +20,7 @@ def mixed_samples(search: Search) -> str:
     graph = search.level_one.space.graph
     nodes = {node.name: node for node in graph.nodes}
     mixers = [nodes[name] for name in dict.fromkeys(followed.mixers)]
-    named = "; ".join(_described(node) for node in mixers[:_NAMED])
+    named = "; ".join(_described(node, followed.mixing) for node in mixers[:_NAMED])
     more = f"; and {len(mixers) - _NAMED} more" if len(mixers) > _NAMED else ""
     text = f"the model mixes the samples of a batch, so num_microbatches must be 1: {named}{more}"
     if any(followed.types.get(name) == P for node in mixers for name in node.inputs):
@@ -30,7 +32,8 @@ def mixed_samples(search: Search) -> str:
     return text
 
 
-def _described(node: Node) -> str:
+def _described(node: Node, mixing: Collection[str]) -> str:
     place = f"module {node.module_path!r} ({node.module_class})" if node.module_path else "the model itself or its loss"
-    what = "writes a buffer once a step" if node.writes_buffer else f"needs {', '.join(node.inputs[:2])} of all samples"
+    needed = [name for name in dict.fromkeys(node.inputs) if name in mixing]
+    what = "writes a buffer once a step" if node.writes_buffer else f"needs {', '.join(needed[:2])} of all samples"
     return f"{node.op} in {place} {what}"

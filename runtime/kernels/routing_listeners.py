@@ -1,0 +1,32 @@
+"""Who is told which experts tokens are routed to; nobody by default, which costs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from runtime.torch_compat.autograd_engine import in_backward
+
+#: Takes the ids of experts [..., k] of one rank's tokens, and how many experts there are on all ranks.
+RoutingListener = Callable[[torch.Tensor, int], None]
+
+_listeners: list[RoutingListener] = []
+
+
+def note_routing(expert_ids: torch.Tensor, num_experts: int) -> None:
+    """Tell the listeners; what is computed again in a backward pass was told before."""
+    if _listeners and not in_backward():
+        for listener in _listeners:
+            listener(expert_ids, num_experts)
+
+
+@contextlib.contextmanager
+def listening(listener: RoutingListener) -> Iterator[None]:
+    """A context in which every operator of experts tells ``listener``."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
