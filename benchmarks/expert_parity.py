@@ -27,6 +27,7 @@ LAYOUTS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"ep": 4}, {"num_microbatches": 2}),
     ({"ep": 2, "tp": 2}, {}),
     ({"ep": 2, "tp": 2}, {"num_microbatches": 4, "zero": 1}),
+    ({"ep": 2, "pp": 2}, {"num_microbatches": 1}),
     ({"ep": 2, "pp": 2}, {"num_microbatches": 2, "schedule": "1f1b"}),
     ({"ep": 2, "pp": 2}, {"num_microbatches": 4, "schedule": "zb_h1", "zero": 1}),
     ({"dp": 2, "ep": 2}, {"zero": 1}),

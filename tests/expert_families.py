@@ -43,18 +43,6 @@ def in_loops(model: nn.Module) -> None:
         model.set_experts_implementation("eager")
 
 
-def switch_transformer() -> nn.Module:
-    """Encoder and decoder of which every layer has experts."""
-    import transformers
-
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4,
-        encoder_sparse_step=1, decoder_sparse_step=1, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2,
-        expert_capacity=3, router_jitter_noise=0.0, dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.SwitchTransformersForConditionalGeneration(config)
-
-
 class FeedForward(nn.Module):
     """One expert."""
 
@@ -161,7 +149,6 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "deepseek-v3 eager": lambda: language_model("DeepseekV3", "eager"),
     "gpt-oss": lambda: language_model("GptOss"),
     "gpt-oss eager": lambda: language_model("GptOss", "eager"),
-    "switch": switch_transformer,
     "loop": lambda: ByHand(ExpertLoop),
     "masked loop": lambda: ByHand(MaskedLoop),
     "one-hot": lambda: ByHand(OneHotDispatch),
