@@ -1,7 +1,8 @@
 """Meshwright: an auto-parallel planner for PyTorch.
 
 ``compile(model, mesh)`` gives a sharded module to train; ``plan(...)`` only decides, offline; ``verify(...)`` proves a
-plan against one device, ``audit(...)`` recomputes what a saved plan claims. Everything is imported at first use, so
+plan against one device, ``audit(...)`` recomputes what a saved plan claims;
+``sweep(...)`` plans whole studies. Everything is imported at first use, so
 that ``import planner`` stays quick.
 """
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from planner.auditing.audit import audit
     from planner.compilation import compile
     from planner.planning import plan
+    from planner.sweeps.run_sweep import sweep
     from planner.trainer import Trainer
     from planner.verification.verify_model import verify
     from runtime.checkpoint import CheckpointManager
@@ -44,6 +46,7 @@ _HOMES = {
     "plan": "planner.planning",
     "register_rule": "passes.rules.registered_rules",
     "seed": "runtime.ops.random",
+    "sweep": "planner.sweeps.run_sweep",
     "verify": "planner.verification.verify_model",
 }
 
@@ -65,6 +68,7 @@ __all__ = [
     "plan",
     "register_rule",
     "seed",
+    "sweep",
     "verify",
 ]
 

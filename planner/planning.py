@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -39,6 +40,7 @@ def plan(
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
     time_limit: float = 90.0,
+    max_programs: float = math.inf,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
@@ -77,6 +79,8 @@ def plan(
         constraints: pins by glob on names, ``{"model.layers.*.mlp.*": {"tp": "S(0)"}}``.
         forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
         time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
+        max_programs: how many integer programs the search of a whole step may solve, in all about as long as so many
+            tenths of seconds; on reaching it the best plan so far is returned with its gap, the same on every machine.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp`` (the axes that a mesh beside them may have), ``micro_batch`` (samples on a
             device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit
@@ -132,6 +136,8 @@ def plan(
         raise ValueError(
             "forbid_collectives means something only if a mesh is given and no option of whole steps: drop one of them"
         )
+    if shape is not None and max_programs != math.inf:
+        raise ValueError("max_programs is of plans of whole steps; on a mesh alone there is time_limit: drop it")
     if shape is None and needed is not None:
         hardware = hardware.subset(needed)
     demands = read_demands(
@@ -143,6 +149,7 @@ def plan(
         compiled=compiled,
         num_alternatives=num_alternatives,
         time_limit=time_limit,
+        max_programs=max_programs,
         solver=solver_named(solver),
     )
     if write_lp is not None:

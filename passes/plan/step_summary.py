@@ -15,8 +15,8 @@ from passes.plan.text_tables import format_bytes, format_list, format_seconds, f
 #: A rank this full says that memory shapes the plan.
 NEARLY_FULL = 0.9
 
-#: Status of a search that stopped early.
-TIME_LIMIT = "time limit"
+#: Statuses of a search that stopped early.
+TIME_LIMIT, EFFORT_LIMIT = "time limit", "effort limit"
 
 
 def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
@@ -156,6 +156,9 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
     if TIME_LIMIT in plan.certificate.status:
         bound = format_seconds(plan.certificate.bound)
         yield f"the search ran out of time: a better plan may exist, down to {bound} (a longer time limit would tell)"
+    if EFFORT_LIMIT in plan.certificate.status:
+        bound = format_seconds(plan.certificate.bound)
+        yield f"the search reached max_programs: a better plan may exist, down to {bound} (more programs would tell)"
 
 
 def _memory_reason(step: StepPlan) -> str:

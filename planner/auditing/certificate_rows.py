@@ -9,7 +9,7 @@ from cost_models import CostModel
 from passes.plan import Certificate, Plan
 from planner.auditing.audit_report import SECONDS, SHARE, TOLERANCE, AuditRow, compared, unchecked
 from planner.auditing.subject import AuditSubject
-from planner.solvers.linear import TIME_LIMIT
+from planner.solvers.linear import STOPPED
 
 _BOUND = "lower bound"
 
@@ -44,8 +44,8 @@ def _bound_row(claimed: Certificate, again: Certificate) -> AuditRow:
     if claimed.bound > again.objective * (1.0 + TOLERANCE):
         why = "searched again: there is a faster plan than the bound allows"
         return AuditRow(_BOUND, claimed.bound, again.bound, SECONDS, False, why)
-    if TIME_LIMIT in again.status:
-        why = "searched again: out of time before so much was proved; a longer time limit would tell"
+    if any(limit in again.status for limit in STOPPED):
+        why = "searched again: a limit was reached before so much was proved; a longer time limit would tell"
         return AuditRow(_BOUND, claimed.bound, again.bound, SECONDS, None, why)
     return AuditRow(_BOUND, claimed.bound, again.bound, SECONDS, False, "searched again: only less can be proved")
 

@@ -1,4 +1,4 @@
-"""The ``planner`` command: plan offline; show, report, compare, audit and verify plans; run scripts.
+"""The ``planner`` command: plan offline; show, report, compare, sweep, audit and verify plans; run scripts.
 
 Exit codes: 0 success, 1 a verification or an audit that failed, 2 an error in what was asked (one line on standard
 error), and those of a shell for a pipe that was closed (141) and an interrupt (130).
@@ -20,6 +20,7 @@ from planner.cli.inspect_commands import add_diff, add_report, add_trace, add_wh
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
+from planner.cli.sweep_command import add_sweep
 
 #: Environment variable that makes errors raise, with Python's traceback.
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
@@ -32,6 +33,7 @@ _EXAMPLES = """examples:
   planner report plan.json -o plan.html
   planner diff plan.json other.json
   planner why-not plan.json --fix tp=4
+  planner sweep study.toml -o results/
   planner audit plan.json
   planner verify tiny-llama --mesh dp=2,tp=2
   planner cluster show tpu-v4-torus:8x8x8
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         add_trace,
         add_diff,
         add_why_not,
+        add_sweep,
         add_audit,
         _add_verify,
         add_cluster,

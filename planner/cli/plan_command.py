@@ -146,11 +146,11 @@ def _layouts(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _compared(plan: Plan, options: argparse.Namespace, names: tuple[str, ...]) -> str:
     """The table of experts' layouts beside ``plan``."""
-    from planner.inspection.baseline_comparison import compare, comparison_table
+    from planner.inspection.baseline_comparison import compare, comparison_table, needs_config
     from planner.library import load_config
     from planner.planning import graph_to_plan
 
-    config = load_config(options.model) if any(name.startswith("transformers") for name in names) else None
+    config = load_config(options.model) if needs_config(names) else None
     with graph_to_plan(
         options.model,
         fuse=not options.no_fuse,

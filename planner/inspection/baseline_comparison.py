@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,12 +46,20 @@ def check_names(names: Sequence[str]) -> None:
             baseline_named(name)
 
 
-def compare(plan: Plan, graph: Graph, names: Sequence[str], *, config: Any = None) -> tuple[ComparedLayout, ...]:
+def needs_config(names: Sequence[str]) -> bool:
+    """Whether one of the baselines reads the model's transformers config."""
+    return any(name.startswith("transformers") for name in names)
+
+
+def compare(
+    plan: Plan, graph: Graph, names: Sequence[str], *, config: Any = None, max_programs: float = math.inf
+) -> tuple[ComparedLayout, ...]:
     """The best layout of each of the baselines ``names``, whose open choices are decided in its favour.
 
     Args:
         graph: the one that ``plan`` was made of.
         config: the model's transformers config, which two of the baselines read.
+        max_programs: how many integer programs the search of each may solve, as ``planner.plan`` takes it.
 
     Raises:
         ValueError: for an unknown name, and for a plan on a given mesh.
@@ -58,17 +67,17 @@ def compare(plan: Plan, graph: Graph, names: Sequence[str], *, config: Any = Non
     check_names(names)
     if not plan.step.decides_units:
         raise ValueError("experts' layouts are of whole steps: plan without --mesh, or fix a choice beside it")
-    return tuple(_layouts(plan, graph, names, config))
+    return tuple(_layouts(plan, graph, names, config, _demands(plan, max_programs)))
 
 
-def _layouts(plan: Plan, graph: Graph, names: Sequence[str], config: Any) -> Iterator[ComparedLayout]:
+def _layouts(plan: Plan, graph: Graph, names: Sequence[str], config: Any, demands: Demands) -> Iterator[ComparedLayout]:
     cluster = Cluster.from_dict(dict(plan.cluster))
     space = BaselineSpace(graph, config=config, compiled=plan.step.compiled)
     for name in names:
         if name in INEXPRESSIBLE:
             yield ComparedLayout(name, None, 0.0, INEXPRESSIBLE[name])
             continue
-        best = best_of_baseline(name, space, cluster, _demands(plan))
+        best = best_of_baseline(name, space, cluster, demands)
         if isinstance(best, Missing):
             yield ComparedLayout(name, None, 0.0, best.reason)
         else:
@@ -83,7 +92,7 @@ def _labels(solution: Any, groups: Any) -> Iterator[str]:
         yield " ".join(solution.problem.runs[run].choices[choice].label)
 
 
-def _demands(plan: Plan) -> Demands:
+def _demands(plan: Plan, max_programs: float) -> Demands:
     """What the plan leaves to every layout: memory, training, kernels; not its own choices."""
     step = plan.step
     return read_demands(
@@ -91,6 +100,7 @@ def _demands(plan: Plan) -> Demands:
         training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
         compiled=step.compiled,
         memory_limit=plan.certificate.demands.get("memory_limit"),
+        max_programs=max_programs,
     )
 
 

@@ -21,7 +21,7 @@ from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.pipeline_ilp.stage_ilp import CUTOFF, Proofs, bound_within_memory, quick_bound, solve_stages
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
-from planner.solvers.linear import OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
+from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
@@ -78,18 +78,19 @@ class Search:
         self.least = float("inf")
         self.finished: set[Candidate] = set()
         self.diving = False
-        self.deadline, self.late = float("inf"), False
+        self.deadline, self.status = float("inf"), OPTIMAL
+        self.stage_programs, self.shardings_before = 0.0, level_one.solved
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
-        """Search until the gap is closed, the heap is empty, or time is up."""
+        """Search until the gap is closed, the heap is empty, or a limit is reached."""
         self.deadline = time.monotonic() + self.demands.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
         self._dive(heap)
         while heap and heap[0].bound < self._cutoff():
-            if self._is_late():
+            if self._is_stopped():
                 break
             entry = heapq.heappop(heap)
             if entry.stage == 0 and entry.candidate in self.finished:
@@ -100,12 +101,25 @@ class Search:
         best = self.solutions[0].seconds if self.solutions else float("inf")
         least_open_bound = heap[0].bound if heap else float("inf")
         bound = min(least_open_bound, self.least, best)
-        return Outcome(self.solutions, bound, TIME_LIMIT if self.late else OPTIMAL, self.counts, self.shortfalls)
+        return Outcome(self.solutions, bound, self.status, self.counts, self.shortfalls)
 
-    def _is_late(self) -> bool:
-        """Whether time is up. The clock decides nothing else, and the plan reports it."""
-        self.late = self.late or time.monotonic() > self.deadline
-        return self.late
+    @property
+    def num_programs(self) -> float:
+        """Integer programs that were solved; a stage program counts by its effort."""
+        return self.level_one.solved - self.shardings_before + self.stage_programs
+
+    def remaining(self, demands: Demands) -> Demands | None:
+        """``demands`` with what this search leaves of its limits, None if nothing is left."""
+        seconds, programs = self.deadline - time.monotonic(), self.demands.max_programs - self.num_programs
+        return replace(demands, time_limit=seconds, max_programs=programs) if seconds > 0 and programs >= 1 else None
+
+    def _is_stopped(self) -> bool:
+        """Whether a limit is reached, which the plan reports. The clock decides nothing else."""
+        if self.status == OPTIMAL and self.num_programs >= self.demands.max_programs:
+            self.status = EFFORT_LIMIT
+        if self.status == OPTIMAL and time.monotonic() > self.deadline:
+            self.status = TIME_LIMIT
+        return self.status != OPTIMAL
 
     def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
         for entry in entries:
@@ -120,7 +134,7 @@ class Search:
         self.least = min(self.least, bound)
 
     def _dive(self, heap: list[_Entry]) -> None:
-        """Solve a few promising candidates first, to have an incumbent to prune with; only one if time is up.
+        """Solve a few promising candidates first, to have an incumbent to prune with; only one if a limit is reached.
 
         For every combination of pipeline, context and tensor size (tensor within a node), under the plainest schedules:
         the smallest micro-batch, which fills the pipeline best and needs least memory; and without a pipeline the
@@ -143,7 +157,7 @@ class Search:
         heapq.heapify(ready)
         while ready:
             entry = heapq.heappop(ready)
-            if entry.bound >= self._cutoff() or (self.solutions and self._is_late()):
+            if entry.bound >= self._cutoff() or (self.solutions and self._is_stopped()):
                 self._leave(entry.bound)
                 continue
             for follower in self._advance(entry):
@@ -320,6 +334,7 @@ class Search:
         gap = self.demands.gap / 2
         cutoff = self._cutoff() / (1.0 - gap)  # what is given up within the gap of this is proved down to the search's
         effort = entry.effort or (DIVE_EFFORT if self.diving else STAGE_EFFORT)
+        self.stage_programs += max(1.0, effort / STAGE_EFFORT)
         solved = solve_stages(
             entry.problem,
             effort=effort,

@@ -17,7 +17,7 @@ from passes.plan.step_plan import CHUNKED_LOSS
 from passes.repeats.repeated_blocks import BlockRun
 from planner.sharding_ilp.folding import BETTER
 from planner.solvers.collection import no_collection
-from planner.solvers.linear import TIME_LIMIT
+from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import Demands, is_number
 from planner.whole_step.candidates.expert_layouts import data_experts
@@ -137,17 +137,16 @@ class _Planner:
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
-        deadline = search.deadline
         best = self.chosen_of(cluster, demands, search, outcome)
         unlike = UnlikeCopies(search)
         if not unlike.may_gain(outcome):
             return best
         for blocks in longer_blocks(self.space.runs, unlike.num_variables):
-            remaining_seconds = deadline - time.monotonic()
-            if remaining_seconds <= 0:
+            rest = search.remaining(demands)
+            if rest is None:
                 break
             longer = self.with_blocks(blocks)
-            search, outcome = longer.search(cluster, dataclasses.replace(demands, time_limit=remaining_seconds))
+            search, outcome = longer.search(cluster, rest)
             if not outcome.solutions:
                 continue
             plan = longer.chosen_of(cluster, demands, search, outcome)
@@ -176,13 +175,12 @@ class _Planner:
         return plan
 
     def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
-        """Search with a smaller gap in the remaining time, and merge its solutions with those of ``outcome``."""
-        remaining_seconds = search.deadline - time.monotonic()
-        if remaining_seconds <= 0:
-            return search, dataclasses.replace(outcome, status=TIME_LIMIT)
-        search, again = self.search(
-            cluster, dataclasses.replace(demands, time_limit=remaining_seconds), search.level_one
-        )
+        """Search with a smaller gap in what is left of the limits, and merge both outcomes."""
+        rest = search.remaining(demands)
+        if rest is None:
+            late = time.monotonic() >= search.deadline
+            return search, dataclasses.replace(outcome, status=TIME_LIMIT if late else EFFORT_LIMIT)
+        search, again = self.search(cluster, rest, search.level_one)
         fastest = {solution.candidate: solution for solution in outcome.solutions}
         for solution in again.solutions:
             if solution.candidate not in fastest or solution.seconds <= fastest[solution.candidate].seconds:
@@ -257,7 +255,7 @@ def _gap_to_prove(best: Judged, outcome: Outcome) -> float | None:
     """The gap at which a search would prove that ``best`` is near-optimal by the closed form; None if it is proved
     already, time ran out, or the closed form has a clearly faster solution."""
     fastest, needed = outcome.solutions[0].seconds, best.solution.seconds * (1.0 - ROUNDED * PROVED)
-    if outcome.bound >= needed or outcome.status == TIME_LIMIT or fastest < needed:
+    if outcome.bound >= needed or outcome.status in STOPPED or fastest < needed:
         return None
     return 1.0 - needed / fastest
 

@@ -6,6 +6,7 @@ each of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,6 @@ def write_report(
 
 def report_page(plan: Plan, *, device_hour_price: float | None = None, source: str | None = None) -> str:
     """The report's HTML; arguments and errors as ``write_report``."""
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-
     if device_hour_price is not None and not device_hour_price >= 0.0:
         raise ValueError(f"device_hour_price: expected a price of at least 0, got {device_hour_price!r}")
     report = simulated_step(plan)
@@ -57,16 +55,12 @@ def report_page(plan: Plan, *, device_hour_price: float | None = None, source: s
         "cluster": cluster_section(plan),
     }
     charts = {name: section.chart for name, section in sections.items() if section.chart is not None}
-    script, divs = components(charts)
-    return _template().render(
+    return page_template(_FOLDER, "report.html.jinja").render(  # type: ignore[no-any-return]
         plan=plan,
         title=f"{plan.model} on {plan.step.num_devices:,} devices",
         cards=headline(plan, device_hour_price=device_hour_price),
         sections=sections,
-        divs=divs,
-        chart_script=script,
-        library=Resources(mode="inline", components=["bokeh"]).render_js(),
-        style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+        **page_parts(charts),
         behaviour=(_FOLDER / "report.js").read_text(encoding="utf-8"),
         collectives=collective_rows(plan),
         runners_up=runner_up_rows(plan),
@@ -76,9 +70,25 @@ def report_page(plan: Plan, *, device_hour_price: float | None = None, source: s
     )
 
 
-def _template() -> Any:
+def page_parts(charts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a page with Bokeh charts has in it: the charts, Bokeh itself, the style, and the script of the theme."""
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    script, divs = components(dict(charts)) if charts else ("", {})
+    return {
+        "divs": divs,
+        "chart_script": script,
+        "library": Resources(mode="inline", components=["bokeh"]).render_js(),
+        "style": (_FOLDER / "report.css").read_text(encoding="utf-8"),
+        "theme": (_FOLDER / "theme.js").read_text(encoding="utf-8"),
+    }
+
+
+def page_template(folder: Path, name: str) -> Any:
+    """The Jinja2 template ``name`` in ``folder``, which escapes all that is put into it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(_FOLDER)
+    loader = FileSystemLoader(folder)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("report.html.jinja")
+    return environment.get_template(name)

@@ -44,6 +44,8 @@ class Demands:
         num_alternatives: how many plans to return, the best first.
         gap: the search stops when no plan can be better by more than this share.
         time_limit: seconds.
+        max_programs: how many integer programs may be solved before the search stops; a stage program that is solved
+            again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
         solver: PuLP's name of the solver of integer programs.
     """
 
@@ -56,6 +58,7 @@ class Demands:
     num_alternatives: int = 1
     gap: float = 9.5e-3
     time_limit: float = 90.0
+    max_programs: float = math.inf
     solver: str = HIGHS
 
     def allows(self, name: str, value: Any) -> bool:
@@ -136,6 +139,7 @@ def read_demands(
     check_count("num_alternatives", options.get("num_alternatives", 1))
     check_memory_limit(options.get("memory_limit"))
     check_time_limit(options.get("time_limit", 0.0))
+    check_max_programs(options.get("max_programs", math.inf))
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
         values = demands.fixed.get(name, CHOICES.get(name))
@@ -167,6 +171,12 @@ def check_time_limit(value: Any) -> None:
     """Raise ValueError unless ``value`` is seconds."""
     if not is_number(value) or not value >= 0:
         raise ValueError(f"time_limit must be at least 0 seconds, got {value!r}")
+
+
+def check_max_programs(value: Any) -> None:
+    """Raise ValueError unless ``value`` is a number of programs, at least 1."""
+    if not is_number(value) or not value >= 1:
+        raise ValueError(f"max_programs must be at least 1 (math.inf: no limit), got {value!r}")
 
 
 def is_number(value: Any) -> bool:

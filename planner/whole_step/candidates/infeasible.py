@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from passes.plan.step_plan import RankMemory
 from planner.pipeline_ilp.stage_problem import as_step
-from planner.solvers.linear import TIME_LIMIT
+from planner.solvers.linear import EFFORT_LIMIT, TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.conflicts import conflict
 from planner.whole_step.candidates.mixed_samples import mixed_samples
@@ -33,6 +33,11 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
         return ValueError(
             f"no plan was found within time_limit = {search.demands.time_limit:g} s, {outcome.counts['solved']} of "
             f"{outcome.counts['enumerated']} candidates solved: give more time"
+        )
+    if outcome.status == EFFORT_LIMIT:
+        return ValueError(
+            f"no plan was found with max_programs = {search.demands.max_programs:g}, {outcome.counts['solved']} of "
+            f"{outcome.counts['enumerated']} candidates solved: allow more programs"
         )
     looks = Looks(LOOKS)
     nearest = closest(search, looks=looks)

@@ -1,0 +1,65 @@
+"""A study as data: which models are planned on which clusters, at which sizes, under which options and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The layout of rows whose choices are all searched.
+SEARCHED = "searched"
+#: The options of a study that names none.
+DEFAULT_OPTIONS = "default"
+#: Integer programs that a row's search may solve, unless the study says so: most searches solve 20 to 250.
+MAX_PROGRAMS = 1000
+
+
+@dataclass(frozen=True)
+class StudyGrid:
+    """Every combination of these; ``options`` and ``layouts`` are names.
+
+    Attributes:
+        devices: how many of each cluster's devices; empty: all of them.
+        global_batches: samples of a step; else ``samples_per_device`` of them for each device.
+        seq_lens: tokens of a sample; ``None`` for models without.
+        baselines: experts' layouts to compare every searched row with.
+    """
+
+    models: tuple[str, ...]
+    clusters: tuple[str, ...]
+    devices: tuple[int, ...]
+    global_batches: tuple[int, ...]
+    samples_per_device: tuple[int, ...]
+    seq_lens: tuple[int | None, ...]
+    options: tuple[str, ...]
+    layouts: tuple[str, ...]
+    baselines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a sweep plans, and how its results are shown.
+
+    Attributes:
+        options: name → arguments of ``planner.plan``.
+        layouts: name → choices that are fixed, as ``planner.plan(fix=…)`` takes them.
+        prices: cluster, preset or ``""`` (all others) → price of a device for an hour, in any currency.
+        target_tokens_per_second: throughputs of which the fewest devices are looked for.
+        folder: where relative paths of models and clusters begin.
+    """
+
+    title: str
+    grids: tuple[StudyGrid, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DEFAULT_OPTIONS: {}})
+    layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
+    target_tokens_per_second: tuple[float, ...] = ()
+    max_programs: int = MAX_PROGRAMS
+    folder: str = "."
+
+    def price(self, cluster: str) -> float | None:
+        """The price of a device of ``cluster`` for an hour, None if the study has none."""
+        for name in (cluster, cluster.partition(":")[0], ""):
+            if name in self.prices:
+                return self.prices[name]
+        return None
