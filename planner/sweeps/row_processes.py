@@ -47,8 +47,8 @@ class RowProcesses(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the workers, those that are planning too if ``cancel_futures``."""
+        self._closed = cancel_futures  # no thread starts another worker
         self._threads.shutdown(wait=wait and not cancel_futures, cancel_futures=cancel_futures)
-        self._closed = True
         for worker in list(self._workers):
             if cancel_futures:
                 worker.kill()
@@ -68,6 +68,8 @@ class RowProcesses(Executor):
             return json.loads(answer)
         self._local.worker = None
         self._workers.discard(worker)
+        with contextlib.suppress(OSError):
+            worker.stdin.close()
         raise WorkerDied(f"the process that planned this row {_how_it_ended(worker.wait())}")
 
     def _worker(self) -> subprocess.Popen[str]:

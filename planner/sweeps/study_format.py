@@ -51,6 +51,8 @@ _GRID_FIELDS = (
     "layouts",
     "baselines",
 )
+#: Two ways to say how large batches are.
+_BATCHES = ("global_batches", "samples_per_device")
 _STUDY_FIELDS = ("title", "max_programs", "target_tokens_per_second", "price_per_device_hour", "grids")
 #: Texts longer than this are no names.
 _MOST_TEXT = 1000
@@ -82,7 +84,12 @@ def read_study(data: Any, *, folder: str = ".", title: str = "study") -> Study:
     return Study(
         title=get_text(table, "title", "study") if "title" in table else title,
         grids=tuple(
-            _grid({**common, **_checked_grid(grid, place)}, options, layouts, f"grids[{place}]" if grid else "study")
+            _grid(
+                _with_common(common, _checked_grid(grid, place)),
+                options,
+                layouts,
+                f"grids[{place}]" if grid else "study",
+            )
             for place, grid in enumerate(grids)
         ),
         options=options,
@@ -101,6 +108,12 @@ def _is_list_of_names(value: Any) -> bool:
 def _checked_grid(grid: Table, place: int) -> Table:
     check_keys(grid, _GRID_FIELDS, f"grids[{place}]")
     return grid
+
+
+def _with_common(common: Table, grid: Table) -> Table:
+    """The fields of a grid, and those at the study's top that it has nothing in the place of."""
+    replaced = set(_BATCHES) if not grid.keys().isdisjoint(_BATCHES) else set()
+    return {**{name: value for name, value in common.items() if name not in replaced}, **grid}
 
 
 def _grid(
