@@ -16,6 +16,7 @@ import planner
 from cost_models import Cluster
 from passes.plan import Plan
 from planner.cli import main
+from planner.inspection.html_report.assumption_table import assumption_rows
 from planner.inspection.html_report.report_page import report_page
 from planner.inspection.memory_curves import memory_curves
 from planner.inspection.plan_difference import difference
@@ -195,3 +196,21 @@ def test_experts_layouts_stand_beside_a_plan(capsys: pytest.CaptureFixture[str])
     assert all(re.search(r"\+\d+\.\d\d%", rows[name]) for name in ("megatron", "fsdp"))
     assert main([*request, "--compare", "no such"]) == 2
     assert main([*request, "--mesh", "dp=8", "--compare", "fsdp"]) == 2
+
+
+def test_assumptions_name_the_sources_of_a_preset() -> None:
+    """Unless the cluster's figures are no longer the preset's."""
+    data = Cluster.parse("dgx-h100:4").to_dict()
+    slower = Cluster.parse("dgx-h100:4").to_dict()
+    slower["levels"][1]["bandwidth"] /= 2
+    sources = [
+        {row[0]: row[2] for row in assumption_rows(dataclasses.replace(plan_of("1f1b"), cluster=cluster))}
+        for cluster in (data, slower)
+    ]
+    assert sources[0]["peak, bfloat16"].startswith('"NVIDIA H100 Tensor Core GPU" data sheet')
+    assert "Llama 3 Herd of Models" in sources[0]["efficiency, matmul"]
+    assert "FlashAttention-3" in sources[0]["efficiency, attention"]
+    assert "DGX H100 data sheet" in sources[0]["network: bandwidth"]
+    assert "tuning.cc" in sources[0]["nvlink: latency"]
+    assert sources[1]["network: bandwidth"].endswith("(not as the preset of that name has it)")
+    assert sources[1]["nvlink: bandwidth"] == sources[0]["nvlink: bandwidth"]

@@ -12,12 +12,13 @@ from typing import Any
 
 from cost_models.files import write_text
 from passes.plan import Plan
+from planner.inspection.html_report.assumption_table import assumption_rows
 from planner.inspection.html_report.cluster_section import cluster_section
 from planner.inspection.html_report.headline import headline
 from planner.inspection.html_report.memory_chart import memory_section
 from planner.inspection.html_report.model_tree import model_tree
 from planner.inspection.html_report.pipeline_chart import pipeline_section
-from planner.inspection.html_report.plan_tables import assumption_rows, collective_rows, runner_up_rows
+from planner.inspection.html_report.plan_tables import collective_rows, runner_up_rows
 from planner.inspection.html_report.waterfall_chart import waterfall_section
 from planner.inspection.simulated_step import simulated_step
 
