@@ -73,7 +73,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_models.order_path import OrderPath, longest_path, played_microbatches
-from cost_models.schedules import in_flight, rank_of_chunk, schedule_named
+from cost_models.schedules import in_flight_peaks, rank_of_chunk, schedule_named
 from cost_models.step import ChunkCosts, PipelineStep
 
 
@@ -120,24 +120,39 @@ def step_seconds(step: PipelineStep) -> StepSeconds:
 def step_memory(step: PipelineStep) -> tuple[float, ...]:
     """Bytes that each rank holds at its peak.
 
-    State, the saved activations of the micro-batches in flight when there are most of them, and the largest peak of
-    any of its layers. Exact where a rank's chunks save equal bytes; else the simulator may find another moment to be
-    the heaviest (``cost_models.schedules.in_flight_peaks`` has them all).
+    State, the saved activations at the moment when they are the most bytes, and the largest peak of any of its layers.
 
     Raises:
         ValueError: if the schedule cannot run this many chunks and micro-batches.
     """
-    saved_sets = in_flight(
-        step.schedule, num_ranks=step.num_ranks, num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
-    )
+    held = peak_in_flight(step)
     return tuple(
         sum(
-            layer_sum(step.chunks[k], "state_bytes") + saved_sets[k] * layer_sum(step.chunks[k], "saved_bytes")
+            layer_sum(step.chunks[k], "state_bytes") + held[k] * layer_sum(step.chunks[k], "saved_bytes")
             for k in own_chunks
         )
         + max((layer.peak_bytes for k in own_chunks for layer, _ in step.chunks[k].layers), default=0.0)
         for own_chunks in chunks_of_ranks(step)
     )
+
+
+def peak_in_flight(step: PipelineStep) -> tuple[float, ...]:
+    """By chunk, the micro-batches in flight when the saved activations of its rank are the most bytes.
+
+    Where a rank's chunks save unequal bytes that may be another moment than when most micro-batches are in flight.
+
+    Raises:
+        ValueError: if the schedule cannot run this many chunks and micro-batches.
+    """
+    moments_of_ranks = in_flight_peaks(
+        step.schedule, num_ranks=step.num_ranks, num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
+    )
+    saved = [layer_sum(chunk, "saved_bytes") for chunk in step.chunks]
+    held = [0.0] * len(step.chunks)
+    for moments in moments_of_ranks:
+        for chunk, count in max(moments, key=lambda moment: sum(count * saved[chunk] for chunk, count in moment)):
+            held[chunk] = float(count)
+    return tuple(held)
 
 
 def chunks_of_ranks(step: PipelineStep) -> list[list[int]]:

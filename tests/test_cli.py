@@ -39,7 +39,7 @@ def graphs_are_kept(kept_graphs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plan_prints_saves_and_shows_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
-    assert main(["plan", *TINY, "-o", str(target)]) == 0
+    assert main(["plan", *TINY, "--verbose", "-o", str(target)]) == 0
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM: a training step on 4 devices of cpu-local:4 (pp=1,dp=2,tp=2)" in printed
     assert main(["show", str(target)]) == 0
@@ -61,7 +61,8 @@ def test_without_a_mesh_the_whole_step_is_planned(tmp_path: Path) -> None:
     """As users run it, into a pipe: the tables on standard output, nothing on standard error."""
     target = tmp_path / "plan.json"
     demands = ["--fix", "pp=2", "--fix", "schedule=1f1b,gpipe", "--forbid", "zero=2,3", "--headroom", "0.1"]
-    command = [sys.executable, "-m", "planner", "plan", *STEP, *demands, "--fix", "tp=1,2", "-o", str(target)]
+    command = [sys.executable, "-m", "planner", "plan", *STEP, *demands, "--fix", "tp=1,2", "--verbose"]
+    command += ["-o", str(target)]
     captures = {**os.environ, FOLDER_VARIABLE: ""}  # with what torch and transformers may warn of
     done = subprocess.run(command, cwd=ROOT, env=captures, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
@@ -84,7 +85,7 @@ def test_what_is_asked_of_the_search_is_in_the_plan(tmp_path: Path, capsys: pyte
     target = tmp_path / "plan.json"
     demands = ["--devices", "4", "--alternatives", "3", "--optimizer", "sgd", "--compiled", "--memory", "2"]
     assert main(["plan", *STEP, *demands, "--gradient-dtype", "bfloat16", "-o", str(target)]) == 0
-    assert "Runners-up" in capsys.readouterr().out
+    assert "next best" in capsys.readouterr().out
     step = Plan.load(target).step
     assert step is not None and step.num_devices == 4 and len(step.alternatives) >= 2
     assert (step.optimizer, step.gradient_dtype, step.compiled) == ("sgd", "bfloat16", True)
@@ -156,6 +157,9 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *TINY, "-o", "."], "it is a directory"),
         (["show", "\x1b[31mplan.json"], r"'\x1b[31mplan.json'"),
         (["verify", "tiny-llama", "--mesh", "no-such-plan.json"], "cannot read plan file 'no-such-plan.json'"),
+        (["verify", "tiny-llama"], "verify needs to know on what"),
+        (["verify", "tiny-llama", "--mesh", "tp=2", "--fix", "tpp=2"], "unknown name 'tpp'"),
+        (["verify", "tiny-llama", "--cluster", "dgx-h10"], "unknown cluster 'dgx-h10'"),
         (["verify", "tiny-llama", "--mesh", "tp=2", "--steps", "0"], "--steps: expected a whole number of at least 1"),
         ([], "COMMAND"),
     ],

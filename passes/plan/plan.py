@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.files import read_json, write_text
-from cost_models.text import printable
+from cost_models.text import printable, printable_lines
 from passes.ir.records import from_plain
 from passes.plan.plan_checks import check_placements, check_step, check_structure
 from passes.plan.plan_data import (
@@ -31,6 +31,7 @@ from passes.plan.plan_data import (
 )
 from passes.plan.plan_grammar import check_grammar
 from passes.plan.plan_summary import summarise
+from passes.plan.step_summary import brief_step
 
 __all__ = [
     "PLAN_VERSION",
@@ -63,6 +64,10 @@ class Plan(PlanData):
         """The plan as tables of text; ``operators`` adds one line per operator."""
         return summarise(self, operators=operators)
 
+    def brief(self) -> str:
+        """The plan in about ten lines."""
+        return printable_lines(brief_step(self, self.step))
+
     def report(self, path: str | Path, *, device_hour_price: float | None = None, source: str | None = None) -> None:
         """Write the plan as one HTML file with charts, which opens without a network.
 
@@ -74,9 +79,24 @@ class Plan(PlanData):
             ValueError: if the price is negative, ``path`` cannot be written, or the plan's step does not play in the
                 seconds that it states.
         """
-        # The page is made in a layer above, by name: nothing here depends on it.
+        # The page is made in a layer above, by name: nothing here depends on it (so is what explains).
         writer = importlib.import_module("planner.inspection.html_report.report_page")
         writer.write_report(self, path, device_hour_price=device_hour_price, source=source)
+
+    def explain(self, name: str, **options: Any) -> Any:
+        """Why the operators that ``name`` stands for are split as they are, with what every other strategy would cost.
+
+        Args:
+            name: a module's path, a parameter, an input, an output, or a pattern of them.
+            options: as ``planner.inspection.operator_reasons.explain``; ``model=`` where the plan is of no config.
+
+        Returns:
+            ``PlanReasons``: ``.operators``, ``.prices`` (which sum to the objective), ``.table()``.
+
+        Raises:
+            ValueError: if the name stands for nothing, or the model is missing or another.
+        """
+        return importlib.import_module("planner.inspection.operator_reasons").explain(self, name, **options)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

@@ -15,6 +15,8 @@ from passes.plan.text_tables import format_bytes, format_list, format_seconds, f
 #: A rank this full says that memory shapes the plan.
 NEARLY_FULL = 0.9
 
+#: Runners-up that are told in short.
+BRIEF_ALTERNATIVES = 2
 #: Statuses of a search that stopped early.
 TIME_LIMIT, EFFORT_LIMIT = "time limit", "effort limit"
 
@@ -33,6 +35,46 @@ def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
         _alternatives(step),
         format_list("Notes", plan.notes),
     ]
+
+
+def brief_step(plan: PlanData, step: StepPlan) -> str:
+    """What matters first, in ten lines: time, mesh on its links, batch, what is recomputed, memory, the next best."""
+    costs, certificate = step.costs, plan.certificate
+    sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
+    lines = [
+        f"{plan.model} on {step.num_devices:,} devices of {plan.cluster.get('name', 'an unnamed cluster')}: {sizes}",
+        f"{format_seconds(costs.simulated)} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
+        f"{_throughput(plan, step)}",
+        f"model flops utilisation {costs.utilisation:.1%}; lower bound {format_seconds(certificate.bound)}, gap "
+        f"{certificate.gap:.2%}",
+        *_brief_links(plan, step),
+        _batch(step).splitlines()[0],
+    ]
+    if step.decides_units:
+        chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
+        schedule = f"{step.schedule}{chunks}; " if step.axes.get("pp", 1) > 1 else ""
+        lines.append(f"{schedule}recompute {', '.join(step.recompute)}; ZeRO {', '.join(map(str, step.zero))}")
+    fullest = max(step.memory, key=lambda memory: memory.total)
+    share = (
+        f" of {format_bytes(step.memory_limit)} ({fullest.total / step.memory_limit:.0%})" if step.memory_limit else ""
+    )
+    most, _ = _largest_parts(fullest)[0]
+    lines.append(f"fullest device {format_bytes(fullest.total)}{share}, most of it {most}")
+    lines += [
+        f"next best, {_more(other.simulated, costs.simulated)}: {other.what}"
+        for other in step.alternatives[:BRIEF_ALTERNATIVES]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _brief_links(plan: PlanData, step: StepPlan) -> Iterator[str]:
+    """The links of each axis, by name."""
+    stride = step.num_devices
+    for axis, size in step.axes.items():
+        stride //= size
+        links = list(_links(plan.cluster, stride=stride, size=size)) if size > 1 else []
+        if links:
+            yield f"{axis} {size} over {' + '.join(links)}"
 
 
 def _headline(plan: PlanData, step: StepPlan) -> str:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
+#: Characters that a column keeps when a table is made to fit.
+LEAST_COLUMN = 12
+_line_width: ContextVar[int | None] = ContextVar("line_width", default=None)
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -24,13 +31,45 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+@contextmanager
+def lines_within(width: int | None) -> Iterator[None]:
+    """Let tables made inside of the ``with`` block have lines of at most ``width`` columns (None: of any length)."""
+    token = _line_width.set(width)
+    try:
+        yield
+    finally:
+        _line_width.reset(token)
+
+
 def format_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a title; empty if there are no rows."""
+    """Aligned columns under a title; empty if there are no rows. Cells fold where ``lines_within`` says so."""
     if not rows:
         return ""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (header, *rows)]
-    return "\n".join([title, f"  {lines[0]}", f"  {'-' * len(lines[0])}", *(f"  {line}" for line in lines[1:])])
+    _narrow(widths, _line_width.get())
+    lines = [line for row in (header, *rows) for line in _folded(row, widths)]
+    num_header = len(_folded(header, widths))
+    rule = "-" * max(map(len, lines[:num_header]))
+    return "\n".join([title, *(f"  {line}" for line in (*lines[:num_header], rule, *lines[num_header:]))])
+
+
+def _narrow(widths: list[int], width: int | None) -> None:
+    """Take from the widest columns what is more than ``width``."""
+    while width is not None and sum(widths) + 2 * len(widths) > width and max(widths) > LEAST_COLUMN:
+        widest = widths.index(max(widths))
+        excess = sum(widths) + 2 * len(widths) - width
+        second = max((other for index, other in enumerate(widths) if index != widest), default=0)
+        widths[widest] = max(LEAST_COLUMN, widths[widest] - excess, min(second, widths[widest] - 1))
+
+
+def _folded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """The lines of one row."""
+    cells = [
+        [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)
+        for cell, width in zip(row, widths)
+    ]
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
 
 
 def format_list(title: str, lines: Sequence[str]) -> str:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from cost_models import Cluster, CostModel
 from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS, zero_state_bytes
-from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
+from cost_models.schedules import SCHEDULES, rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
-from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, step_memory, step_seconds
+from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, peak_in_flight, step_memory, step_seconds
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -56,6 +56,8 @@ class RepricedStep:
         memory: bytes by pipeline rank at its peak; ``parts``: the same by part.
         step: what the closed form and the simulator take.
         walk: every charge of one micro-batch through the whole model; ``walk.costs`` as ``Plan.costs`` has them.
+        units: figures of the model's units, None on a given mesh; ``unit_of_layer``: by chunk and layer of ``step``,
+            the place of its unit among them.
     """
 
     seconds: StepSeconds
@@ -63,6 +65,8 @@ class RepricedStep:
     parts: tuple[RankMemory, ...]
     step: PipelineStep
     walk: GraphWalk
+    units: UnitPrices | None = None
+    unit_of_layer: tuple[tuple[int, ...], ...] = ()
 
     def simulated(self) -> StepReport:
         """The same step played by the simulator."""
@@ -137,19 +141,16 @@ class _StepPricer:
             chunks=tuple(chunks),
         )
         memory = step_memory(step)
-        return RepricedStep(step_seconds(step), memory, tuple(self._parts(step, memory)), step, self.walked)
+        placed = tuple(tuple(unit for unit, _ in self._groups[index]) for index in range(len(chunks)))
+        parts = tuple(self._parts(step, memory))
+        return RepricedStep(step_seconds(step), memory, parts, step, self.walked, self.units, placed)
 
     # -- memory by part -----------------------------------------------------------------------------------------
 
     def _parts(self, step: PipelineStep, totals: Sequence[float]) -> Iterator[RankMemory]:
         """Bytes of each rank by part; a parameter that several of its units use is on a rank once."""
         states = self.units.states(tied_apart=True)
-        held = in_flight(
-            step.schedule,
-            num_ranks=step.num_ranks,
-            num_microbatches=step.num_microbatches,
-            num_chunks=len(step.chunks),
-        )
+        held = peak_in_flight(step)
         for total, chunks_of_rank in zip(totals, chunks_of_ranks(step)):
             parts, tied = [0.0, 0.0, 0.0], set[str]()
             for index in chunks_of_rank:

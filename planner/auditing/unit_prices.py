@@ -109,12 +109,13 @@ class UnitPrices:
             return
         source, target = charge.step
         self.forward_step[charge.name, charge.copy, target] = (source, charge.communication[0])
-        unit = self._payer(charge)
+        unit = self.payer(charge)
         if unit is not None:
             for phase in PHASES:
                 self.conversions[unit][phase] += charge.communication[phase]
 
-    def _payer(self, charge: Charge) -> int | None:
+    def payer(self, charge: Charge) -> int | None:
+        """The unit that a conversion is charged to; None if no unit uses the value."""
         if charge.copy is not None:
             return next(index for index, unit in enumerate(self.units) if unit.run == charge.copy[0])
         maker = self.maker.get(charge.name)

@@ -7,38 +7,40 @@ error), and those of a shell for a pipe that was closed (141) and an interrupt (
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cost_models.text import printable, printable_lines
+from cost_models.text import printable
 from planner.cli.audit_command import add_audit
 from planner.cli.cluster_command import add_cluster
-from planner.cli.inspect_commands import add_diff, add_report, add_trace, add_why_not
+from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
-from planner.cli.shared_options import MESH_HELP, Parser, add_model_arguments, add_solver_argument, count, subparser
+from planner.cli.shared_options import Parser, add_solver_argument, count, subparser
 from planner.cli.sweep_command import add_sweep
+from planner.cli.terminal import folded_output
+from planner.cli.verify_command import add_verify
 
 #: Environment variable that makes errors raise, with Python's traceback.
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
 
-_EXAMPLES = """examples:
-  planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json
-  planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json
-  planner plan ./my-model/config.json --cluster my-cluster.toml --mesh dp=4,tp=2 --global-batch 32 --seq-len 512
-  planner show plan.json --operators
-  planner report plan.json -o plan.html
-  planner diff plan.json other.json
-  planner why-not plan.json --fix tp=4
-  planner sweep study.toml -o results/
-  planner audit plan.json
-  planner verify tiny-llama --mesh dp=2,tp=2
-  planner cluster show tpu-v4-torus:8x8x8
-  planner run --nproc 4 train.py --epochs 3
-  planner demo
+_EPILOG = """Plan, look, ask, run:
+  planner plan llama-3-8b --cluster dgx-h100:8 --seq-len 8192 \\
+      --global-batch 256 -o plan.json             decide; --verbose prints all
+  planner show plan.json                          all that was decided, as text
+  planner report plan.json -o plan.html           the same with charts
+  planner explain plan.json model.layers.3.mlp    why it is split so
+  planner why-not plan.json --fix tp=4            what a wish would cost
+  planner robustness plan.json                    how wrong prices may be
+  planner sweep study.toml -o results/            many models and clusters
+  planner verify tiny-llama --mesh dp=2,tp=2      every rank, in one process
+  planner run --nproc 4 train.py                  start a training script
+
+planner COMMAND --help has the options and more examples of each.
 """
 
 
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        return options.command(options)
+        with contextlib.nullcontext() if getattr(options, "passes_output", False) else folded_output():
+            return options.command(options)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -79,8 +82,9 @@ def one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="planner",
-        description="Plan how a PyTorch model is split over a cluster.",
-        epilog=_EXAMPLES,
+        description="Decide how the training of a PyTorch model is split over a cluster, offline;\n"
+        "look at the plan, ask it why, hold it against others, and run it.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -92,8 +96,10 @@ def _parser() -> argparse.ArgumentParser:
         add_diff,
         add_why_not,
         add_sweep,
+        add_explain,
+        add_robustness,
         add_audit,
-        _add_verify,
+        add_verify,
         add_cluster,
         add_run,
         _add_demo,
@@ -114,20 +120,6 @@ def _add_show(commands: Any) -> None:
     parser.set_defaults(command=_show)
 
 
-def _add_verify(commands: Any) -> None:
-    parser = subparser(
-        commands,
-        "verify",
-        help="run every rank of a plan in this process and compare with one device",
-        examples=["planner verify tiny-llama --mesh dp=2,tp=2", "planner verify tiny-t5 --mesh plan.json"],
-    )
-    add_model_arguments(parser, batch_size=8, seq_len=16)
-    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,…", help=f"{MESH_HELP}; or a saved plan")
-    add_solver_argument(parser)
-    parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (default: 3)")
-    parser.set_defaults(command=_verify)
-
-
 def _add_demo(commands: Any) -> None:
     parser = subparser(
         commands,
@@ -138,7 +130,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--steps", type=count, default=40, help="training steps (default: 40)")
     parser.add_argument("--nproc", type=count, default=4, help="processes (default: 4)")
     add_solver_argument(parser)
-    parser.set_defaults(command=_demo)
+    parser.set_defaults(command=_demo, passes_output=True)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -146,22 +138,6 @@ def _show(options: argparse.Namespace) -> int:
 
     print(Plan.load(options.plan).summary(operators=options.operators), end="")
     return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from planner import verify
-
-    report = verify(
-        options.model,
-        options.mesh,
-        batch_size=options.global_batch,
-        seq_len=options.seq_len,
-        dtype=options.dtype,
-        steps=options.steps,
-        solver=options.solver,
-    )
-    print(printable_lines(report.table()))
-    return 0 if report.ok else 1
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -70,6 +70,38 @@ def add_why_not(commands: Any) -> None:
     parser.set_defaults(command=_why_not)
 
 
+def add_explain(commands: Any) -> None:
+    """Add ``planner explain``."""
+    parser = subparser(
+        commands,
+        "explain",
+        help="why operators are split as they are, and what else would cost",
+        examples=[
+            "planner explain plan.json model.layers.3.mlp.down_proj",
+            "planner explain plan.json 'model.layers.*.mlp' --all",
+        ],
+    )
+    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    parser.add_argument("name", help="module, parameter, input, output or operator, or a pattern of them")
+    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    parser.add_argument("--all", action="store_true", help="search every alternative of every operator")
+    parser.set_defaults(command=_explain)
+
+
+def add_robustness(commands: Any) -> None:
+    """Add ``planner robustness``."""
+    parser = subparser(
+        commands,
+        "robustness",
+        help="by which factor the cluster's figures must be wrong before another plan wins",
+        examples=["planner robustness plan.json"],
+    )
+    parser.add_argument("plan", help="a plan of a whole step, saved by 'planner plan -o' or Plan.save")
+    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for each of the searches")
+    parser.set_defaults(command=_robustness)
+
+
 def _price(text: str) -> float:
     try:
         price = float(text)
@@ -128,4 +160,22 @@ def _why_not(options: argparse.Namespace) -> int:
     if options.output is not None and answer.wished is not None:
         answer.wished.save(options.output)
         print(f"saved to {printable(options.output)}")
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from passes.plan import Plan
+    from planner.inspection.operator_reasons import explain
+
+    reasons = explain(Plan.load(options.plan), options.name, model=read_model(options.model), everything=options.all)
+    print(printable_lines(reasons.table()))
+    return 0
+
+
+def _robustness(options: argparse.Namespace) -> int:
+    from passes.plan import Plan
+    from planner.inspection.robustness import robustness, robustness_table
+
+    rows = robustness(Plan.load(options.plan), model=read_model(options.model), time_limit=options.time_limit)
+    print(printable_lines(robustness_table(rows)))
     return 0

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from cost_models.files import check_writable
-from cost_models.text import printable
+from cost_models.text import printable, printable_lines
 from planner.cli.shared_options import (
     MESH_HELP,
     add_model_arguments,
@@ -23,6 +23,7 @@ from planner.solvers.collection import no_collection
 if TYPE_CHECKING:
     from cost_models import Cluster
     from passes.plan import Plan
+    from planner.whole_step.candidates.user_layout import UserLayout
 
 _EXAMPLES = (
     "planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json",
@@ -67,10 +68,19 @@ def add_plan(commands: Any) -> None:
         help="write the program that the plan solves (of a whole step FILE.sharding.lp and FILE.stages.lp)",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan as JSON")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print all that was decided, not ten lines")
     parser.add_argument(
         "--compare",
         metavar="NAME,…",
         help="print experts' layouts beside the plan: megatron, fsdp, hsdp, deepspeed, ddp, redco, alpa, …, or all",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="'NAME=VALUE …'",
+        help="print what you run today beside the plan: 'dp=8,tp=8,pp=16 v=2 zero=1 recompute=full mbs=1 sp=on'; names "
+        "as for --fix; what is left open is decided in its favour",
     )
     parser.set_defaults(command=run_plan)
     _add_step_arguments(
@@ -119,21 +129,35 @@ def run_plan(options: argparse.Namespace) -> int:
     # Invalid options are reported before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
-    layouts = _layouts(options)
+    names, layouts = _baselines(options), _user_layouts(options)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:
         planned = plan(options.model, progress=progress, **request)
     if options.output is not None:
         planned.save(options.output)
-    print(planned.summary(), end="")
-    if layouts:
-        print(f"\n{_compared(planned, options, layouts)}")
+    print(planned.summary() if options.verbose else planned.brief(), end="")
+    if names or layouts:
+        print(f"\n{printable_lines(_compared(planned, options, names, layouts))}")
     if options.output is not None:
-        print(f"\nsaved to {printable(options.output)}")
+        more = "" if options.verbose else f": planner show {printable(options.output)} prints all of it"
+        print(f"\nsaved to {printable(options.output)}{more}")
+    elif not options.verbose:
+        print("\n--verbose prints all of it: stages, memory, tensors, collectives, the bound")
     return 0
 
 
-def _layouts(options: argparse.Namespace) -> tuple[str, ...]:
+def _user_layouts(options: argparse.Namespace) -> tuple[UserLayout, ...]:
+    """The layouts in ``--layout``."""
+    if not options.layout:
+        return ()
+    from planner.whole_step.candidates.user_layout import read_layout
+
+    if options.mesh is not None:
+        raise ValueError("--layout goes with plans of whole steps, whose mesh is chosen: drop --mesh")
+    return tuple(map(read_layout, options.layout))
+
+
+def _baselines(options: argparse.Namespace) -> tuple[str, ...]:
     """The names in ``--compare``."""
     if options.compare is None:
         return ()
@@ -144,8 +168,8 @@ def _layouts(options: argparse.Namespace) -> tuple[str, ...]:
     return baseline_names(options.compare)
 
 
-def _compared(plan: Plan, options: argparse.Namespace, names: tuple[str, ...]) -> str:
-    """The table of experts' layouts beside ``plan``."""
+def _compared(plan: Plan, options: argparse.Namespace, names: tuple[str, ...], layouts: tuple[UserLayout, ...]) -> str:
+    """The table of other layouts beside ``plan``."""
     from planner.inspection.baseline_comparison import compare, comparison_table, needs_config
     from planner.library import load_config
     from planner.planning import graph_to_plan
@@ -158,7 +182,7 @@ def _compared(plan: Plan, options: argparse.Namespace, names: tuple[str, ...]) -
         seq_len=options.seq_len,
         dtype=options.dtype,
     ) as planned:
-        return comparison_table(plan, compare(plan, planned.graph, names, config=config))
+        return comparison_table(plan, compare(plan, planned.graph, names, layouts=layouts, config=config))
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def add_run(commands: Any) -> None:
         nargs=argparse.REMAINDER,
         help="its arguments; the options above may also stand at their beginning ('--' ends them)",
     )
-    parser.set_defaults(command=run_script)
+    parser.set_defaults(command=run_script, passes_output=True)
 
 
 #: Option → type, what it is called in the help, and the help.

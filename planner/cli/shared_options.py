@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -47,10 +48,16 @@ def seconds(text: str) -> float:
 
 def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of one subcommand, with examples below its options."""
-    epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
+    epilog = "examples:\n" + "\n".join(_example(example) for example in examples)
     return commands.add_parser(
         name, help=help, description=help, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def _example(text: str) -> str:
+    """A command in lines of a terminal's width, as a shell takes it."""
+    lines = textwrap.wrap(text, 70, break_on_hyphens=False, break_long_words=False)
+    return "  " + " \\\n      ".join(lines)
 
 
 def add_model_arguments(

@@ -1,8 +1,9 @@
-"""Layouts that experts take, beside a plan: the same model, cluster, prices and simulator."""
+"""Layouts that experts take, or that somebody runs, beside a plan: the same model, cluster, prices and simulator."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,22 @@ from planner.whole_step.candidates.expert_layouts import (
     BASELINES,
     BaselineSpace,
     Missing,
+    Priced,
     baseline_named,
     best_of_baseline,
 )
 from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.candidates.user_layout import UserLayout, best_of_layout
 
 #: Layouts that people ask for and that no plan here can say, with what is lacking.
-INEXPRESSIBLE = {"hsdp": "ZeRO over a part of the data axis cannot be said in a plan"}
+INEXPRESSIBLE = {
+    "hsdp": "ZeRO over a part of the data axis cannot be said in a plan: here parameters are divided over all of dp "
+    "and cp (fsdp), or not at all (ddp), and hybrid sharding lies between the two"
+}
+
+
+#: Characters of a layout's name in the table; below it the whole name stands.
+MAX_NAME = 36
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,19 @@ def needs_config(names: Sequence[str]) -> bool:
 
 
 def compare(
-    plan: Plan, graph: Graph, names: Sequence[str], *, config: Any = None, max_programs: float = math.inf
+    plan: Plan,
+    graph: Graph,
+    names: Sequence[str],
+    *,
+    layouts: Sequence[UserLayout] = (),
+    config: Any = None,
+    max_programs: float = math.inf,
 ) -> tuple[ComparedLayout, ...]:
     """The best layout of each of the baselines ``names``, whose open choices are decided in its favour.
 
     Args:
         graph: the one that ``plan`` was made of.
+        layouts: others, by what the user says of them.
         config: the model's transformers config, which two of the baselines read.
         max_programs: how many integer programs the search of each may solve, as ``planner.plan`` takes it.
 
@@ -67,24 +84,30 @@ def compare(
     check_names(names)
     if not plan.step.decides_units:
         raise ValueError("experts' layouts are of whole steps: plan without --mesh, or fix a choice beside it")
-    return tuple(_layouts(plan, graph, names, config, _demands(plan, max_programs)))
+    return tuple(_layouts(plan, graph, names, layouts, config, _demands(plan, max_programs)))
 
 
-def _layouts(plan: Plan, graph: Graph, names: Sequence[str], config: Any, demands: Demands) -> Iterator[ComparedLayout]:
+def _layouts(
+    plan: Plan, graph: Graph, names: Sequence[str], layouts: Sequence[UserLayout], config: Any, demands: Demands
+) -> Iterator[ComparedLayout]:
     cluster = Cluster.from_dict(dict(plan.cluster))
     space = BaselineSpace(graph, config=config, compiled=plan.step.compiled)
+    for layout in layouts:
+        yield _compared(layout.text, best_of_layout(layout, space, cluster, demands))
     for name in names:
         if name in INEXPRESSIBLE:
             yield ComparedLayout(name, None, 0.0, INEXPRESSIBLE[name])
             continue
-        best = best_of_baseline(name, space, cluster, demands)
-        if isinstance(best, Missing):
-            yield ComparedLayout(name, None, 0.0, best.reason)
-        else:
-            solution = best.judged.solution
-            units = {label for groups in solution.assignment for label in _labels(solution, groups)}
-            what = f"{solution.candidate}; {', '.join(sorted(units))}"
-            yield ComparedLayout(name, best.simulated, max(step_memory(best.judged.step)), what)
+        yield _compared(name, best_of_baseline(name, space, cluster, demands))
+
+
+def _compared(name: str, best: Priced | Missing) -> ComparedLayout:
+    if isinstance(best, Missing):
+        return ComparedLayout(name, None, 0.0, best.reason)
+    solution = best.judged.solution
+    units = {label for groups in solution.assignment for label in _labels(solution, groups)}
+    what = f"{solution.candidate}; {', '.join(sorted(units))}"
+    return ComparedLayout(name, best.simulated, max(step_memory(best.judged.step)), what)
 
 
 def _labels(solution: Any, groups: Any) -> Iterator[str]:
@@ -105,16 +128,24 @@ def _demands(plan: Plan, max_programs: float) -> Demands:
 
 
 def comparison_table(plan: Plan, layouts: Sequence[ComparedLayout]) -> str:
-    """The layouts beside the plan as text; ``+10.00%``: takes a tenth longer than the plan."""
+    """The layouts beside the plan as text of 80 columns; ``+10.00%``: takes a tenth longer than the plan."""
     ours = plan.step.costs.simulated
-    rows = [["this plan", format_seconds(ours), "", format_bytes(max(rank.total for rank in plan.step.memory)), ""]]
+    fullest = max(rank.total for rank in plan.step.memory)
+    rows = [["this plan", format_seconds(ours), "", format_bytes(fullest)]]
     for layout in layouts:
         if layout.seconds is None:
-            rows.append([layout.name, "—", "", "", layout.what])
+            rows.append([_short(layout.name), "—", "", ""])
         else:
             change = f"{layout.seconds / ours - 1.0:+.2%}"
-            rows.append([layout.name, format_seconds(layout.seconds), change, format_bytes(layout.memory), layout.what])
-    return format_table("Experts' layouts, simulated", ("layout", "seconds", "against it", "memory", "what"), rows)
+            rows.append([_short(layout.name), format_seconds(layout.seconds), change, format_bytes(layout.memory)])
+    table = format_table("Other layouts, simulated", ("layout", "seconds", "against it", "memory"), rows)
+    whats = [textwrap.fill(f"{layout.name}: {layout.what}", 78, subsequent_indent="    ") for layout in layouts]
+    return "\n".join([table, *(textwrap.indent(what, "  ") for what in whats)])
+
+
+def _short(name: str) -> str:
+    """A name that leaves room beside it."""
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
 def baseline_names(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from passes.plan import Plan
 from passes.plan.step_summary import tokens_per_sample
 from planner.inspection.plan_difference import PlanDifference, difference
+from planner.inspection.plan_graph import check_model, float_dtype, library_model
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ def why_not(
     step = plan.step
     try:
         wished = search_again(
-            _model(plan) if model is None else model,
+            library_model(plan) if model is None else model,
             Cluster.from_dict(dict(plan.cluster)),
             global_batch=step.global_batch,
             seq_len=tokens_per_sample(plan) if example_inputs is None else None,
             example_inputs=example_inputs,
             loss_fn=loss_fn,
-            dtype=_float_dtype(plan) if model is None else None,
+            dtype=float_dtype(plan) if model is None else None,
             fix=wish,
             forbid=without,
             constraints=plan.constraints,
@@ -88,8 +89,7 @@ def why_not(
         if not str(error).startswith("no plan"):
             raise
         return WhyNot(None, None, f"It cannot be: {error}")
-    if wished.fingerprint != plan.fingerprint:
-        raise ValueError(f"the model is another than the plan's {plan.model}: pass the model that it was made of")
+    check_model(plan, wished.fingerprint)
     return WhyNot(wished, difference(plan, wished), _verdict(plan, wished))
 
 
@@ -101,18 +101,3 @@ def _verdict(plan: Plan, wished: Plan) -> str:
     if change <= 0.0:
         return f"The wish costs nothing: the best plan that meets it takes {change:+.2%} time, simulated."
     return f"The wish costs {change:+.2%} time, simulated{proved}."
-
-
-def _model(plan: Plan) -> str:
-    if not plan.config_name:
-        raise ValueError(
-            f"the plan of {plan.model} does not name a config of the library: pass the model (--model: the path of a "
-            "config, or MODULE:FUNCTION or FILE.py:FUNCTION that returns the module)"
-        )
-    return plan.config_name
-
-
-def _float_dtype(plan: Plan) -> str | None:
-    """The dtype that most parameters have."""
-    dtypes = [tensor.dtype for tensor in plan.states.values() if tensor.trainable and "float" in tensor.dtype]
-    return max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else None

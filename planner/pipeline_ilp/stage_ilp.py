@@ -2,7 +2,7 @@ r"""The stage program: the cuts of the pipeline and the choice of every unit, in
 
 Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
 in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; m micro-batches. A schedule has fill coefficients φ
-(``cost_models.schedules``), and holds i(k) micro-batches of chunk k in flight.
+(``cost_models.schedules``), and at some moments holds most: then i(k) micro-batches of chunk k are in flight.
 
 Variables::
 
@@ -38,7 +38,7 @@ Program::
     T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
     T ≥ Σ_c reduce_step(c)·w[c]
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
-    Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)                    (remember)
+    Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)     every i of r   (remember)
     Σ_{r(k)=r, peak(c) ≥ Q(j)} n[k,c] ≤ N(u)·y[r,j]                          every r, j, u                 (peak)
 
 A proved bound of L (``bounds``) is added as a valid inequality: units are whole, which the relaxation does not

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
+from cost_models.schedules import SCHEDULES, in_flight, in_flight_peaks, rank_of_chunk
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 
 #: Per chunk, in model order: (run index, choice index, how many units), in the order in which they run.
@@ -112,8 +112,18 @@ class StageProblem:
         )
 
     @functools.cached_property
+    def moments(self) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+        """By rank, the moments at which its saved activations may peak: (chunk, micro-batches in flight) each."""
+        return in_flight_peaks(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_chunks=self.num_chunks,
+        )
+
+    @functools.cached_property
     def in_flight(self) -> tuple[float, ...]:
-        """Micro-batches whose saved activations each chunk holds when its rank's memory peaks."""
+        """Micro-batches whose saved activations each chunk holds at the first of ``moments`` of its rank."""
         return in_flight(
             self.schedule,
             num_ranks=self.num_ranks,

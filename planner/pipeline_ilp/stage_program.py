@@ -318,18 +318,23 @@ def add_update(stage: StageProgram) -> None:
 
 
 def add_memory(stage: StageProgram) -> None:
-    """(remember), (peak): state, activations in flight and the largest peak of each rank fit in its memory."""
-    problem, in_flight = stage.problem, stage.problem.in_flight
-    for chunks, limit in zip(chunks_of(problem), problem.memory):
+    """(remember), (peak): state, activations in flight and the largest peak of each rank fit in its memory.
+
+    One row for each moment at which the activations may be the most.
+    """
+    problem = stage.problem
+    for chunks, limit, moments in zip(chunks_of(problem), problem.memory, problem.moments):
         if math.isinf(limit):
             continue
-        used = Linear()
-        for chunk in chunks:
-            used.add(stage.total([chunk], lambda costs: costs.state_bytes))
-            used.add(stage.total([chunk], lambda costs: costs.saved_bytes), in_flight[chunk])
-        used.add(_peak(stage, chunks))
+        peak = _peak(stage, chunks)
         unit = (limit if limit > 0 else 1.0) / REFERENCE
-        stage.row(Linear().add(used, 1 / unit), upper=limit / unit)
+        for moment in moments:
+            used, held = Linear(), dict(moment)
+            for chunk in chunks:
+                used.add(stage.total([chunk], lambda costs: costs.state_bytes))
+                used.add(stage.total([chunk], lambda costs: costs.saved_bytes), float(held.get(chunk, 0)))
+            used.add(peak)
+            stage.row(Linear().add(used, 1 / unit), upper=limit / unit)
 
 
 def _peak(stage: StageProgram, chunks: Sequence[int]) -> Linear:

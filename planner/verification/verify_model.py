@@ -38,7 +38,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 def verify(
     model: Any,
-    mesh: MeshShape | Mapping[str, int] | str | Plan | Path,
+    mesh: MeshShape | Mapping[str, int] | str | Plan | Path | None = None,
     *,
     batch: Mapping[str, torch.Tensor] | tuple[Any, ...] | None = None,
     batch_size: int | None = None,
@@ -56,8 +56,9 @@ def verify(
 
     Args:
         model: an ``nn.Module`` with real weights, a Hugging Face config, or a name from the config library.
-        mesh: the mesh to plan for, or a plan (or the path of one). At most 64 ranks. With a pipeline axis, or
-            ``fix`` or ``forbid`` among the options, a whole step is planned.
+        mesh: the mesh to plan for, or a plan (or the path of one); None for whatever mesh is best on ``cluster``. At
+            most 64 ranks. Without it, with a pipeline axis, or ``fix`` or ``forbid`` among the options, a whole step is
+            planned.
         batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
             (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
         steps: AdamW steps after which the weights are compared, at least one.
@@ -80,9 +81,16 @@ def verify(
         if value is not None:
             check_whole_number(name, value, at_least=1)
     user_plan = _given_plan(mesh)
-    if user_plan is None:
+    shape: MeshShape | None = None
+    hardware = None if cluster is None else as_cluster(cluster, num_devices=_size_of(mesh))
+    if user_plan is None and mesh is None:
+        if hardware is None:
+            raise ValueError("there is nothing to verify on: give a mesh, a plan, or a cluster to plan a step for")
+        _check_size(hardware.num_devices, f"cluster {hardware.name}")
+    elif user_plan is None:
         shape = as_mesh_shape(mesh)  # type: ignore[arg-type]
-        _check_size(shape.num_devices, shape)
+        _check_size(shape.num_devices, f"mesh {shape}")
+        hardware = hardware or slow_devices(shape.num_devices)
 
     def subject_in(dtype: torch.dtype) -> _Subject:
         single = real_module(model, dtype=dtype, seed=seed)
@@ -93,23 +101,23 @@ def verify(
 
     subject = _in_widest_dtype(subject_in, dtype)
     single, training = subject.model, subject.training
-    if user_plan is None:
-        hardware = slow_devices(shape.num_devices)
-        if cluster is not None:
-            hardware = as_cluster(cluster, num_devices=shape.num_devices)
-        if asks_for_step(shape.names, options):
-            fix = fixed_axes(shape.as_dict(), options.pop("fix", None))
-            with keep_float64():
-                user_plan = make_plan(
-                    single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
-                )
+    if user_plan is None and (shape is None or asks_for_step(shape.names, options)):
+        fix = options.pop("fix", None)
+        fix = fix if shape is None else fixed_axes(shape.as_dict(), fix)
+        with keep_float64():
+            user_plan = make_plan(
+                single, hardware, example_inputs=training.batch, loss_fn=loss_fn, fix=fix, fuse=fuse, **options
+            )
     if user_plan is not None:
-        _check_size(user_plan.step.num_devices, user_plan.mesh)
+        _check_size(user_plan.step.num_devices, f"mesh {user_plan.mesh}")
 
     def find_plan(graph: Graph, pinned: Plan | None) -> Plan:
+        assert shape is not None and hardware is not None
         return plan_graph(graph, hardware, mesh=shape, pinned=pinned, fuse=fuse and pinned is None, **options)
 
-    with keep_float64(), virtual_ranks(shape if user_plan is None else user_plan.mesh) as layout:
+    mesh_of_ranks = shape if user_plan is None else user_plan.mesh
+    assert mesh_of_ranks is not None
+    with keep_float64(), virtual_ranks(mesh_of_ranks) as layout:
         num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
         places = VirtualPlaces(layout, num_stages=num_stages)
         parallel = parallelise(
@@ -203,9 +211,16 @@ def _in_widest_dtype(subject_in: Callable[[torch.dtype], _Subject], dtype: str |
     return dataclasses.replace(subject, note=note)
 
 
-def _check_size(num_ranks: int, mesh: MeshShape) -> None:
+def _size_of(mesh: Any) -> int:
+    """Devices of a mesh; 1 for what says nothing of them."""
+    if mesh is None or _is_plan(mesh):
+        return 1
+    return as_mesh_shape(mesh).num_devices
+
+
+def _check_size(num_ranks: int, where: str) -> None:
     if num_ranks > MAX_RANKS:
-        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, mesh {mesh} has {num_ranks}")
+        raise ValueError(f"verify runs at most {MAX_RANKS} ranks in one process, {where} has {num_ranks}")
 
 
 def slow_devices(num_devices: int) -> Cluster:
@@ -276,6 +291,10 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _given_plan(mesh: Any) -> Plan | None:
-    if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".json")):
-        return Plan.load(mesh)
-    return mesh if isinstance(mesh, Plan) else None
+    if not _is_plan(mesh):
+        return None
+    return mesh if isinstance(mesh, Plan) else Plan.load(mesh)
+
+
+def _is_plan(mesh: Any) -> bool:
+    return isinstance(mesh, (Plan, Path)) or (isinstance(mesh, str) and mesh.endswith(".json"))

@@ -40,6 +40,8 @@ OBJECTIVES = ("time", "devices", "memory")
 #: How many solutions are simulated at most beside the requested ones, and how much slower than the best they may be by
 #: the closed form; those that are not chosen are the plan's runners-up.
 JUDGED, NEAR = 8, 0.05
+#: Runners-up that a plan has at least, however much slower, if so many were solved.
+CLOSEST = 3
 #: A solution counts as proved if the closed form puts it within this share of the bound.
 PROVED = 0.01
 #: Share of ``PROVED`` that a search for a proof aims at, to be safe from rounding.
@@ -209,7 +211,9 @@ class _Planner:
         plain = [judge(each) for solved in judged for each in plainer(solved.solution)]
         experts = list(data_experts(search.level_one, cluster, demands))
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
-        return best, [each for each in judged if each is not best]
+        others = [each for each in judged if each is not best]
+        further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]
+        return best, [*others, *map(judge, further)]
 
     def fewest_devices(self, cluster: Cluster, target: float) -> Plan:
         """The plan of the smallest part of the cluster that is fast enough."""

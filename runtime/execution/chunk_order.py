@@ -14,6 +14,7 @@ from runtime.execution.chunk import ChunkRunner
 from runtime.execution.rank_mapping import Places
 from runtime.pipeline import PipelineExecutor
 from runtime.pipeline.forward import forward_only
+from runtime.pipeline.named_actions import action
 from runtime.state.owned import rectangle
 
 
@@ -51,7 +52,8 @@ class InOrder:
         losses = []
         for microbatch in range(self.num_microbatches):
             (loss,) = self._through(microbatch).values()
-            loss.backward(torch.full_like(loss, weight))
+            with action("B", len(self.stages) - 1, microbatch):  # through all chunks at once
+                loss.backward(torch.full_like(loss, weight))
             losses.append(loss.detach())
         return losses
 
@@ -60,8 +62,9 @@ class InOrder:
 
     def _through(self, microbatch: int) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = {}
-        for stage in self.stages:
-            outputs = stage.outputs(tuple(outputs.values()), microbatch)
+        for chunk, stage in enumerate(self.stages):
+            with action("F", chunk, microbatch):
+                outputs = stage.outputs(tuple(outputs.values()), microbatch)
         return outputs
 
 

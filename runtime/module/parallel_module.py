@@ -17,6 +17,7 @@ from passes.torch_compat.module_tables import has_hooks, share_content
 from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
 from runtime.execution.expert_load import ExpertLoad, RoutingCounts
+from runtime.execution.measured_trace import measured
 from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
@@ -67,6 +68,20 @@ class ParallelModule(Unwrappable, nn.Module):
             return outputs
         finally:
             self._end_call()
+
+    def profile(self, path: str | FilePath) -> contextlib.AbstractContextManager[None]:
+        """Measure what runs inside of a ``with`` block on every rank, and write it as one trace of all on the first.
+
+        The tracks are those of ``planner trace``, which shows the same step as simulated; Perfetto opens both.
+
+        Example:
+            >>> with parallel.profile("measured.json"):
+            ...     parallel.train_step(**batch)
+
+        Raises:
+            ValueError: if the file cannot be written.
+        """
+        return measured(path, self._engine.places)
 
     def train_step(
         self, *args: Any, local_inputs: bool = False, weight: float | torch.Tensor | None = None, **kwargs: Any

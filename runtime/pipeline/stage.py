@@ -12,6 +12,7 @@ from torch import nn
 
 from cost_models.schedules import Action
 from runtime.pipeline.backward import Gradient, backward, input_backward
+from runtime.pipeline.named_actions import action
 from runtime.pipeline.specs import StageRunner, TensorSpec, check_tensors
 from runtime.torch_compat.pipelining import PipelineStageBase, issue_transfers, neighbour_transfers
 
@@ -74,7 +75,8 @@ class PipelineStage(PipelineStageBase):
             tensor.requires_grad_(spec.requires_grad)
             for tensor, spec in zip(self._received.pop(fwd_chunk_id, ()), self.runner.received, strict=True)
         )
-        outputs = self.runner.run(received, fwd_chunk_id)
+        with action("F", self.stage_index, fwd_chunk_id):
+            outputs = self.runner.run(received, fwd_chunk_id)
         if not self.is_last:
             check_tensors(outputs, self.runner.sent, chunk=self.stage_index)
         self._ran[fwd_chunk_id] = (received, outputs)
@@ -90,16 +92,18 @@ class PipelineStage(PipelineStageBase):
             self._wait_for_send(self.stage_index + 1, bwd_chunk_id)
         received, outputs = self._ran.pop(bwd_chunk_id)
         gradients = self._output_gradients(bwd_chunk_id, outputs)
-        if full_backward:
-            input_gradients = backward(outputs, gradients, received)
-        else:
-            input_gradients, self._weight_backwards[bwd_chunk_id] = input_backward(outputs, gradients, received)
+        with action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            if full_backward:
+                input_gradients = backward(outputs, gradients, received)
+            else:
+                input_gradients, self._weight_backwards[bwd_chunk_id] = input_backward(outputs, gradients, received)
         if not self.is_first:
             self._input_gradients[bwd_chunk_id] = input_gradients
         self.record(Action("B" if full_backward else "I", self.stage_index, bwd_chunk_id))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._weight_backwards.pop(bwd_chunk_id)()
+        with action("W", self.stage_index, bwd_chunk_id):
+            self._weight_backwards.pop(bwd_chunk_id)()
         self.record(Action("W", self.stage_index, bwd_chunk_id))
 
     def _output_gradients(self, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> tuple[Gradient, ...]:

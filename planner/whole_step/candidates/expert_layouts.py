@@ -34,7 +34,7 @@ from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
 
-Splitter = Literal["megatron", "redco", "transformers"]
+Splitter = Literal["megatron", "megatron without sequence parallelism", "redco", "transformers"]
 Cutter = Literal["parameters", "greedy", "layers"]
 
 #: Solutions slower than the fastest by no more than this share (closed form) are simulated too.
@@ -140,24 +140,28 @@ def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands:
     reason = space.reason_not(row)
     if reason is not None:
         return Missing(name, reason)
-    return _best_of(name, row, space.level_one(row.tensor, cluster), cluster, demands)
+    return best_of_rules(name, row, space.level_one(row.tensor, cluster), cluster, demands)
 
 
 def data_experts(level_one: LevelOne, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
     """Yield the best of each baseline that divides only data: cheap to compute, so that no plan needs to be slower."""
     for name, row in BASELINES.items():
         if row.tensor is None and row.cuts is None and row.fixed.get("tp") == (1,):
-            result = _best_of(name, row, level_one, cluster, demands)
+            result = best_of_rules(name, row, level_one, cluster, demands)
             if isinstance(result, Priced):
                 yield result.judged
 
 
-def _best_of(name: str, row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands) -> Priced | Missing:
+def best_of_rules(
+    name: str, row: StepBaseline, level_one: LevelOne, cluster: Cluster, demands: Demands, *, within_node: bool = True
+) -> Priced | Missing:
+    """The best solution that the rules of ``row`` allow; ``within_node``: no tensor axis is longer than a node."""
     best: Priced | None = None
     lacks: list[float] = []
     for uniform_demands in _uniform(row, demands):
         limit = float("inf") if best is None else best.seconds * (1.0 + NEAR)
-        search = _Race(level_one, cluster, _within_node(uniform_demands, cluster), limit=limit)
+        allowed = _within_node(uniform_demands, cluster) if within_node else uniform_demands
+        search = CappedSearch(level_one, cluster, allowed, limit=limit)
         outcome = search.run() if row.cuts is None else _with_cuts(search, row.cuts)
         lacks.extend(outcome.shortfalls.values())
         for judged in _near(outcome):
@@ -220,12 +224,13 @@ class BaselineSpace:
 
 _ROLES: Mapping[Splitter, Callable[[Graph, Any], TensorRoles | None]] = {
     "megatron": lambda graph, _: megatron_roles(graph),
+    "megatron without sequence parallelism": lambda graph, _: replace(megatron_roles(graph), sequence=False),
     "redco": lambda graph, _: redco_roles(graph),
     "transformers": transformers_roles,
 }
 
 
-class _Race(Search):
+class CappedSearch(Search):
     """A search that prunes candidates slower than ``limit`` seconds."""
 
     def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
@@ -273,7 +278,7 @@ class _Found:
         self.solutions = sorted([*self.solutions, solution], key=lambda candidate: candidate.seconds)[:8]
 
 
-def _with_cuts(search: _Race, cuts: Cutter) -> Outcome:
+def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
     """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
     level_one, best_solutions = search.level_one, _Found()
     lacks: dict[Candidate, float] = {}

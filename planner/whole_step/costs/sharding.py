@@ -178,10 +178,10 @@ class Shardings:
         none."""
         if not self.divides or self.fastest is None:
             return None
-        best: _Solved | None = self.fastest
+        best: SolvedSharding | None = self.fastest
         fastest = self.fastest.assignment
         if weight and fastest.memory:
-            best = _solved(self._weighed(weight * fastest.seconds / fastest.memory), self.lattices, self.solver)
+            best = solved_sharding(self._weighed(weight * fastest.seconds / fastest.memory), self.lattices, self.solver)
         if best is None:
             return None
         name = f"bytes × {weight:g}"
@@ -190,9 +190,9 @@ class Shardings:
         )
 
     @functools.cached_property
-    def fastest(self) -> _Solved | None:
+    def fastest(self) -> SolvedSharding | None:
         """The fastest sharding."""
-        return _solved(self.ilp, self.lattices, self.solver)
+        return solved_sharding(self.ilp, self.lattices, self.solver)
 
     @functools.cached_property
     def ilp(self) -> ShardingIlp:
@@ -264,7 +264,7 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
 
 
 @dataclass(frozen=True)
-class _Solved:
+class SolvedSharding:
     """The best assignment of a program, and how much less its objective may be."""
 
     ilp: ShardingIlp
@@ -272,14 +272,14 @@ class _Solved:
     slack: float
 
 
-def _solved(ilp: ShardingIlp, lattices: Lattices, solver: str) -> _Solved | None:
+def solved_sharding(ilp: ShardingIlp, lattices: Lattices, solver: str) -> SolvedSharding | None:
     """The best assignment, None if there is none."""
     solution = _solution(ilp.program, solver)
     if solution.values is None:
         return None
     assignment = complete(ilp.problem, read_choices(ilp, solution.values), lattices)
     slack = 0.0 if solution.status == OPTIMAL else ilp.program.cost_of(solution.values) - solution.bound
-    return None if assignment is None else _Solved(ilp, assignment, slack)
+    return None if assignment is None else SolvedSharding(ilp, assignment, slack)
 
 
 def _solution(program: LinearProgram, solver: str) -> LinearSolution:

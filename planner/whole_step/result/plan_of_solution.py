@@ -11,7 +11,7 @@ from cost_models.memory import StateBytes
 from cost_models.schedules import rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import PipelineStep
-from cost_models.step_time import step_memory, step_seconds
+from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
 from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
@@ -175,7 +175,7 @@ def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -
     """
     problem, assignment = solution.problem, solution.assignment
     totals = step_memory(step)
-    flight = problem.in_flight
+    flight = peak_in_flight(step)
     setting = search.setting(solution.candidate)
     figures = with_tied_copies(solution.sharded.figures)
     rank_memories = []
