@@ -11,12 +11,13 @@ import pytest
 SLOWEST = tuple(
     f"test_{name}"
     for name in (
-        "step_feasibility", "step_exhaustive", "step_parity", "examples", "verify", "runtime_parity", "compiled_blocks",
-        "torch_tools", "capture_shorten", "dropout_plans", "benchmark_gpu", "step_runtime_accounts", "published_runs",
-        "search_brute_force", "gradients", "weight_files_ranks", "pipeline", "search_models", "plan_order", "step_api",
-        "trainer", "compiled_kernels", "checkpoint_steps", "checkpoint_ranks", "runtime_compile", "benchmark_host_time",
-        "launch", "capture_models", "compiled_plan", "units", "autograd_memory", "communication", "stale_programs",
-        "unlike_ranks", "random_operators", "cli",
+        "examples", "step_parity", "step_feasibility", "compiled_kernels", "step_exhaustive", "verify",
+        "compiled_blocks", "runtime_parity", "torch_tools", "benchmark_gpu", "dropout_plans", "plan_order",
+        "gradients", "published_runs", "capture_shorten", "experts", "expert_parallel", "step_runtime_accounts",
+        "weight_files_ranks", "pipeline", "graph_cache", "step_api", "trainer", "search_models", "checkpoint_steps",
+        "uneven", "stale_programs", "units", "search_brute_force", "runtime_compile", "cli", "launch",
+        "capture_models", "compiled_plan", "communication", "checkpoint_ranks", "autograd_memory",
+        "benchmark_host_time", "unlike_ranks", "random_operators", "solvers",
     )
 )  # fmt: skip
 

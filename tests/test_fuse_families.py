@@ -68,6 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "gpt-neox": ("GPTNeoXForCausalLM", {**_DECODER, "max_position_embeddings": 16},
                  {"embedding": 1, "layer_norm": 5, "rotary": 4, "bias_gelu": 2, "cross_entropy": 1}),
 }  # fmt: skip
+#: Families all of whose fused operators are in another one of the same spelling: Llama, BERT, GPT-2, the gated T5.
+_COMPUTING_ALIKE = ("qwen2", "qwen3", "albert", "vit", "opt", "t5, relu")
 #: What no graph may keep once it is fused: norms, activations and what rotations and norms are spelled with.
 _SPELLED = ("rsqrt", "layer_norm", "silu", "gelu", "tanh", "neg", "stack", "pow", "embedding")
 
@@ -109,7 +111,7 @@ def test_all_of_a_family_is_matched(family: str) -> None:
     assert len(result.graph.nodes) < len(graph.nodes) or family == "opt"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in _COMPUTING_ALIKE])
 def test_fused_graph_gives_loss_and_gradients_of_the_graph(family: str) -> None:
     model, batch = _model(family, torch.float64), _batch(family, torch.float64)
     with keep_float64():

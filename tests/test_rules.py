@@ -80,7 +80,7 @@ def _skip_what_torch_lacks(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(set(SAMPLERS) - set(_POINTWISE) - RANDOM))
-@settings(_SETTINGS, max_examples=5)
+@settings(_SETTINGS, max_examples=4)
 @given(data=st.data())
 def test_rule(op: str, mesh: DeviceMesh, data: st.DataObject) -> None:
     _skip_what_torch_lacks(op)
