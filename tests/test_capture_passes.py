@@ -279,3 +279,17 @@ def test_flattened_linears_keep_their_dims() -> None:
     graph = assert_parity(Conv1D(), args=(torch.randn(2, 3, 8, dtype=torch.float64),))
     assert ops(graph)[:2] == ["aten.transpose.int", "aten.linear.default"]
     assert graph.nodes[1].output.shape == (2, 3, 6)
+
+
+def test_a_tensor_written_part_by_part_is_its_parts_side_by_side() -> None:
+    def write(y: torch.Tensor, split: int) -> torch.Tensor:
+        result = y.new_zeros(y.shape)
+        result[:, split:] = y[:, :-split].exp()
+        result[:, :2] = y[:, -2:]
+        return result
+
+    assert {"aten.cat.default", "aten.slice_scatter.default"} & set(check(lambda y: write(y, 2), 3, 6)) == {
+        "aten.cat.default"
+    }
+    assert "aten.slice_scatter.default" in check(lambda y: write(y, 1), 3, 6)  # entry 1 is written twice
+    assert "aten.slice_scatter.default" in check(lambda y: write(y, 3), 3, 6)  # entry 2 is never written

@@ -14,7 +14,7 @@ from cost_models.presets import load_preset, preset_names
 PRESETS = (
     "8x-rtx3090", "8x-rtx4090", "8x1080ti", "a100-pcie-80g", "a10g", "aws-p3dn", "aws-p4d", "aws-p5", "cpu-local",
     "dgx-a100-40g", "dgx-a100-80g", "dgx-b200", "dgx-h100", "dgx-h200", "dgx-v100-16g", "dgx-v100-32g",
-    "h100-96g-500w", "l4", "t4", "tpu-v4", "tpu-v4-torus",
+    "h100-96g-500w", "hgx-h800", "l4", "t4", "tpu-v4", "tpu-v4-torus",
 )  # fmt: skip
 
 TWO_BOXES = """
@@ -271,6 +271,7 @@ def test_unknown_device_type():
         ("NVIDIA A100-SXM4-80GB", 79.1, "dgx-a100-80g"),
         ("NVIDIA H100 80GB HBM3", 79.1, "dgx-h100"),
         ("NVIDIA H200", 139.8, "dgx-h200"),
+        ("NVIDIA H800", 79.1, "hgx-h800"),
         ("NVIDIA B200", 178.4, "dgx-b200"),
         ("NVIDIA GeForce GTX 1080 Ti", 10.9, "8x1080ti"),
         ("NVIDIA H200 NVL", 139.8, None),

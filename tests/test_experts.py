@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import planner
 import runtime.kernels  # noqa: F401  (registers the fused operators)
@@ -24,6 +25,14 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
     graph = fuse(capture(family_model(name), kwargs=family_batch())).graph
     assert [node.output.shape for node in graph.nodes if is_experts(node)] == [(8, 6, 16)] * 2
     assert not [node.op for node in graph.nodes if any(word in node.op for word in MIXING)]
+
+
+def test_rows_that_are_too_many_to_count_stay_in_place() -> None:
+    with torch.device("meta"):
+        model = family_model("deepseek-v3")
+        ids = torch.zeros(1 << 22, 6, dtype=torch.int64)  # over 50 million rows of experts
+    names = {node.op for node in capture(model, kwargs={"input_ids": ids, "labels": ids}).nodes}
+    assert not [op for op in names if any(word in op for word in (*MIXING, "new_empty"))]
 
 
 def test_a_load_balancing_loss_is_that_of_the_global_batch() -> None:

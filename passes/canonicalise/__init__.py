@@ -34,6 +34,7 @@ from passes.canonicalise.static_sizes import fix_sizes
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.token_dims import unmerge_token_dims
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
+from passes.canonicalise.written_parts import join_written_parts
 
 __all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "nodes_with_gradient"]
 
@@ -64,6 +65,7 @@ def canonicalise(
     write_out_epsilons(module)
     drop_noops(module, trainable)
     normalise_views(module)
+    join_written_parts(module)
     drop_dead_code(module)
     split_cross_entropy(module)
     unsort_experts(module)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.canonicalise.counting_indices import counting
 from passes.canonicalise.fx import argument, aten, calls, insert, replace, shape
 
 #: Most entries of an index that is computed to see what it is.
@@ -41,7 +42,12 @@ def expand_repeated_rows(module: fx.GraphModule) -> None:
 
 def repetitions(index: Any, length: int) -> int | None:
     """``count`` if ``index`` is the constant ``0, …, 0, 1, …, 1, 2, …`` with each number ``count`` times."""
-    if not isinstance(index, fx.Node) or shape(index) != (length,) or not 0 < length <= _MOST:
+    if not isinstance(index, fx.Node) or shape(index) != (length,):
+        return None
+    form = counting(index)
+    if form is not None:
+        return form.divisor if (form.start, form.strides) == (0, (1,)) else None
+    if not 0 < length <= _MOST:
         return None
     values = _constant(index, {})
     if values is None or values.is_floating_point():
