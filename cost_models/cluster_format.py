@@ -71,12 +71,15 @@ texts switches; what a link does not say is the level's. ``[topology]`` writes s
 **Levels.** Without ``protocols`` a collective costs ``latency`` once, whatever the number of steps, and its bytes at
 the full bandwidth: the α-β model. A protocol has its own latency, a latency of each step, and the share of the
 bandwidth that it reaches by the bytes of the collective. Levels that a collective crosses together use protocols of the
-same name.
+same name. A protocol may be for some ``collectives`` only, and have an ``own_bandwidth``, a ``ramp``, a ``least_group``
+and ``in_network``, see ``cost_models.hardware.Protocol``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from cost_models.dtypes import ITEM_SIZE, TFLOAT32
@@ -87,11 +90,13 @@ from cost_models.fields import (
     check_keys,
     get_count,
     get_field,
+    get_flag,
     get_number,
     get_seconds,
     get_share,
     get_tables,
     get_text,
+    shown,
 )
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
 from cost_models.topology import expand_topology
@@ -103,7 +108,9 @@ _DEVICE_KEYS = (
     "efficiency",
 )  # fmt: skip
 _LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols", "exceptions", "wiring", "links")
-_PROTOCOL_KEYS = ("name", "latency", "hop_latency", "bandwidth_efficiency")
+_PROTOCOL_KEYS = tuple(entry.name for entry in fields(Protocol))
+#: What a cluster prices.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
@@ -168,6 +175,11 @@ def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
                 "latency": protocol.latency,
                 "hop_latency": protocol.hop_latency,
                 "bandwidth_efficiency": format_curve(protocol.bandwidth_efficiency),
+                **{
+                    entry.name: list(value) if isinstance(value, tuple) else value
+                    for entry in fields(Protocol)[4:]
+                    if (value := getattr(protocol, entry.name)) != entry.default
+                },
             }
             for protocol in level.protocols
         ]
@@ -267,10 +279,45 @@ def _parse_protocols(table: Table, where: str) -> tuple[Protocol, ...]:
         here = f"{where}.protocols[{index}]"
         check_keys(protocol, _PROTOCOL_KEYS, here)
         name = get_text(protocol, "name", here)
-        if any(name == earlier.name for earlier in protocols):
+        collectives = _parse_collectives(protocol, here)
+        if any(name == earlier.name and _may_meet(collectives, earlier.collectives) for earlier in protocols):
             raise ValueError(f"{here}.name: protocol {name!r} is named twice")
         latency = get_seconds(protocol, "latency", here)
         hop = get_seconds(protocol, "hop_latency", here) if "hop_latency" in protocol else 0.0
         reached = parse_curve(protocol.get("bandwidth_efficiency", 1.0), f"{here}.bandwidth_efficiency")
-        protocols.append(Protocol(name, latency, hop, reached))
+        protocols.append(
+            Protocol(
+                name,
+                latency,
+                hop,
+                reached,
+                collectives,
+                own_bandwidth=get_number(protocol, "own_bandwidth", here) if "own_bandwidth" in protocol else math.inf,
+                ramp=get_seconds(protocol, "ramp", here) if "ramp" in protocol else 0.0,
+                least_group=get_count(protocol, "least_group", here) if "least_group" in protocol else 2,
+                in_network=get_flag(protocol, "in_network", here),
+            )
+        )
+    _check_served(protocols, where)
     return tuple(protocols)
+
+
+def _may_meet(collectives: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Whether two protocols may both be for one collective."""
+    return not collectives or not others or not set(collectives).isdisjoint(others)
+
+
+def _parse_collectives(protocol: Table, where: str) -> tuple[str, ...]:
+    names = protocol.get("collectives", [])
+    if not isinstance(names, list) or not all(name in COLLECTIVES for name in names):
+        raise ValueError(f"{where}.collectives must be a list of {', '.join(COLLECTIVES)}, got {shown(names)}")
+    return tuple(names)
+
+
+def _check_served(protocols: Sequence[Protocol], where: str) -> None:
+    for collective in COLLECTIVES if protocols else ():
+        if not any(item.serves(collective, 2) and not item.in_network for item in protocols):
+            raise ValueError(
+                f"{where}.protocols: none is for {collective} of any group; one without 'collectives', 'least_group'"
+                " and 'in_network' is for all"
+            )

@@ -10,6 +10,7 @@ algorithms and protocols is taken, as NCCL does (its tuning model: src/graph/tun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,15 @@ SENT_SHARE: dict[str, Callable[[int], float]] = {
     "send_recv": lambda n: 1.0,
 }
 
+#: Share of ``num_bytes`` that each of n devices deals with and sends to nobody, see ``Protocol.own_bandwidth``.
+OWN_SHARE: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 1.0,
+    "all_gather": lambda n: 1 / n,
+    "reduce_scatter": lambda n: 1 / n,
+    "all_to_all": lambda n: 1 / n / n,
+    "send_recv": lambda n: 0.0,
+}
+
 #: Number of times that an algorithm passes around the group.
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
@@ -32,7 +42,8 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 def ring_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
     """Rings through all ranks: each rank passes a piece on to the next, n−1 times (all-reduce: twice).
 
-    T = α + Σ_levels steps·hop + sent·bytes / min_levels (inside·bandwidth), sent = (n−1)/n (all-reduce: 2(n−1)/n).
+    T = α + Σ_levels steps·hop + x + ramp·√x, x = max_levels sent·bytes / (inside·bandwidth), the innermost's with
+    own·bytes / own bandwidth; sent = (n−1)/n (all-reduce: 2(n−1)/n), own = 1/n (all-reduce: 1).
     Of the n−1 steps those between the P parts of the outermost level are P−1, and so on inwards. Rings run side by
     side, one over each link that the members of a part have between them, so that a part's links add up (NCCL's
     channels). Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; NCCL's tuning model.
@@ -42,8 +53,8 @@ def ring_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> fl
     return min(
         _alpha(protocols)
         + rounds * sum(step * protocol.hop_latency for step, protocol in zip(steps, protocols))
-        + SENT_SHARE[collective](size) * num_bytes / _bandwidth("ring", spans, protocols, num_bytes)
-        for protocols in _protocols(spans)
+        + _moving("ring", collective, num_bytes, spans, protocols, sent=SENT_SHARE[collective](size))
+        for protocols in _protocols(spans, collective)
     )
 
 
@@ -59,8 +70,28 @@ def tree_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> fl
     return min(
         _alpha(protocols)
         + rounds * sum(span.tree_hops * item.hop_latency for span, item in zip(spans, protocols))
-        + rounds * num_bytes / _bandwidth("tree", spans, protocols, num_bytes)
-        for protocols in _protocols(spans)
+        + _moving("tree", collective, num_bytes, spans, protocols, sent=rounds)
+        for protocols in _protocols(spans, collective)
+    )
+
+
+def in_network_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
+    """Switches add up (all-reduce inside a level whose switches can): each rank sends all bytes once, and gets the sum.
+
+    T = α + 2·hop + x + ramp·√x, x = bytes / bandwidth + bytes / own bandwidth. Source: Klenk et al., "An in-network
+    architecture for accelerating shared-memory multiprocessor collectives", 2020; NCCL's NVLS. Infinite where no
+    switch can.
+    """
+    (span,) = spans if len(spans) == 1 else (None,)
+    if span is None:
+        return math.inf
+    return min(
+        (
+            item.latency + 2 * item.hop_latency + _moving("ring", collective, num_bytes, spans, (item,), sent=1.0)
+            for item in span.protocols
+            if item.in_network and item.serves(collective, span.parts)
+        ),
+        default=math.inf,
     )
 
 
@@ -104,17 +135,25 @@ def bucket_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> 
 def pairwise_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) -> float:
     """Every rank sends each other rank its piece of 1/n² (all-to-all), on all levels at once.
 
-    T = α + max_levels (pieces for other parts)·bytes/n² / bandwidth. Source: Thakur et al., 2005, pairwise exchange.
+    T = α + x + ramp·√x, x = max_levels (pieces for other parts)·bytes/n² / bandwidth, the innermost's with bytes/n² /
+    own bandwidth. Source: Thakur et al., 2005, pairwise exchange.
     """
     size = group_size(spans)
     piece = num_bytes / size / size
     return min(
         _alpha(protocols)
-        + max(
-            span.inside * (span.parts - 1) * piece / (span.bandwidth.exchange * item.bandwidth_efficiency(num_bytes))
-            for span, item in zip(spans, protocols)
+        + _slowest(
+            protocols,
+            piece,
+            [
+                span.inside
+                * (span.parts - 1)
+                * piece
+                / (span.bandwidth.exchange * item.bandwidth_efficiency(num_bytes))
+                for span, item in zip(spans, protocols)
+            ],
         )
-        for protocols in _protocols(spans)
+        for protocols in _protocols(spans, collective)
     )
 
 
@@ -125,7 +164,11 @@ def message_seconds(collective: str, num_bytes: float, spans: Sequence[Span]) ->
     """
     return max(
         span.latency
-        + min(num_bytes / (span.bandwidth.message * item.bandwidth_efficiency(num_bytes)) for item in span.protocols)
+        + min(
+            num_bytes / (span.bandwidth.message * item.bandwidth_efficiency(num_bytes))
+            for item in span.protocols
+            if item.serves(collective, span.parts)
+        )
         for span in spans
     )
 
@@ -137,6 +180,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "all_reduce": {
         "ring": ring_seconds,
         "tree": tree_seconds,
+        "in_network": in_network_seconds,
         "hierarchical": hierarchical_seconds,
         "bucket": bucket_seconds,
     },
@@ -197,11 +241,15 @@ def send_recv(*, num_bytes: float, latency: float, bandwidth: float) -> float:
     return collective_seconds("send_recv", num_bytes=num_bytes, group_size=2, latency=latency, bandwidth=bandwidth)
 
 
-def _protocols(spans: Sequence[Span]) -> list[tuple[Protocol, ...]]:
+def _protocols(spans: Sequence[Span], collective: str) -> list[tuple[Protocol, ...]]:
     """For each protocol of the innermost level, what it is on every level (the level's first where it has none)."""
+    size = group_size(spans)
+    levels = [
+        [item for item in span.protocols if item.serves(collective, size) and not item.in_network] for span in spans
+    ]
     return [
-        tuple(next((item for item in span.protocols if item.name == first.name), span.protocols[0]) for span in spans)
-        for first in spans[0].protocols
+        tuple(next((item for item in level if item.name == first.name), level[0]) for level in levels)
+        for first in levels[0]
     ]
 
 
@@ -209,12 +257,32 @@ def _alpha(protocols: Sequence[Protocol]) -> float:
     return max(protocol.latency for protocol in protocols)
 
 
-def _bandwidth(pattern: str, spans: Sequence[Span], protocols: Sequence[Protocol], num_bytes: float) -> float:
-    """Bytes per second that a part of the group sends in a ``"ring"`` or ``"tree"`` over its tightest level."""
-    return min(
-        span.inside * getattr(span.bandwidth, pattern) * item.bandwidth_efficiency(num_bytes)
-        for span, item in zip(spans, protocols)
+def _moving(
+    pattern: str,
+    collective: str,
+    num_bytes: float,
+    spans: Sequence[Span],
+    protocols: Sequence[Protocol],
+    *,
+    sent: float,
+) -> float:
+    """Seconds in which bytes move in a ``"ring"`` or ``"tree"``: over the slowest level, own bytes in the innermost."""
+    own = OWN_SHARE[collective](group_size(spans)) * num_bytes
+    return _slowest(
+        protocols,
+        own,
+        [
+            sent * num_bytes / (span.inside * getattr(span.bandwidth, pattern) * item.bandwidth_efficiency(num_bytes))
+            for span, item in zip(spans, protocols)
+        ],
     )
+
+
+def _slowest(protocols: Sequence[Protocol], own_bytes: float, seconds: list[float]) -> float:
+    """Seconds of the slowest level with its ramp; ``seconds`` are of the bytes that each level's links carry."""
+    seconds[0] += own_bytes / protocols[0].own_bandwidth
+    slowest = max(seconds)
+    return slowest + protocols[seconds.index(slowest)].ramp * math.sqrt(slowest)
 
 
 def _ring_steps(spans: Sequence[Span]) -> list[int]:

@@ -104,6 +104,14 @@ def get_seconds(table: Table, key: str, where: str) -> float:
     return float(value)
 
 
+def get_flag(table: Table, key: str, where: str) -> bool:
+    """True or false, false where the field is not there."""
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}.{key} must be true or false, got {shown(value)}")
+    return value
+
+
 def get_share(table: Table, key: str, where: str, *, below: float) -> float:
     """A number from 0 to ``below`` (excluded), 0 where the field is not there."""
     value = table.get(key, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -99,12 +100,27 @@ class Protocol:
         latency: seconds that a collective takes at least.
         hop_latency: seconds that each of its steps over this level adds.
         bandwidth_efficiency: share of the link's bandwidth that is reached, by the collective's bytes.
+        collectives: that run by it; none named: all.
+        own_bandwidth: bytes per second at which a rank deals with what it sends to nobody: its own part of what is
+            gathered, scattered or exchanged, all of what is reduced.
+        ramp: of x seconds in which bytes move, ramp·√x are added: pipelines of chunks fill and empty (√seconds).
+        least_group: ranks from which on it is used.
+        in_network: switches add up, so that a rank sends what is reduced once and receives it once.
     """
 
     name: str
     latency: float
     hop_latency: float = 0.0
     bandwidth_efficiency: Curve = FULL
+    collectives: tuple[str, ...] = ()
+    own_bandwidth: float = math.inf
+    ramp: float = 0.0
+    least_group: int = 2
+    in_network: bool = False
+
+    def serves(self, collective: str, group_size: int) -> bool:
+        """Whether a collective of so many ranks can run by it."""
+        return group_size >= self.least_group and (not self.collectives or collective in self.collectives)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernel_fits TABLES [--markdown FILE]
 
-TABLES is a folder of ``DEVICE_matmul_bf16.csv.gz`` (columns m, n, k, microseconds) and
+TABLES is a folder of ``DEVICE_matmul_bf16.csv.gz`` (columns m, n, k, microseconds),
 ``DEVICE_attention_causal_forward_bf16.csv.gz`` (batch, length, num_heads, num_kv_heads, head_dim, kernel,
-microseconds) for the devices of ``tables.CHIPS``. Numbers that a fit prints go into
-``cost_models/presets/efficiency``; the table also holds the presets' own numbers, rounded, against the same rows.
+microseconds) and ``DEVICE_nccl.csv.gz`` (collective, num_gpus, message_bytes, microseconds) for the devices of
+``tables.CHIPS``. Numbers that a fit prints go into ``cost_models/presets``; the table also holds the presets' own
+numbers, rounded, against the same rows.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.kernel_fits import attention, matmuls
+from benchmarks.kernel_fits import attention, collectives, matmuls
 from benchmarks.kernel_fits.tables import CHIPS, Chip, Errors
+from cost_models import Cluster
 from cost_models.attention_kernel import AttentionKernel
 from cost_models.efficiency_format import Kernel, parse_efficiency
 from cost_models.matmul_kernel import MatmulKernel
@@ -44,7 +46,8 @@ def main() -> None:
         parser.error(f"{options.tables} is no folder: expected that of the measured tables")
     lines = [HEADER + "|---|---|---|---|---|"]
     for chip in CHIPS:
-        for line in (*_products(options.tables, chip), *_attention(options.tables, chip)):
+        rooms = (_products, _attention, _collectives)
+        for line in (line for room in rooms for line in room(options.tables, chip)):
             lines.append(line)
             print(line, flush=True)
     if options.markdown is not None:
@@ -77,6 +80,21 @@ def _attention(folder: Path, chip: Chip) -> Iterator[str]:
         if isinstance(preset, AttentionKernel) and (name, width) == SHIPPED[chip.table]:
             shipped = Errors.of(attention.predict(preset, rest, chip), rest.seconds)
         yield f"| {chip.table} | {name}, heads of {width} | {fitted.rows:,} | {fitted} | {shipped} |"
+
+
+def _collectives(folder: Path, chip: Chip) -> Iterator[str]:
+    links = collectives.LINKS.get(chip.table)
+    if links is None:
+        return
+    shipped = Cluster.parse(links.preset).levels[0].protocols
+    for name, rows in collectives.read_collectives(folder, chip).items():
+        protocols = collectives.fit(name, rows, links)
+        print(f"{chip.table} {name}: {protocols}")
+        rest = rows.of(~rows.fitted)
+        fitted, preset = (
+            Errors.of(collectives.predict(name, each, rest, links), rest.seconds) for each in (protocols, shipped)
+        )
+        yield f"| {chip.table} | NCCL {name}, 2, 4, 8 ranks | {fitted.rows:,} | {fitted} | {preset} |"
 
 
 def _of_preset(chip: Chip, kind: str) -> Kernel | None:
