@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
 
 
 def test_of_plans_that_are_equally_fast_the_lighter_is_taken() -> None:
-    graph, cluster = capture_for_planning(CONFIG, batch_size=64, seq_len=512), Cluster.parse("dgx-h200:1x4")
+    graph, cluster = capture_for_planning(CONFIG, batch_size=64, seq_len=512), Cluster.parse("dgx-v100-32g:1x4")
     space = ShardingSpace.of(graph)
     search = Search(LevelOne(cluster, space, KeptSpace.of(space)), cluster, read_demands({"tp": 2}))
     first = judge(search.run().solutions[0])
