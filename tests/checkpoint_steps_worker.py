@@ -20,7 +20,7 @@ from tests.tracing import traced_once
 def main() -> None:
     payload = task()
     folder = Path(payload["folder"])
-    single, args, kwargs, loss_fn = build(payload["model"])
+    single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"])
     manager = CheckpointManager(folder / "checkpoints", keep_last=None)
     losses: dict[str, list[float]] = {}
 

@@ -14,7 +14,8 @@ from tests.parity_worker import build
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
-MODEL = "tiny-gpt2"
+#: Four stages are embeddings, two layers and what is behind them.
+MODEL, LAYERS = "tiny-gpt2", 2
 PLANS = {
     "dp2 tp2 zero 1": {"pp": 1, "dp": 2, "tp": 2, "zero": 1},
     "pp4": {"pp": 4, "dp": 1, "tp": 1, "num_microbatches": 4},
@@ -23,12 +24,11 @@ PLANS = {
 
 
 def test_each_goes_on_with_the_losses_of_the_first(tmp_path: Path) -> None:
-    losses = run_on_ranks(
-        "checkpoint_steps_worker", 4, {"folder": str(tmp_path), "model": MODEL, "plans": PLANS}, timeout=PATIENCE
-    )
+    payload = {"folder": str(tmp_path), "model": MODEL, "layers": LAYERS, "plans": PLANS}
+    losses = run_on_ranks("checkpoint_steps_worker", 4, payload, timeout=PATIENCE)
     first, *others = losses.values()
     assert len(others) == len(PLANS) - 1
-    single, args, kwargs, loss_fn = build(MODEL)
+    single, args, kwargs, loss_fn = build(MODEL, layers=LAYERS)
     with keep_float64():
         parallel = planner.compile(single, "dp=1", loss_fn=loss_fn, example_inputs=args or kwargs)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)

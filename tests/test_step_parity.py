@@ -18,14 +18,14 @@ PIPELINE = {"pp": 2, "num_microbatches": 4}
 
 
 def two_layers(model: str, name: str, **fix: Any) -> Case:
-    """One for each stage; more where a rank has several chunks."""
+    """One for each stage; where a rank has several chunks, the ends of the model are chunks of their own."""
     return {**case(model, name, **fix), "layers": 2}
 
 
 CASES: tuple[Case, ...] = (
     two_layers("tiny-gpt2", "tied weights on two stages", **PIPELINE, dp=2, schedule="1f1b", zero=1),
-    case("tiny-llama", "zero bubbles and split tensors", **PIPELINE, tp=2, schedule="zbv", chunks_per_rank=2),
-    case(
+    two_layers("tiny-llama", "zero bubbles and split tensors", **PIPELINE, tp=2, schedule="zbv", chunks_per_rank=2),
+    two_layers(
         "tiny-llama",
         "several chunks, all recomputed",
         **PIPELINE,
