@@ -8,12 +8,12 @@ OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 RUN_TESTS = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-oldest lint browser install golden clean
+.PHONY: demo test test-oldest lint docs browser install golden clean
 
 demo: install
 	$(BIN)/python -m planner demo
 
-test: install browser lint
+test: install browser lint docs
 	$(call RUN_TESTS,$(VENV))
 
 test-oldest: $(OLDEST_INSTALLED)  # the suite with the oldest torch that is supported
@@ -23,6 +23,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install  # the pages of docs/ as a site in site/, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 browser:  # Chromium for the tests of the HTML report, which say so where it cannot be had
 	command -v chromium chromedriver || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium chromium-driver; } || echo "no Chromium: the report is not tested in a browser"

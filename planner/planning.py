@@ -55,6 +55,7 @@ def plan(
     fuse: bool = True,
     solver: str | None = None,
     write_lp: str | Path | None = None,
+    framework: str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide how a training step of ``model`` runs on ``cluster``.
@@ -102,6 +103,8 @@ def plan(
             relaxations, which HiGHS solves.
         write_lp: an LP file to write the plan's program to, in microseconds; of a whole step ``plan.lp`` stands for
             ``plan.sharding.lp`` and ``plan.stages.lp``, and ``plan.context.lp`` where that axis was searched by itself.
+        framework: search only layouts that another framework has settings for: ``"torchtitan"``, ``"megatron"``,
+            ``"accelerate-fsdp2"``, ``"deepspeed"`` or ``"transformers-tp"`` (see ``Plan.export``).
         progress: called with a ``planner.whole_step.result.search_progress.Report`` at every phase and now and then
             while searching.
 
@@ -116,6 +119,8 @@ def plan(
 
     of_step = said(locals())
     check_objective(objective, target_seconds)
+    if framework is not None:
+        _check_framework(framework, locals())
     for name, value in {
         "batch_size": batch_size, "global_batch": global_batch, "seq_len": seq_len, "num_devices": num_devices
     }.items():  # fmt: skip
@@ -178,6 +183,18 @@ def plan(
                 solver=solver,
                 write_lp=write_lp,
             )
+        elif framework is not None:
+            from planner.exports.export_plan import framework_named
+            from planner.exports.framework_search import plan_for
+
+            decided = plan_for(
+                framework_named(framework),
+                planned.graph,
+                hardware,
+                demands,
+                config=_config_of(model),
+                config_name=_config_name(model),
+            )
         else:
             if planned.graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
                 demands = dataclasses.replace(demands, fixed={**demands.fixed, "recompute": frozenset({"full"})})
@@ -223,6 +240,25 @@ def graph_to_plan(
         return PlannedGraph(*_fused(graph)) if fuse else PlannedGraph(graph, None)
 
     return planned_graph(model, captured, fuse=fuse, **options)
+
+
+def _check_framework(framework: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unknown framework, or an option that a search for one does not take."""
+    from planner.exports.export_plan import framework_named
+    from planner.exports.framework_search import search_options
+
+    framework_named(framework)
+    for name in search_options(options):
+        raise ValueError(f"{name} does not go with framework={framework!r}, whose layouts are searched whole: drop one")
+
+
+def _config_of(model: Any) -> Any:
+    """The transformers config of a model, None if it has none."""
+    if isinstance(model, (str, Path)):
+        from planner.library import load_config
+
+        return load_config(model)
+    return getattr(model, "config", None)
 
 
 def _config_name(model: Any) -> str:

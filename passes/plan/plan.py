@@ -98,6 +98,26 @@ class Plan(PlanData):
         """
         return importlib.import_module("planner.inspection.operator_reasons").explain(self, name, **options)
 
+    def export(self, framework: str, path: str | Path | None = None) -> Any:
+        """The configuration of another framework that runs the same layout, and what it cannot express.
+
+        Args:
+            framework: ``"torchtitan"``, ``"megatron"``, ``"accelerate-fsdp2"``, ``"deepspeed"`` or
+                ``"transformers-tp"``.
+            path: where to write it.
+
+        Returns:
+            A ``planner.exports.export_plan.ExportedLayout``: ``text``, ``settings``, ``script``, ``inexpressible``.
+
+        Raises:
+            ValueError: for another framework, a plan that has no counterpart there, or a path that cannot be written.
+        """
+        # Tables of frameworks are in a layer above, like the report.
+        exported = importlib.import_module("planner.exports.export_plan").export(self, framework)
+        if path is not None:
+            exported.save(path)
+        return exported
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 

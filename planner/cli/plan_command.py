@@ -81,6 +81,10 @@ def add_plan(commands: Any) -> None:
         metavar="'NAME=VALUE …'",
         help="print what you run today beside the plan: 'dp=8,tp=8,pp=16 v=2 zero=1 recompute=full mbs=1 sp=on'; names "
         "as for --fix; what is left open is decided in its favour",
+        "--for",
+        dest="framework",
+        metavar="FRAMEWORK",
+        help="search only what it has settings for: torchtitan, megatron, accelerate-fsdp2, deepspeed, transformers-tp",
     )
     parser.set_defaults(command=run_plan)
     _add_step_arguments(
@@ -195,6 +199,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "fuse": not options.no_fuse,
         "solver": options.solver,
         "write_lp": options.write_lp,
+        "framework": options.framework,
         **_step_options(options),
     }
 

@@ -25,7 +25,13 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links
-from planner.whole_step.candidates.tensor_roles import TensorRoles, megatron_roles, redco_roles, transformers_roles
+from planner.whole_step.candidates.tensor_roles import (
+    TensorRoles,
+    megatron_roles,
+    redco_roles,
+    transformers_roles,
+    whole_head_roles,
+)
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne, Sharded
@@ -35,6 +41,7 @@ from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
 
 Splitter = Literal["megatron", "megatron without sequence parallelism", "redco", "transformers"]
+Splitter = Literal["megatron", "redco", "transformers", "deepspeed"]
 Cutter = Literal["parameters", "greedy", "layers"]
 
 #: Solutions slower than the fastest by no more than this share (closed form) are simulated too.
@@ -162,6 +169,7 @@ def best_of_rules(
         limit = float("inf") if best is None else best.seconds * (1.0 + NEAR)
         allowed = _within_node(uniform_demands, cluster) if within_node else uniform_demands
         search = CappedSearch(level_one, cluster, allowed, limit=limit)
+        search = BoundedSearch(level_one, cluster, within_node(uniform_demands, cluster), limit=limit)
         outcome = search.run() if row.cuts is None else _with_cuts(search, row.cuts)
         lacks.extend(outcome.shortfalls.values())
         for judged in _near(outcome):
@@ -227,10 +235,12 @@ _ROLES: Mapping[Splitter, Callable[[Graph, Any], TensorRoles | None]] = {
     "megatron without sequence parallelism": lambda graph, _: replace(megatron_roles(graph), sequence=False),
     "redco": lambda graph, _: redco_roles(graph),
     "transformers": transformers_roles,
+    "deepspeed": whole_head_roles,
 }
 
 
 class CappedSearch(Search):
+class BoundedSearch(Search):
     """A search that prunes candidates slower than ``limit`` seconds."""
 
     def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
@@ -251,7 +261,7 @@ def _uniform(row: StepBaseline, demands: Demands) -> Iterator[Demands]:
         yield replace(demands, fixed={**demands.fixed, **fixed, **one}, num_alternatives=1)
 
 
-def _within_node(demands: Demands, cluster: Cluster) -> Demands:
+def within_node(demands: Demands, cluster: Cluster) -> Demands:
     """No more tensor parallelism than a node has devices, on neighbours."""
     node = cluster.levels[0].group_size
     sizes = frozenset(size for size in range(1, node + 1) if demands.allows("tp", size))
@@ -279,6 +289,7 @@ class _Found:
 
 
 def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
+def _with_cuts(search: BoundedSearch, cuts: Cutter) -> Outcome:
     """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
     level_one, best_solutions = search.level_one, _Found()
     lacks: dict[Candidate, float] = {}

@@ -91,6 +91,19 @@ def transformers_roles(graph: Graph, config: Any) -> TensorRoles | None:
     )
 
 
+def whole_head_roles(graph: Graph, config: Any) -> TensorRoles | None:
+    """transformers' roles of linear layers whose output stays cut; the head and embeddings are whole."""
+    roles_of_plan = transformers_roles(graph, config)
+    if roles_of_plan is None:
+        return None
+    split = {
+        name: role
+        for name, role in roles_of_plan.found.items()
+        if role != "embedding" and name not in roles_of_plan.gathered
+    }
+    return TensorRoles(split, Baseline(tensor=True), sequence=False)
+
+
 def _pattern(module: str) -> re.Pattern[str]:
     """A path in a plan, in which ``*`` is a number, anywhere below the model."""
     return re.compile(r"(?:.*\.)?" + r"\d+".join(re.escape(part) for part in module.split("*")))

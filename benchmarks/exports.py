@@ -1,0 +1,167 @@
+"""Ten plans as the configuration of every framework, read by each project's own parser where it is installed.
+
+    python -m benchmarks.exports            # plans, exports, parses; writes benchmarks/results/exports.md
+
+torchtitan, DeepSpeed and Megatron's core are no dependency of ours: put them on the path (``pip install --no-deps
+--target``), else their rows say so. Megatron's arguments are compared with the dataclasses of its core that they fill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import planner
+from passes.plan import Plan
+from passes.plan.text_tables import format_seconds
+from planner.exports.configuration_files import arguments, nested
+from planner.exports.export_plan import FRAMEWORKS, ExportedLayout
+
+RESULTS = Path(__file__).parent / "results" / "exports.md"
+#: Model, cluster, samples of a step, tokens of a sample, and what else is asked of the plan.
+PLANS: tuple[tuple[str, str, int, int, Mapping[str, Any]], ...] = (
+    ("llama-3-8b", "dgx-h100:2", 64, 4096, {}),
+    ("llama-3-8b", "dgx-h100:2", 64, 4096, {"fix": {"pp": 2, "schedule": "1f1b"}}),
+    ("llama-3-8b", "dgx-a100-80g:2", 64, 4096, {"fix": {"pp": 4, "schedule": "interleaved_1f1b"}}),
+    ("qwen3-14b", "dgx-h100:2", 64, 4096, {"fix": {"pp": 2, "schedule": "zbv"}}),
+    ("qwen3-14b", "dgx-h100:1", 64, 4096, {"framework": "torchtitan"}),
+    ("llama-2-13b", "dgx-a100-80g:2", 64, 4096, {"framework": "megatron"}),
+    ("mistral-7b", "a10g:4", 32, 2048, {"framework": "accelerate-fsdp2"}),
+    ("phi-2", "dgx-v100-32g:1", 32, 2048, {"framework": "deepspeed"}),
+    ("qwen2.5-7b", "dgx-h100:1", 32, 4096, {"framework": "transformers-tp", "fix": {"tp": 4}}),
+    ("qwen3-30b-a3b", "dgx-h100:2", 64, 4096, {"fix": {"ep": 8}}),
+)
+
+
+def read_torchtitan(exported: ExportedLayout) -> str:
+    """The arguments through ``torchtitan.config.ConfigManager``."""
+    from torchtitan.config.manager import ConfigManager
+
+    settings = dict(exported.settings)
+    if "--module" not in settings:
+        settings = {"--module": "llama3", "--config": "llama3_8b", **settings}
+    config = ConfigManager().parse_args(arguments(settings))
+    parallelism = config.parallelism
+    assert parallelism.tensor_parallel_degree == settings["--parallelism.tensor_parallel_degree"]
+    assert parallelism.pipeline_parallel_degree == settings["--parallelism.pipeline_parallel_degree"]
+    assert config.training.local_batch_size == settings["--training.local_batch_size"]
+    return "read"
+
+
+def read_megatron(exported: ExportedLayout) -> str:
+    """Every argument is a field of the dataclasses that it fills, and the layout of stages is valid."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    layout = exported.settings.get("--pipeline-model-parallel-layout")
+    if layout is not None:
+        ranks = exported.settings["--pipeline-model-parallel-size"]
+        parsed = PipelineParallelLayerLayout(layout, ranks)
+        parsed.validate_layer_layout(exported.settings["--num-layers"], 0)
+    kinds = (ModelParallelConfig, TransformerConfig, DistributedDataParallelConfig)
+    names = {field.name for kind in kinds for field in fields(kind)}
+    others = sorted(
+        name for name in exported.settings if re.sub(r"^no_|^use_", "", name[2:].replace("-", "_")) not in names
+    )
+    return "layout and fields read" + (f"; of arguments.py alone: {', '.join(others)}" if others else "")
+
+
+def read_accelerate(exported: ExportedLayout) -> str:
+    """The YAML through ``accelerate launch``'s loader."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        exported.save(Path(folder) / "accelerate.yaml")
+        read = load_config_from_file(str(Path(folder) / "accelerate.yaml"))
+    assert read.num_processes == exported.settings["num_processes"]
+    return "read"
+
+
+def read_deepspeed(exported: ExportedLayout) -> str:
+    """The JSON through ``DeepSpeedConfig``, on as many ranks as the plan has data ranks."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    settings = nested(exported.settings)
+    ranks = settings["train_batch_size"] // (
+        settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]
+    )
+
+    class Ranks:
+        @staticmethod
+        def get_data_parallel_world_size() -> int:
+            return ranks
+
+    config = DeepSpeedConfig(json.loads(exported.text), mpu=Ranks())
+    assert config.zero_optimization_stage == settings["zero_optimization"]["stage"]
+    return "read"
+
+
+def read_transformers(exported: ExportedLayout) -> str:
+    """The JSON through ``DistributedConfig`` and ``TrainingArguments``."""
+    from transformers import TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    settings = nested(exported.settings)
+    config = DistributedConfig(**settings["distributed_config"])
+    TrainingArguments(
+        output_dir=tempfile.gettempdir(), **{**settings["training_arguments"], "bf16": False, "fp16": False}
+    )
+    assert config.tp_size == settings["distributed_config"]["tp_size"]
+    return "read"
+
+
+READERS: Mapping[str, Callable[[ExportedLayout], str]] = {
+    "torchtitan": read_torchtitan,
+    "megatron": read_megatron,
+    "accelerate-fsdp2": read_accelerate,
+    "deepspeed": read_deepspeed,
+    "transformers-tp": read_transformers,
+}
+
+
+def planned(model: str, cluster: str, batch: int, seq_len: int, options: Mapping[str, Any]) -> Plan:
+    return planner.plan(model, cluster, global_batch=batch, seq_len=seq_len, time_limit=30.0, **options)
+
+
+def row(plan: Plan, framework: str) -> str:
+    """One line of the table: read or not, and how many things the framework cannot express."""
+    exported = plan.export(framework)
+    try:
+        verdict = READERS[framework](exported)
+    except ImportError as error:
+        verdict = f"not installed ({error.name or error})"
+    except Exception as error:  # parsers raise what they like
+        verdict = f"refused: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    lacks = "; ".join(exported.inexpressible).replace("|", "\\|") or "—"
+    return f"| {framework} | {verdict} | {lacks} |"
+
+
+def main() -> None:
+    lines = ["# Exports of ten plans", ""]
+    lines.append(
+        "Written by `python -m benchmarks.exports`. Versions: " + ", ".join(f.title for f in FRAMEWORKS.values())
+    )
+    for model, cluster, batch, seq_len, options in PLANS:
+        try:
+            plan = planned(model, cluster, batch, seq_len, options)
+        except ValueError as error:
+            lines += ["", f"## {model} on {cluster} {dict(options)}", "", f"no plan: {error}"]
+            continue
+        axes = ", ".join(f"{axis}={size}" for axis, size in plan.step.axes.items() if size > 1)
+        lines += ["", f"## {model} on {cluster}, {batch} × {seq_len} {dict(options) or ''}".rstrip(), ""]
+        lines += [f"{axes}; {plan.step.schedule}; {format_seconds(plan.step.costs.simulated)} a step", ""]
+        lines += ["| framework | its parser | cannot be expressed |", "|---|---|---|"]
+        lines += [row(plan, framework) for framework in FRAMEWORKS]
+        print("\n".join(lines[-10:]), flush=True)
+        RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

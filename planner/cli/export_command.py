@@ -1,0 +1,49 @@
+"""``planner export``: a saved plan as the configuration of another framework."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from cost_models.text import printable, printable_lines
+from planner.cli.shared_options import subparser
+
+
+def add_export(commands: Any) -> None:
+    """Add ``planner export``."""
+    parser = subparser(
+        commands,
+        "export",
+        help="write a saved plan as another framework's configuration",
+        examples=[
+            "planner export plan.json --to megatron -o pretrain.sh",
+            "planner export plan.json --to accelerate-fsdp2 -o accelerate.yaml",
+        ],
+    )
+    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="FRAMEWORK",
+        help="torchtitan, megatron, accelerate-fsdp2, deepspeed or transformers-tp",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: to the terminal)")
+    parser.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from cost_models.files import check_writable
+    from passes.plan import Plan
+    from planner.exports.export_plan import export, framework_named
+
+    framework_named(options.to)
+    if options.output is not None:
+        check_writable(options.output)
+    exported = export(Plan.load(options.plan), options.to)
+    if options.output is None:
+        print(printable_lines(exported.text), end="")
+        return 0
+    exported.save(options.output)
+    print(printable_lines("\n".join(exported.comments())))
+    print(f"wrote {printable(options.output)}")
+    return 0

@@ -1,0 +1,127 @@
+"""Limits that several frameworks share, as rows for their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from passes.plan.step_plan import CHUNKED_LOSS
+from planner.exports.framework import LimitRow
+from planner.exports.plan_facts import PlanFacts
+
+#: What a plan calls what each layer does, in words.
+_WORDS = {"whole": "whole", "tokens": "whole, the tokens are cut", "hidden": "cut along the hidden dim"}
+
+
+def _uniform_recompute(facts: PlanFacts) -> Iterator[str]:
+    if len(facts.layer_recompute) > 1:
+        policies = ", ".join(f"{group.recompute} ×{facts.layers_of(group)}" for group in facts.groups if group.count)
+        yield f"recompute differs between layers ({policies}): all layers get {facts.layer_recompute[0]!r}"
+
+
+def _whole_ends(facts: PlanFacts) -> Iterator[str]:
+    for policy in facts.end_recompute:
+        if policy not in ("none", CHUNKED_LOSS):
+            yield f"recompute={policy} of what stands around the layers (embedding, loss): it is kept there"
+
+
+def _chunked_loss(facts: PlanFacts) -> Iterator[str]:
+    if any(group.recompute == CHUNKED_LOSS for group in facts.groups):
+        yield "recompute=chunked_loss: the loss is computed at once, its logits are kept"
+
+
+def _uniform_zero(facts: PlanFacts) -> Iterator[str]:
+    if len(facts.zero) > 1:
+        yield f"ZeRO stages differ between layers ({', '.join(map(str, facts.zero))}): all get {facts.main_zero}"
+
+
+def _data_axes(facts: PlanFacts) -> Iterator[str]:
+    cut = facts.cut_states("dp")
+    if cut:
+        yield f"axis dp cuts parameters ({cut[0]} and {len(cut) - 1} more), not samples alone"
+    for step in facts.activations_converted("dp", "all_to_all")[:1]:
+        yield f"axis dp cuts more than samples: {step.value} changes its type there"
+
+
+def _experts_alone(facts: PlanFacts) -> Iterator[str]:
+    for name in facts.cut_states("ep"):
+        if "expert" not in name:
+            yield f"axis ep cuts {name}, which is no expert"
+
+
+def _heads_alike(facts: PlanFacts) -> Iterator[str]:
+    """Query, key and value of one module, of which some are cut and some are whole: Python code counts heads."""
+    by_parent: dict[str, set[str]] = {}
+    for layer in facts.tensor_layers:
+        parent = layer.pattern.rpartition(".")[0]
+        if parent and layer.role in ("column", "whole", "tokens"):
+            by_parent.setdefault(parent, set()).add("column" if layer.role == "column" else "whole")
+    for parent, roles in by_parent.items():
+        if roles == {"column", "whole"} and "attn" in parent.lower() + "attention":
+            mixed = ", ".join(
+                f"{layer.module.rpartition('.')[2]} {layer.role}"
+                for layer in facts.tensor_layers
+                if layer.pattern.rpartition(".")[0] == parent
+            )
+            yield f"tp: layers of {parent} are cut and whole side by side ({mixed})"
+
+
+def _converted_activations(facts: PlanFacts) -> Iterator[str]:
+    steps = facts.activations_converted("tp", "all_to_all")
+    if steps:
+        count = sum(step.copies for step in steps)
+        yield f"tp: {count} all-to-all conversions of activations (the first: {steps[0].value})"
+
+
+def megatron_split(*, vocabulary: bool) -> LimitRow:
+    """Layers of blocks alternate between column and row; the head is a column, embeddings are cut along the vocabulary
+    (``vocabulary``) or whole."""
+
+    def lacks(facts: PlanFacts) -> Iterable[str]:
+        if facts.size("tp") == 1:
+            return
+        for layer in {layer.pattern: layer for layer in facts.tensor_layers}.values():
+            expected = ("column",) if layer.is_head else ("column", "row")
+            if layer.role in ("vocabulary", "hidden") or (layer.role == "whole" and "embed" in layer.module):
+                expected = ("vocabulary",) if vocabulary else ("vocabulary", "whole")
+            if layer.role not in expected:
+                yield f"tp: {layer.pattern} is {_WORDS.get(layer.role, layer.role)}: it has {' or '.join(expected)}"
+            elif layer.role == "column" and layer.gathered:
+                yield f"tp: the output of {layer.pattern} is gathered: it stays cut there"
+
+    return LimitRow("layers split in columns and rows by turns", lacks)
+
+
+def orders(*allowed: tuple[str, ...]) -> LimitRow:
+    """Orders of the axes on the links, outermost first."""
+
+    def lacks(facts: PlanFacts) -> Iterable[str]:
+        if not any(_is_within(facts.order, order) for order in allowed):
+            yield f"axes lie on the links as {' '.join(facts.order)}, outermost first: expected {' '.join(allowed[0])}"
+
+    return LimitRow("order of the axes", lacks)
+
+
+def _is_within(order: tuple[str, ...], whole: tuple[str, ...]) -> bool:
+    return tuple(axis for axis in whole if axis in order) == order
+
+
+def only_if(says: str, condition: Callable[[PlanFacts], bool], sentence: str) -> LimitRow:
+    """A limit with one sentence."""
+    return LimitRow(says, lambda facts: (sentence,) if condition(facts) else ())
+
+
+UNIFORM_RECOMPUTE = LimitRow("one recompute policy for all layers", _uniform_recompute)
+WHOLE_ENDS = LimitRow("nothing is recomputed around the layers", _whole_ends)
+CHUNKED_LOSSES = LimitRow("no loss in chunks", _chunked_loss)
+UNIFORM_ZERO = LimitRow("one ZeRO stage for all layers", _uniform_zero)
+DATA_AXES = LimitRow("the data axis cuts samples alone", _data_axes)
+EXPERT_AXIS = LimitRow("the expert axis cuts experts alone", _experts_alone)
+HEADS_ALIKE = LimitRow("heads are cut alike", _heads_alike)
+NO_EXCHANGE = LimitRow("no all-to-all on the tensor axis", _converted_activations)
+PLAIN_ENDS = only_if(
+    "stages of whole layers",
+    lambda facts: not facts.has_plain_ends,
+    "the pipeline is cut elsewhere than between layers: stages there are whole layers",
+)
+#: What every framework of data-parallel ranks shares.
+EVERYWHERE = (UNIFORM_RECOMPUTE, WHOLE_ENDS, UNIFORM_ZERO, DATA_AXES, EXPERT_AXIS)

@@ -1,0 +1,134 @@
+"""Plans as other frameworks' configurations: their own parsers read them, and models train to the same loss there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import planner
+from cost_models import Cluster
+from passes.plan import Plan
+from planner.cli import main
+from planner.exports.export_plan import FRAMEWORKS
+from tests.ranks import run_on_ranks
+from tests.small_models import Mlp, mlp_batch, squared_error
+
+PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4, "schedule": "zb_h1", "zero": 1}
+
+
+@cache
+def llama(fix: str = "", framework: str | None = None, devices: int = 2) -> Plan:
+    """A plan of a tiny Llama in float32 on slow devices with fast links; ``fix``: ``tp=2,zero=0``."""
+    pairs = dict(pair.split("=") for pair in fix.split(",") if pair)
+    values = {name: int(value) if value.isdigit() else value for name, value in pairs.items()}
+    cluster = Cluster.uniform(devices, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    return planner.plan(
+        "tiny-llama", cluster, global_batch=8, seq_len=12, dtype="float32", fix=values, framework=framework
+    )
+
+
+@cache
+def pipelined() -> Plan:
+    cluster = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    batch: Any = {"example_inputs": mlp_batch(batch=16), "loss_fn": squared_error}
+    return planner.plan(Mlp(layers=4), cluster, fix=PIPELINE, **batch)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_plan_for_a_framework_lists_nothing_that_it_cannot_express(framework: str) -> None:
+    plan = llama(framework=framework)
+    assert plan.export(framework).inexpressible == ()
+    assert 0.0 <= plan.certificate.gap < 0.5
+
+
+def test_megatron_is_told_degrees_cuts_batches_and_what_it_lacks() -> None:
+    exported = pipelined().export("megatron")
+    assert exported.settings["--pipeline-model-parallel-size"] == 2
+    assert exported.settings["--micro-batch-size"] * 4 * 2 == exported.settings["--global-batch-size"] == 16
+    assert exported.settings["--use-distributed-optimizer"] is True
+    layout = exported.settings["--pipeline-model-parallel-layout"]
+    assert layout[0] == "E" and layout[-1] == "L" and layout.count("|") == 1
+    assert any(sentence.startswith("schedule=zb_h1") for sentence in exported.inexpressible)
+    assert all(f"#   * {sentence}" in exported.text for sentence in exported.inexpressible)
+
+
+def test_torchtitan_runs_the_schedules_that_megatron_lacks() -> None:
+    exported = pipelined().export("torchtitan")
+    assert exported.settings["--parallelism.pipeline_parallel_schedule"] == "InterleavedZeroBubble"
+    assert not any("schedule" in sentence for sentence in exported.inexpressible)
+    assert any(sentence.startswith("zero=1") for sentence in exported.inexpressible)
+
+
+def test_a_tensor_parallel_plan_names_the_style_of_every_matrix() -> None:
+    styles = llama("tp=2,dp=1", "transformers-tp").export("transformers-tp").settings["distributed_config.tp_plan"]
+    assert styles["model.layers.*.self_attn.q_proj"] == styles["model.layers.*.mlp.up_proj"] == "colwise"
+    assert styles["model.layers.*.self_attn.o_proj"] == styles["model.layers.*.mlp.down_proj"] == "rowwise"
+
+
+def test_what_differs_between_layers_is_listed() -> None:
+    plan = llama("pp=1,dp=2,tp=1,zero=3")
+    chunk = plan.step.chunks[0]
+    groups = tuple(dataclasses.replace(group, zero=0) if place else group for place, group in enumerate(chunk.groups))
+    step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=groups),))
+    sentences = dataclasses.replace(plan, step=step).export("deepspeed").inexpressible
+    assert any("ZeRO stages differ" in sentence for sentence in sentences)
+
+
+def test_demands_that_a_framework_cannot_meet_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"contradict Accelerate .*zero=2, 3"):
+        llama("zero=1", "accelerate-fsdp2")
+    with pytest.raises(ValueError, match=r"unknown framework 'megatrn'.*megatron"):
+        llama().export("megatrn")
+    with pytest.raises(ValueError, match="mesh does not go with framework='megatron'"):
+        planner.plan("tiny-llama", mesh="dp=2", framework="megatron")
+
+
+def test_the_command_writes_the_file_and_says_what_is_not_in_it(tmp_path: Path, capsys: Any) -> None:
+    pipelined().save(tmp_path / "plan.json")
+    command = ["export", str(tmp_path / "plan.json"), "--to", "deepspeed", "-o", str(tmp_path / "deepspeed.json")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "pp=2: DeepSpeed has pp=1" in printed
+    written = json.loads((tmp_path / "deepspeed.json").read_text())
+    assert written["train_batch_size"] == 16 and "pp=2: DeepSpeed has pp=1" in "".join(written["_comment"])
+
+
+def test_accelerate_and_transformers_train_to_our_loss_with_the_exported_settings(tmp_path: Path) -> None:
+    cases = []
+    for framework, fix in (("accelerate-fsdp2", "micro_batch=2"), ("transformers-tp", "tp=2")):
+        plan = llama(fix, framework)
+        files = tmp_path / f"{framework}.json", tmp_path / f"{framework}.yaml"
+        plan.save(files[0])
+        exported = plan.export(framework, files[1])
+        assert exported.inexpressible == ()
+        case = {"framework": framework, "model": "tiny-llama", "script": exported.script}
+        cases.append({**case, "plan": str(files[0]), "file": str(files[1])})
+    for framework, losses in run_on_ranks("exported_layouts_worker", 2, cases).items():
+        assert losses["theirs"] == pytest.approx(losses["ours"], rel=1e-6), framework
+        assert losses["ours"][0] != losses["ours"][-1]
+
+
+def test_accelerate_reads_its_file(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    llama("micro_batch=2", "accelerate-fsdp2").export("accelerate-fsdp2", tmp_path / "accelerate.yaml")
+    read = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert read.num_processes == 2 and read.fsdp_config["fsdp_version"] == 2
+    assert yaml.safe_load((tmp_path / "accelerate.yaml").read_text())["distributed_type"] == "FSDP"
+
+
+def test_transformers_reads_its_file(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    exported = llama("tp=2", "transformers-tp").export("transformers-tp", tmp_path / "transformers.json")
+    read = json.loads((tmp_path / "transformers.json").read_text())
+    assert DistributedConfig(**read["distributed_config"]).tp_size == 2
+    arguments = TrainingArguments(output_dir=str(tmp_path), **read["training_arguments"])
+    assert arguments.per_device_train_batch_size == exported.settings["training_arguments.per_device_train_batch_size"]
