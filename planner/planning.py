@@ -194,6 +194,7 @@ def plan(
                 demands,
                 config=_config_of(model),
                 config_name=_config_name(model),
+                progress=progress,
             )
         else:
             if planned.graph.checkpointed and not {"recompute"} & (demands.fixed.keys() | demands.forbidden.keys()):
@@ -245,10 +246,10 @@ def graph_to_plan(
 def _check_framework(framework: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError for an unknown framework, or an option that a search for one does not take."""
     from planner.exports.export_plan import framework_named
-    from planner.exports.framework_search import search_options
+    from planner.exports.framework_search import options_not_taken
 
     framework_named(framework)
-    for name in search_options(options):
+    for name in options_not_taken(options):
         raise ValueError(f"{name} does not go with framework={framework!r}, whose layouts are searched whole: drop one")
 
 

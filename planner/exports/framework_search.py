@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from passes.plan import Plan
 from planner.exports.framework import Framework, inexpressible
 from planner.exports.plan_facts import PlanFacts
 from planner.pipeline_ilp.stage_problem import UnitRun
+from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, BoundedSearch, within_node
@@ -25,6 +27,7 @@ from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.result.outcome import Outcome
 from planner.whole_step.result.plan_of_solution import extract, judge
+from planner.whole_step.result.search_progress import Progress
 
 #: What units that do not repeat (embedding, loss) run as: frameworks recompute layers alone.
 _ENDS = "none"
@@ -67,6 +70,7 @@ def plan_for(
     *,
     config: Any = None,
     config_name: str = "",
+    progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that ``framework`` can say all of.
 
@@ -74,6 +78,7 @@ def plan_for(
         demands: the user's, which narrow the framework's further.
         config: the model's transformers config, whose plan splits the layers for some frameworks.
         config_name: its name in the config library.
+        progress: told how far each search is.
 
     Raises:
         ValueError: if the demands contradict the framework, or no plan of it fits.
@@ -82,11 +87,15 @@ def plan_for(
     tensor = framework.splitter if framework.splitter and space.roles(framework.splitter) is not None else None
     level_one = space.level_one(tensor, cluster)
     best: Plan | None = None
-    bound, reasons, lacks = float("inf"), list[str](), list[float]()
+    bound, reasons, lacks, late = float("inf"), list[str](), list[float](), False
+    deadline = time.monotonic() + demands.time_limit
     for case, policy in cases_of(framework, demands, splits=tensor is not None):
         limit = float("inf") if best is None else best.certificate.objective * (1.0 + NEAR)
-        search = LayerSearch(level_one, cluster, within_node(case, cluster), limit=limit, policy=policy)
+        # Without time left a search still gives its bound.
+        case = dataclasses.replace(within_node(case, cluster), time_limit=max(0.0, deadline - time.monotonic()))
+        search = LayerSearch(level_one, cluster, case, limit=limit, policy=policy, progress=progress)
         outcome = search.run()
+        late = late or outcome.status == TIME_LIMIT
         bound = min(bound, outcome.bound)
         lacks.extend(outcome.shortfalls.values())
         for plan in _plans(search, outcome, cluster, config_name):
@@ -96,7 +105,7 @@ def plan_for(
                 best = plan
     if best is None:
         raise ValueError(f"no plan within what {framework.title} can say: {_why(reasons, lacks)}")
-    return _certified(best, bound, framework)
+    return _certified(best, bound, framework, late=late)
 
 
 def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterator[tuple[Demands, str]]:
@@ -146,17 +155,32 @@ def _why(reasons: list[str], lacks: list[float]) -> str:
     return f"it lacks {min(lacks) / 2**30:.1f} GiB" if lacks else "no mesh divides the batch and the layers"
 
 
-def _certified(plan: Plan, bound: float, framework: Framework) -> Plan:
+def _certified(plan: Plan, bound: float, framework: Framework, *, late: bool) -> Plan:
     """The plan with a bound that holds for all searches."""
     objective = plan.certificate.objective
     least = min(bound, objective)
     certificate = dataclasses.replace(
-        plan.certificate, bound=least, gap=(objective - least) / objective if objective else 0.0
+        plan.certificate,
+        bound=least,
+        gap=(objective - least) / objective if objective else 0.0,
+        status=TIME_LIMIT if late else plan.certificate.status,
     )
     note = f"searched among layouts that {framework.title} has settings for (planner export --to {framework.name})"
     return dataclasses.replace(plan, certificate=certificate, notes=(*plan.notes, note))
 
 
-def search_options(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Options of ``planner.plan`` that a search for a framework does not take, of those that are set."""
-    return tuple(name for name in ("mesh", "constraints", "target_seconds", "write_lp") if options.get(name))
+#: Options of ``planner.plan`` that a search for a framework does not take, with their defaults.
+NOT_TAKEN: Mapping[str, Any] = {
+    "mesh": None,
+    "constraints": None,
+    "forbid_collectives": (),
+    "objective": "time",
+    "target_seconds": None,
+    "num_alternatives": 1,
+    "write_lp": None,
+}
+
+
+def options_not_taken(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Options of ``planner.plan`` that are set and that a search for a framework does not take."""
+    return tuple(name for name, default in NOT_TAKEN.items() if (options.get(name) or default) != default)
