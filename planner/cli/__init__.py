@@ -17,9 +17,8 @@ from typing import Any
 from cost_models.text import printable
 from planner.cli.audit_command import add_audit
 from planner.cli.cluster_command import add_cluster
-from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.export_command import add_export
-from planner.cli.inspect_commands import add_diff, add_report, add_trace, add_why_not
+from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import Parser, add_solver_argument, count, subparser
@@ -40,24 +39,10 @@ _EPILOG = """Plan, look, ask, run:
   planner robustness plan.json                    how wrong prices may be
   planner sweep study.toml -o results/            many models and clusters
   planner verify tiny-llama --mesh dp=2,tp=2      every rank, in one process
+  planner export plan.json --to megatron          for another framework
   planner run --nproc 4 train.py                  start a training script
 
 planner COMMAND --help has the options and more examples of each.
-_EXAMPLES = """examples:
-  planner plan llama-3.1-405b --cluster dgx-h100:2048 --seq-len 8192 --global-batch 2048 -o plan.json
-  planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json
-  planner plan ./my-model/config.json --cluster my-cluster.toml --mesh dp=4,tp=2 --global-batch 32 --seq-len 512
-  planner show plan.json --operators
-  planner report plan.json -o plan.html
-  planner diff plan.json other.json
-  planner why-not plan.json --fix tp=4
-  planner sweep study.toml -o results/
-  planner export plan.json --to megatron -o pretrain.sh
-  planner audit plan.json
-  planner verify tiny-llama --mesh dp=2,tp=2
-  planner cluster show tpu-v4-torus:8x8x8
-  planner run --nproc 4 train.py --epochs 3
-  planner demo
 """
 
 
@@ -112,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         add_trace,
         add_diff,
         add_why_not,
+        add_export,
         add_sweep,
         add_explain,
         add_robustness,
-        add_export,
         add_audit,
         add_verify,
         add_cluster,

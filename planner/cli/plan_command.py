@@ -81,6 +81,8 @@ def add_plan(commands: Any) -> None:
         metavar="'NAME=VALUE …'",
         help="print what you run today beside the plan: 'dp=8,tp=8,pp=16 v=2 zero=1 recompute=full mbs=1 sp=on'; names "
         "as for --fix; what is left open is decided in its favour",
+    )
+    parser.add_argument(
         "--for",
         dest="framework",
         metavar="FRAMEWORK",

@@ -22,7 +22,7 @@ from planner.pipeline_ilp.stage_problem import UnitRun
 from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.candidates.candidates import Candidate
 from planner.whole_step.candidates.demands import Demands
-from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, BoundedSearch, within_node
+from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, CappedSearch, neighbours_only
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.result.outcome import Outcome
@@ -33,7 +33,7 @@ from planner.whole_step.result.search_progress import Progress
 _ENDS = "none"
 
 
-class LayerSearch(BoundedSearch):
+class LayerSearch(CappedSearch):
     """A search in which layers have one recompute policy and nothing else is recomputed."""
 
     def __init__(self, *arguments: Any, policy: str, **options: Any) -> None:
@@ -92,7 +92,7 @@ def plan_for(
     for case, policy in cases_of(framework, demands, splits=tensor is not None):
         limit = float("inf") if best is None else best.certificate.objective * (1.0 + NEAR)
         # Without time left a search still gives its bound.
-        case = dataclasses.replace(within_node(case, cluster), time_limit=max(0.0, deadline - time.monotonic()))
+        case = dataclasses.replace(neighbours_only(case, cluster), time_limit=max(0.0, deadline - time.monotonic()))
         search = LayerSearch(level_one, cluster, case, limit=limit, policy=policy, progress=progress)
         outcome = search.run()
         late = late or outcome.status == TIME_LIMIT

@@ -40,8 +40,7 @@ from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
 
-Splitter = Literal["megatron", "megatron without sequence parallelism", "redco", "transformers"]
-Splitter = Literal["megatron", "redco", "transformers", "deepspeed"]
+Splitter = Literal["megatron", "megatron without sequence parallelism", "redco", "transformers", "deepspeed"]
 Cutter = Literal["parameters", "greedy", "layers"]
 
 #: Solutions slower than the fastest by no more than this share (closed form) are simulated too.
@@ -167,9 +166,8 @@ def best_of_rules(
     lacks: list[float] = []
     for uniform_demands in _uniform(row, demands):
         limit = float("inf") if best is None else best.seconds * (1.0 + NEAR)
-        allowed = _within_node(uniform_demands, cluster) if within_node else uniform_demands
+        allowed = neighbours_only(uniform_demands, cluster) if within_node else uniform_demands
         search = CappedSearch(level_one, cluster, allowed, limit=limit)
-        search = BoundedSearch(level_one, cluster, within_node(uniform_demands, cluster), limit=limit)
         outcome = search.run() if row.cuts is None else _with_cuts(search, row.cuts)
         lacks.extend(outcome.shortfalls.values())
         for judged in _near(outcome):
@@ -240,7 +238,6 @@ _ROLES: Mapping[Splitter, Callable[[Graph, Any], TensorRoles | None]] = {
 
 
 class CappedSearch(Search):
-class BoundedSearch(Search):
     """A search that prunes candidates slower than ``limit`` seconds."""
 
     def __init__(self, *arguments: Any, limit: float, **options: Any) -> None:
@@ -261,7 +258,7 @@ def _uniform(row: StepBaseline, demands: Demands) -> Iterator[Demands]:
         yield replace(demands, fixed={**demands.fixed, **fixed, **one}, num_alternatives=1)
 
 
-def within_node(demands: Demands, cluster: Cluster) -> Demands:
+def neighbours_only(demands: Demands, cluster: Cluster) -> Demands:
     """No more tensor parallelism than a node has devices, on neighbours."""
     node = cluster.levels[0].group_size
     sizes = frozenset(size for size in range(1, node + 1) if demands.allows("tp", size))
@@ -289,7 +286,6 @@ class _Found:
 
 
 def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
-def _with_cuts(search: BoundedSearch, cuts: Cutter) -> Outcome:
     """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
     level_one, best_solutions = search.level_one, _Found()
     lacks: dict[Candidate, float] = {}
