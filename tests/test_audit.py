@@ -19,6 +19,7 @@ from planner.auditing.audit import audited
 from planner.auditing.audit_report import AuditReport
 from planner.auditing.subject import AuditSubject, subject_of
 from planner.cli import main
+from tests.expert_models import mixture, mixture_batch
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 #: On one mesh with everything else open; a step with a pipeline, recomputation and ZeRO.
@@ -44,6 +45,22 @@ def honest(kind: str) -> AuditSubject:
     cluster = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=0.0, bandwidth=1e10, memory_bytes=2**30)
     plan = planner.plan(build(), cluster, example_inputs=mlp_batch(batch=16), loss_fn=squared_error, **PLANS[kind])
     return subject_of(Plan.from_dict(json.loads(plan.to_json())), build(), loss_fn=squared_error)
+
+
+@pytest.mark.parametrize("fix", [
+    {"ep": 2, "dp": 2, "zero": 3, "num_microbatches": 2},
+    {"ep": 2, "tp": 2, "zero": 1, "recompute": "selective"},
+    {"ep": 2, "pp": 2, "zero": 2, "schedule": "1f1b", "num_microbatches": 4},
+    {"ep": 4, "zero": 0, "recompute": "full"},
+])  # fmt: skip
+def test_steps_with_expert_parallelism_are_priced_again(fix: dict[str, Any]) -> None:
+    cluster = Cluster.uniform(4, flops=1e12, memory_bandwidth=1e10, latency=1e-5, bandwidth=1e9, memory_bytes=2**30)
+    model, batch = mixture(layers=3), mixture_batch(batch=16)
+    fixed = {**dict.fromkeys(("pp", "dp", "cp", "tp"), 1), **fix}
+    plan = planner.plan(model, cluster, example_inputs=batch, fix=fixed)
+    subject = subject_of(Plan.from_dict(json.loads(plan.to_json())), model)
+    report = audited(subject, prove_bound=False, time_limit=60.0)
+    assert report.ok, report.table()
 
 
 def audit_of(kind: str, mutation: Mutation, *, prove_bound: bool = False) -> AuditReport:

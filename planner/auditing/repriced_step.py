@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models import Cluster, CostModel
@@ -106,16 +106,18 @@ def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
 class _StepPricer:
     def __init__(self, graph: Graph, plan: Plan, step: StepPlan, cluster: Cluster) -> None:
         self.step = step
-        sizes = step.axes
-        if sizes.get(EXPERT, 1) > 1:
-            raise ValueError(f"{EXPERT}={sizes[EXPERT]}: steps with expert parallelism cannot be priced again yet")
-        self.layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes))
+        sizes = dict(step.axes)
+        experts = sizes.pop(EXPERT, 1)
+        self.layout = MeshLayout(
+            sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes), expert=experts
+        )
         self.links = Links.of(cluster, self.layout)
-        self.group = self.layout.data * self.layout.context
         self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
         self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None)
         pieces = self.layout.data * step.num_microbatches
-        mesh = MeshShape((DATA, CONTEXT, TENSOR), (pieces, self.layout.context, self.layout.tensor))
+        exchanging = {EXPERT: experts} if experts > 1 else {}
+        cuts = {DATA: pieces, **exchanging, CONTEXT: self.layout.context, TENSOR: self.layout.tensor}
+        mesh = MeshShape.from_dict(cuts)
         pricing = StepPricing(
             self._prices(), mesh, states=state_derived(graph), fusion=fuse(graph) if step.compiled else Fusion()
         )
@@ -248,10 +250,10 @@ class _UnitParameters:
     """The parameters of one copy of a unit under one ZeRO stage (Rajbhandari et al. 2020)."""
 
     def __init__(self, pricer: _StepPricer, states: Sequence[StateOfUnit], zero: int) -> None:
-        self.pricer, self.states, self.zero, self.group = pricer, states, zero, pricer.group
+        self.pricer, self.states, self.zero = pricer, states, zero
         self.trained = [state for state in self.states if state.value.requires_grad]
-        self.whole = sum(self.share(s) * s.elements * item_size(s.value.dtype) for s in self.trained)
-        self.gradients = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained)
+        self.whole = sum(map(self.whole_bytes, self.trained))
+        self.gradients = sum(map(self.gradient_bytes, self.trained))
 
     def share(self, state: StateOfUnit) -> float:
         """The share of a parameter that counts for the unit: 1, or, if copies share it, one parameter a rank."""
@@ -262,26 +264,45 @@ class _UnitParameters:
     def gradient_size(self, state: StateOfUnit) -> int:
         return item_size(self.pricer.training.gradients(state.value.dtype))
 
-    def over_group(self, collective: str, num_bytes: float) -> float:
-        if self.group == 1:
-            return 0.0
-        return self.pricer.links.group.collective_seconds(collective, num_bytes=num_bytes, axis=DATA)
+    def whole_bytes(self, state: StateOfUnit) -> float:
+        return self.share(state) * state.elements * item_size(state.value.dtype)
+
+    def gradient_bytes(self, state: StateOfUnit) -> float:
+        return self.share(state) * state.elements * self.gradient_size(state)
+
+    def group_of(self, state: StateOfUnit) -> int:
+        """Devices that hold the parameter alike: of experts on an axis ``ep`` fewer than of the rest."""
+        return self.pricer.layout.group_of(expert=state.expert)
+
+    def over_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> float:
+        """Seconds of one collective over the parameters that all hold alike, and of one over each rank's experts."""
+        links, layout = self.pricer.links, self.pricer.layout
+        seconds = 0.0
+        for expert, prices in ((False, links.group), (True, links.expert_group)):
+            together = sum(num_bytes(state) for state in self.trained if self.is_apart(state) == expert)
+            if layout.group_of(expert=expert) > 1 and (together or not expert):
+                seconds += prices.collective_seconds(collective, num_bytes=together, axis=DATA)
+        return seconds
+
+    def is_apart(self, state: StateOfUnit) -> bool:
+        """Whether a parameter is reduced over fewer devices than the rest."""
+        return state.expert and self.pricer.layout.expert > 1
 
     def gather(self) -> float:
-        return self.over_group("all_gather", self.whole)
+        return self.over_groups("all_gather", self.whole_bytes)
 
     def scatter(self) -> float:
-        return self.over_group("reduce_scatter", self.gradients)
+        return self.over_groups("reduce_scatter", self.gradient_bytes)
 
     def reduction_each_step(self) -> float:
         """Stage 0 and 1 reduce gradients once a step; stages 2 and 3 do it for every micro-batch."""
-        return (self.over_group("all_reduce", self.gradients), self.scatter(), 0.0, 0.0)[self.zero]
+        return (self.over_groups("all_reduce", self.gradient_bytes), self.scatter(), 0.0, 0.0)[self.zero]
 
     def tied_exchange(self) -> float:
         """Sum the gradients of a shared parameter over the ranks at both ends of a pipeline."""
         if not self.pricer.tied_apart:
             return 0.0
-        num_bytes = sum(self.share(s) * s.elements * self.gradient_size(s) for s in self.trained if s.tied)
+        num_bytes = sum(self.gradient_bytes(state) for state in self.trained if state.tied)
         return self.pricer.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) if num_bytes else 0.0
 
     def accumulation(self) -> float:
@@ -292,9 +313,9 @@ class _UnitParameters:
 
     def update(self) -> float:
         """4 bytes of gradient read; parameter and moments read and written in float32; 2 bytes of copy written."""
-        elements = sum(self.share(state) * state.elements for state in self.trained)
+        parts = {state: self.group_of(state) if self.zero else 1 for state in self.trained}
+        elements = sum(self.share(state) * state.elements / parts[state] for state in self.trained)
         moments = OPTIMIZER_MOMENTS[self.pricer.step.optimizer]
-        elements /= self.group if self.zero else 1
         return self.memory_pass(elements * (6 + 8 * (1 + moments))) if elements else 0.0
 
     def memory_pass(self, num_bytes: float) -> float:
@@ -318,7 +339,7 @@ class _UnitParameters:
                 state.elements,
                 state.value.dtype,
                 stage=self.zero,
-                group_size=self.group,
+                group_size=self.group_of(state),
                 gradient_dtype=self.pricer.training.gradients(state.value.dtype),
                 optimizer=self.pricer.step.optimizer,
             )
@@ -328,6 +349,6 @@ class _UnitParameters:
 
     def transient_bytes(self) -> float:
         """Whole gradients before they are scattered; whole parameters of this layer and the one gathered ahead."""
-        if self.group == 1:
-            return 0.0
-        return (0.0, 0.0, self.gradients, 2 * self.whole + self.gradients)[self.zero]
+        divided = [state for state in self.trained if self.group_of(state) > 1]
+        whole, gradients = sum(map(self.whole_bytes, divided)), sum(map(self.gradient_bytes, divided))
+        return (0.0, 0.0, gradients, 2 * whole + gradients)[self.zero]

@@ -27,10 +27,11 @@ from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS
 from passes.repeats.model_units import ModelUnit, find_units
 from passes.repeats.repeated_blocks import BlockRun
+from passes.rules.expert_rules import is_experts
 from planner.auditing.graph_walk import Charge, GraphWalk
 from planner.sharding_ilp.liveness import live_nodes
 from planner.whole_step.costs.chunked_units import chunked_units
-from planner.whole_step.costs.step_prices import StepPricing, weight_share
+from planner.whole_step.costs.step_prices import EXPERT, StepPricing, weight_share
 
 #: Forward and backward.
 PHASES = (0, 1)
@@ -39,12 +40,13 @@ PHASES = (0, 1)
 @dataclass(frozen=True)
 class StateOfUnit:
     """A parameter or buffer that a unit answers for: its elements on one device, how many copies of the unit have it in
-    common (1: it is each copy's own), and whether other units use it too (``tied``)."""
+    common (1: it is each copy's own), whether other units use it too (``tied``), whether it is a mixture's experts."""
 
     value: Value
     elements: int
     copies: int
     tied: bool
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,16 @@ class UnitPrices:
         peak = working_peak(
             run.activations, run.nodes, base, local_bytes=local_bytes, extra_bytes=extra_bytes, compiled=self.compiled
         )
-        return PricedPolicy(seconds, saved, peak)
+        visiting = self._visiting_bytes(unit)
+        return PricedPolicy(seconds, saved + (visiting if base != "full" else 0.0), peak + visiting)
+
+    def _visiting_bytes(self, unit: ModelUnit) -> float:
+        """Bytes of tokens that other ranks of ``ep`` sent to experts of this one, and of what goes back: two rows for
+        each of a token's experts."""
+        if EXPERT not in self.pricing.mesh.names:
+            return 0.0
+        nodes = [self.nodes[name] for name in unit.nodes if is_experts(self.nodes[name])]
+        return sum(2.0 * self.values[node.inputs[1]].shape[-1] * self.local_bytes(node.output) for node in nodes)
 
     def _answers_for(self, unit: ModelUnit, root: str) -> bool:
         """Whether the unit holds a storage itself: it makes it, or takes it from the unit before."""
@@ -304,10 +315,11 @@ class UnitPrices:
             units = list(dict.fromkeys(unit for unit, _ in users))
             elements = self.pricing.local_elements(state.value, self.plan.states[state.path].placement)
             apart = tied_apart and state.value.kind == "parameter"
+            expert = any(is_experts(self.nodes[name]) for name in self._readers(state.value.name))
             for unit in units if apart else units[:1]:
                 copies = [copy for owner, copy in users if owner == unit]
                 if copies[0] == 0:
-                    states[unit].append(StateOfUnit(state.value, elements, len(copies), len(units) > 1))
+                    states[unit].append(StateOfUnit(state.value, elements, len(copies), len(units) > 1, expert))
         return states
 
     def _readers(self, name: str) -> Iterator[str]:

@@ -207,7 +207,7 @@ class Traffic:
 def traffic(figures: UnitFigures, setting: StageSetting) -> tuple[Traffic, ...]:
     """What is gathered and reduced of one copy of a unit: together or, on an axis ``ep``, experts and the rest."""
     layout, links = setting.layout, setting.links
-    if layout.expert == 1:
+    if layout.expert == 1 or not any(weight.expert and weight.trainable for weight in figures.weights):
         return (_traffic(figures.weights, figures.unit.count, links.group, layout.group, setting),)
     rest = [weight for weight in figures.weights if not weight.expert]
     experts = [weight for weight in figures.weights if weight.expert]
