@@ -46,7 +46,8 @@ def reason_of(error: BaseException) -> str:
     text = lines[0] if lines else type(error).__name__
     if "validation error" in text.lower():
         text = lines[-1]
-    return f"{type(error).__name__}: {' '.join(text.split())[:400]}"
+    text = re.sub(r"\S*/site-packages/", "", " ".join(text.split()))
+    return f"{type(error).__name__}: {text[:400]}"
 
 
 def _build(row: Row, _: Any) -> Any:
