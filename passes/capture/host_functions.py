@@ -11,9 +11,10 @@ import torch
 
 from passes.torch_compat import host_operators  # noqa: F401
 
-#: Package → function → the operator that stands for it where its first argument is a tensor.
+#: Package → function → the operator that stands for it where its first argument is a tensor, or several.
 _OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "scipy.optimize": {"linear_sum_assignment": lambda *args: torch.ops.meshwright.linear_sum_assignment(*args)},
+    "numpy": {"concatenate": torch.cat},  # of assignments
 }
 
 
@@ -43,7 +44,8 @@ def traced_host_functions() -> Iterator[None]:
 
 def _on_tensors(original: Callable[..., Any], operator: Callable[..., Any]) -> Callable[..., Any]:
     def call(argument: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
+        entries = argument if isinstance(argument, (list, tuple)) and argument else (argument,)
+        if all(isinstance(entry, torch.Tensor) for entry in entries):
             return operator(argument, *args, *kwargs.values())
         return original(argument, *args, **kwargs)
 

@@ -32,7 +32,7 @@ _JOINED = {"cat", "concat", "stack"}
 _SUMS = {"add", "sub", "subtract", "radd", "rsub", "iadd", "isub"}
 #: Functions that look at the shape and dtype of a tensor, not at its elements.
 _OF_SHAPE = {"ones_like", "zeros_like", "empty_like", "size", "dim", "numel", "is_floating_point", "is_complex",
-             "full_like", "new_zeros", "new_ones", "new_full"}  # fmt: skip
+             "full_like", "new_zeros", "new_ones", "new_full", "is_contiguous"}  # fmt: skip
 _IN_PLACE = {"iadd", "isub", "imul", "idiv", "itruediv", "ipow", "iand", "ior", "ixor"}
 _ZEROS = {"zeros_like", "new_zeros", "zeros"}
 
