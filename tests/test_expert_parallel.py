@@ -41,7 +41,7 @@ STEPS: list[dict[str, Any]] = [
     {"mesh": mesh, "options": {"fix": fix}, "model": {}}
     for mesh, fix in (
         ("dp=2,ep=2", {"zero": 1}),
-        ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2}),
+        ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2, "recompute": "full"}),
         ("ep=2,tp=2", {"zero": 2}),
     )
 ]

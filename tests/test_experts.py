@@ -41,6 +41,17 @@ def test_a_load_balancing_loss_is_that_of_the_global_batch() -> None:
     assert report.ok, report.table()
 
 
+def test_a_load_balancing_loss_is_refused_in_micro_batches() -> None:
+    """It is a product of means over the batch, which has another value on each micro-batch."""
+    says = (
+        r"the model mixes the samples of a batch, so num_microbatches must be 1: aten.add.Tensor in the model itself "
+        r"or its loss needs histc of all samples; .*a load-balancing loss.*train with num_microbatches = 1, or leave "
+        r"it out of the loss \(output_router_logits=False"
+    )
+    with pytest.raises(ValueError, match=says):
+        planner.verify(family_model("mixtral"), "dp=2,ep=2", batch=family_batch(), fix={"num_microbatches": 2})
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "fix"),
     [
