@@ -206,7 +206,7 @@ class _Rivals:
             if winner is None:
                 break
             factor, best = self._lead_begins(figure, winner, tried), winner
-            tried = factor * (1.0 - BEFORE) if larger else factor / (1.0 - BEFORE)
+            tried = factor / (1.0 + BEFORE if larger else 1.0 - BEFORE)
             if (tried - 1.0) * (factor - 1.0) <= 0.0:
                 break  # nothing lies between the plan's own figures and this factor
         else:
