@@ -68,13 +68,14 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
 
 
 def _brief_links(plan: PlanData, step: StepPlan) -> Iterator[str]:
-    """The links of each axis, by name."""
-    stride = step.num_devices
+    """The links of the axes, those on the same links together."""
+    stride, by_links = step.num_devices, dict[str, list[str]]()
     for axis, size in step.axes.items():
         stride //= size
-        links = list(_links(plan.cluster, stride=stride, size=size)) if size > 1 else []
-        if links:
-            yield f"{axis} {size} over {' + '.join(links)}"
+        if size > 1:
+            by_links.setdefault(" + ".join(_links(plan.cluster, stride=stride, size=size)), []).append(axis)
+    if any(by_links):
+        yield "; ".join(f"{', '.join(axes)} over {links}" for links, axes in by_links.items() if links)
 
 
 def _headline(plan: PlanData, step: StepPlan) -> str:
