@@ -25,7 +25,7 @@ def test_no_command_prints_lines_that_wrap(
     monkeypatch.setenv("COLUMNS", "80")
     first, second = str(tmp_path / "a.json"), str(tmp_path / "b.json")
     brief = printed(capsys, *STEP, "--fix", "pp=2", "--fix", "schedule=interleaved_1f1b", "-o", first)
-    assert len(brief) <= 18 and "a step as simulated" in brief[1] and any("next best" in line for line in brief)
+    assert len(brief) <= 20 and "a step as simulated" in brief[1] and any("next best" in line for line in brief)
     reasons = Plan.load(first).explain("*self_attn*")
     assert sum(reasons.prices.values()) == pytest.approx(Plan.load(first).certificate.objective, rel=1e-9)
     assert main(["explain", first, "model.layers.1.mlp.down_pro"]) == 2

@@ -50,7 +50,11 @@ def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -
     """The parser of one subcommand, with examples below its options."""
     epilog = "examples:\n" + "\n".join(_example(example) for example in examples)
     return commands.add_parser(
-        name, help=help, description=help, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=help,
+        description=textwrap.fill(help, 78),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
