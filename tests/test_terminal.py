@@ -38,7 +38,6 @@ def test_no_command_prints_lines_that_wrap(
         ["trace", first, "-o", str(tmp_path / "trace.json")],
         ["audit", first, "--no-bound"],
         ["cluster", "show", "dgx-h100:4", "--mesh", "dp=4,tp=8"],
-        ["verify", second, "--steps", "1"],
     ]
     for command in commands:
         wide = [line for line in printed(capsys, *command) if len(line) > 80]
