@@ -85,20 +85,12 @@ def read_accelerate(exported: ExportedLayout) -> str:
 
 
 def read_deepspeed(exported: ExportedLayout) -> str:
-    """The JSON through ``DeepSpeedConfig``, on as many ranks as the plan has data ranks."""
+    """The JSON through ``DeepSpeedConfig``, on one rank."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     settings = nested(exported.settings)
-    ranks = settings["train_batch_size"] // (
-        settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]
-    )
-
-    class Ranks:
-        @staticmethod
-        def get_data_parallel_world_size() -> int:
-            return ranks
-
-    config = DeepSpeedConfig(json.loads(exported.text), mpu=Ranks())
+    rows = settings["train_micro_batch_size_per_gpu"] * settings["gradient_accumulation_steps"]
+    config = DeepSpeedConfig({**json.loads(exported.text), "train_batch_size": rows})  # as read on one rank
     assert config.zero_optimization_stage == settings["zero_optimization"]["stage"]
     return "read"
 
