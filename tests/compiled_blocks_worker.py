@@ -30,35 +30,36 @@ TENSOR_PARALLEL = {
 
 
 def main() -> None:
-    dtype, backend, policies = task()
-    answer(compare(getattr(torch, dtype), backend, policies))
+    answer(compare(task()))
 
 
-def compare(dtype: torch.dtype, backend: str, policies: list[str]) -> dict[str, Any]:
-    """By policy: the largest relative difference from the plain layers, graphs compiled, collectives sent again."""
+def compare(policies_of_backends: dict[str, list[str]]) -> dict[str, Any]:
+    """By policy and backend: the largest relative difference from the plain layers in float64, graphs compiled,
+    collectives sent again."""
     torch.manual_seed(0)
     config = load_config("tiny-llama")
     config.num_hidden_layers = 3
-    model = build_model(config, device="cpu").to(dtype)
+    model = build_model(config, device="cpu").double()
     batch = random_batch(model, batch_size=8, seq_len=12)
     with keep_float64():
         parallel = planner.compile(model, "tp=2", example_inputs=batch, constraints=TENSOR_PARALLEL)
         parallel(**batch)  # its program is made, which sends what is checked
     plain, sent = run(parallel, batch, "none")
     found: dict[str, Any] = {}
-    for policy in policies:
-        eager, eager_sent = run(parallel, batch, policy)
-        found[f"eager {policy}"] = {"error": difference(eager, plain), "again": dict(eager_sent - sent)}
-        counters.clear()
-        torch._dynamo.reset()
-        for _ in range(2):  # compiled at the first
-            given, given_sent = run(parallel, batch, policy, backend=backend)
-        found[f"compiled {policy}"] = {
-            "error": difference(given, plain),
-            "again": dict(given_sent - sent),
-            "graphs": counters["stats"]["unique_graphs"],
-            "breaks": sum(counters["graph_break"].values()),
-        }
+    for backend, policies in policies_of_backends.items():
+        for policy in policies:
+            eager, eager_sent = run(parallel, batch, policy)
+            found[f"eager {policy}"] = {"error": difference(eager, plain), "again": dict(eager_sent - sent)}
+            counters.clear()
+            torch._dynamo.reset()
+            for _ in range(2):  # compiled at the first
+                given, given_sent = run(parallel, batch, policy, backend=backend)
+            found[f"{backend} {policy}"] = {
+                "error": difference(given, plain),
+                "again": dict(given_sent - sent),
+                "graphs": counters["stats"]["unique_graphs"],
+                "breaks": sum(counters["graph_break"].values()),
+            }
     return found
 
 
