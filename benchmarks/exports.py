@@ -1,6 +1,7 @@
 """Ten plans as the configuration of every framework, read by each project's own parser where it is installed.
 
-    python -m benchmarks.exports            # plans, exports, parses; writes benchmarks/results/exports.md
+    python -m benchmarks.exports              # plans, exports, parses; writes benchmarks/results/exports.md
+    python -m benchmarks.exports plan.json …  # the same of saved plans
 
 torchtitan, DeepSpeed and Megatron's core are no dependency of ours: put them on the path (``pip install --no-deps
 --target``), else their rows say so. Megatron's arguments are compared with the dataclasses of its core that they fill.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -128,32 +130,47 @@ def row(plan: Plan, framework: str) -> str:
     try:
         verdict = READERS[framework](exported)
     except ImportError as error:
-        verdict = f"not installed ({error.name or error})"
+        verdict = f"cannot be imported ({error.name or error})"
     except Exception as error:  # parsers raise what they like
         verdict = f"refused: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     lacks = "; ".join(exported.inexpressible).replace("|", "\\|") or "—"
     return f"| {framework} | {verdict} | {lacks} |"
 
 
-def main() -> None:
-    lines = ["# Exports of ten plans", ""]
-    lines.append(
-        "Written by `python -m benchmarks.exports`. Versions: " + ", ".join(f.title for f in FRAMEWORKS.values())
-    )
-    for model, cluster, batch, seq_len, options in PLANS:
+def section(plan: Plan, title: str) -> list[str]:
+    """One plan under its title, with a row for each framework."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.step.axes.items() if size > 1) or "one device"
+    units = f"recompute {', '.join(plan.step.recompute)}; ZeRO {', '.join(map(str, plan.step.zero))}"
+    batches = f"{plan.step.num_microbatches} micro-batches of {plan.step.local_batch}"
+    seconds = format_seconds(plan.step.costs.simulated)
+    lines = ["", f"## {title}", "", f"{axes}; {plan.step.schedule}; {batches}; {units}; {seconds} a step", ""]
+    lines += ["| framework | its parser | cannot be expressed |", "|---|---|---|"]
+    return [*lines, *(row(plan, framework) for framework in FRAMEWORKS)]
+
+
+def main(paths: Sequence[str]) -> None:
+    versions = ", ".join(framework.title for framework in FRAMEWORKS.values())
+    lines = [
+        "# Plans in other frameworks' words",
+        "",
+        f"Written by `python -m benchmarks.exports`; tables of {versions}.",
+    ]
+    for path in paths:
+        plan = Plan.load(path)
+        searched = [note for note in plan.notes if note.startswith("searched among")]
+        lines += section(
+            plan, f"{plan.config_name} on {plan.cluster['name']}" + (f", {searched[0]}" if searched else "")
+        )
+    for model, cluster, batch, seq_len, options in () if paths else PLANS:
+        title = f"{model} on {cluster}, {batch} × {seq_len} tokens, {dict(options) or 'searched freely'}"
         try:
-            plan = planned(model, cluster, batch, seq_len, options)
+            lines += section(planned(model, cluster, batch, seq_len, options), title)
         except ValueError as error:
-            lines += ["", f"## {model} on {cluster} {dict(options)}", "", f"no plan: {error}"]
-            continue
-        axes = ", ".join(f"{axis}={size}" for axis, size in plan.step.axes.items() if size > 1)
-        lines += ["", f"## {model} on {cluster}, {batch} × {seq_len} {dict(options) or ''}".rstrip(), ""]
-        lines += [f"{axes}; {plan.step.schedule}; {format_seconds(plan.step.costs.simulated)} a step", ""]
-        lines += ["| framework | its parser | cannot be expressed |", "|---|---|---|"]
-        lines += [row(plan, framework) for framework in FRAMEWORKS]
-        print("\n".join(lines[-10:]), flush=True)
+            lines += ["", f"## {title}", "", f"no plan: {error}"]
         RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
