@@ -193,7 +193,7 @@ def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(
 
 def test_a_plan_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
-    planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8).save(target)
+    planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8, dtype="float64").save(target)
     assert main(["verify", "tiny-gpt2", "--mesh", str(target)]) == 2
     *_, error = capsys.readouterr().err.splitlines()  # transformers may have warned before
     assert "a plan made for another model" in error
