@@ -323,8 +323,15 @@ def _assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str, exact
     )
 
 
+#: Calls that passed the checker, which looks at types, and at sizes only where they are one.
+_PASSED: set[object] = set()
+
+
 def check_types(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> None:
     """The source has the plan's types under the checker, on meta tensors."""
+    key = (source, *map(_kind, (*call.inputs, *call.outputs)))
+    if key in _PASSED:
+        return
     with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=True):
         operands = {}
         for operand, tensor in zip(call.inputs, case.tensors):
@@ -336,6 +343,11 @@ def check_types(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> N
             for axis, spmd_type in zip(MESH.names, operand.placement):
                 actual = spmd.get_axis_local_type(output, axis)
                 assert actual is LETTERS.get(spmd_type, spmd.V), f"{source}: {actual} on {axis}, expected {spmd_type}"
+    _PASSED.add(key)
+
+
+def _kind(operand: Operand) -> object:
+    return operand.placement, operand.requires_grad, operand.dtype, tuple(size == 1 for size in operand.shape)
 
 
 def _types(operand: Operand) -> dict[str, Any]:

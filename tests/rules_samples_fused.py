@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from rules_samples import SAMPLERS, Arguments, Draw, Sampler, sampler
 
-import runtime.kernels  # noqa: F401  (registers the operators)
+import passes.torch_compat.host_operators  # noqa: F401  (registers operators)
+import runtime.kernels  # noqa: F401  (registers operators)
 
 
 def fused(*names: str) -> Callable[[Sampler], Sampler]:
@@ -121,3 +122,22 @@ def experts(draw: Draw) -> Arguments:
     first, second = draw.normal(count, halves * inner, hidden), draw.normal(count, hidden, inner)
     rest = (draw.normal(count, halves * inner), draw.normal(count, hidden)) if biases else (None, None)
     return (draw.normal(*lead, hidden), ids, draw.normal(*lead, k), first, second, *rest, activation), {}
+
+
+@fused("checked")
+def checked(draw: Draw) -> Arguments:
+    expected = draw.flag()
+    return (draw.normal(*draw.shape(0, 3)), torch.tensor(expected), expected, "here"), {}
+
+
+@fused("linear_sum_assignment")
+def linear_sum_assignment(draw: Draw) -> Arguments:
+    return (draw.normal(draw.size(), draw.size()),), {"maximize": draw.flag()}
+
+
+@fused("ctc_losses")
+def ctc_losses(draw: Draw) -> Arguments:
+    samples, letters, classes = draw.size(), draw.int(1, 3), 5
+    scores = draw.normal(8, samples, classes).log_softmax(-1)
+    targets, lengths = draw.integers(1, classes, samples, letters), draw.integers(1, letters + 1, samples)
+    return (scores, targets, draw.integers(7, 9, samples), lengths, 0, draw.flag()), {}

@@ -14,7 +14,7 @@ def _weights(draw: Draw, gates: int, inputs: int, hidden: int, biases: bool) -> 
 
 
 def _recurrent(draw: Draw, kind: str) -> Arguments:
-    batch, length, hidden, layers = draw.of(1, 2, 4), draw.int(1, 3), 2, draw.int(1, 2)
+    batch, length, hidden, layers = draw.of(1, 2, 4), draw.int(1, 2), 2, draw.int(1, 2)
     both, batch_first, biases = draw.flag(), draw.flag(), draw.flag()
     x = draw.normal(*((batch, length, 3) if batch_first else (length, batch, 3)))
     directions = 2 if both else 1

@@ -14,7 +14,8 @@ One operand per tensor argument of the operator, in the order of its schema; an 
 ``[v]``        a factor that the operator itself reduces over (it issues the collective, its output is whole)
 ``_``          a dim without factors (no cut reaches it)
 ``a, b``       factors of a product; ``a + b`` a sum of such terms
-``a / i``      operands behind the slash steer (divisors, indices, masks): the operator is not linear in them
+``a / i``      operands behind the slash steer (divisors, indices, masks): the operator is not linear in them; nothing
+               behind it is one operand without dims
 ``~``          in front: the operator is not a sum of products at all
 ``->``         partial sums pass through; ``=>``: a contraction gives partial sums, but none may come in
 =============  ====================================================================================================
@@ -63,14 +64,14 @@ def parse(text: str) -> Notation:
     if not arrow:
         raise ValueError(f"sharding rule {text!r}: expected 'operands -> outputs'")
     nonlinear = left.strip().startswith("~")
-    summed, _, steering = left.strip().removeprefix("~").partition("/")
+    summed, slash, steering = left.strip().removeprefix("~").partition("/")
     operands: list[str] = []
     terms = []
     for term in summed.split("+"):
         parts = term.split(",")
         terms.append(tuple(range(len(operands), len(operands) + len(parts))))
         operands.extend(parts)
-    if steering:
+    if slash:
         operands.extend(steering.split(","))
     return Notation(
         operands=tuple(_tokens(operand, text) for operand in operands),

@@ -79,7 +79,7 @@ RULES: dict[str, str] = {
     **_each("tril triu linalg_inv inverse cholesky matrix_exp linalg_matrix_exp", "~ ...__ -> ...__"),
     "aten.linalg_cholesky.default": "~ ...__ -> ...__",
     # what Python did beside torch
-    "meshwright.checked.default": "... /  -> ...",
+    "meshwright.checked.default": "~ ... / -> ...",
     "meshwright.linear_sum_assignment.default": "~ __ -> _, _",
     # factor tables
     "aten.one_hot.default": "~ ... -> ..._",
