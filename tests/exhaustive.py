@@ -286,7 +286,8 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     shape = tuple(map(len, ways))
     fit: Any = numpy.full((1,) * num_chunks, True)
     for rank, chunks in enumerate(mine):
-        held = sum(figures[chunk]["state"] + problem.in_flight[chunk] * figures[chunk]["saved"] for chunk in chunks)
+        saved = [sum(count * figures[chunk]["saved"] for chunk, count in moment) for moment in problem.moments[rank]]
+        held = sum(figures[chunk]["state"] for chunk in chunks) + _most(saved)
         peak = _most([spread(ways[chunk].peak, chunk) for chunk in chunks])
         fit = fit & (held + peak <= problem.memory[rank] * (1 + ROUNDING))
     return numpy.broadcast_to(pipeline + tail + update, shape).copy(), numpy.broadcast_to(fit, shape)
