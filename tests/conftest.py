@@ -18,6 +18,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 # Tracing makes many objects, and what tests import is a heap of a million that is looked through for cycles each time.
 gc.set_threshold(100_000, 20, 20)
+# Test runners that read keys set them, and what is printed would be folded.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 # Read when a kernel is defined, so before any test imports one.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,14 +11,21 @@ from planner.pipeline_ilp.stage_ilp import solve_stages
 from planner.planning import plan_graph
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.plan_step import plan_step
 from planner.whole_step.result.outcome import Outcome
 from tests.exhaustive import fastest_of_all
-from tests.exhaustive_models import level_one
+from tests.exhaustive_models import CLUSTERS, space
 from tests.test_step_stages import Draw, brute_force
 
 #: Pipelines of two blocks on eight devices, which takes a second to try.
 FEW = {"pp": 2, "recompute": ("none", "full"), "zero": (0, 3)}
+
+
+@cache
+def level_one(model: str, cluster: str) -> LevelOne:
+    """Of these tests alone: searches of others may have found further shardings."""
+    return LevelOne(CLUSTERS[cluster](), *space(model))
 
 
 def stopped_at(gap: float) -> tuple[Search, Outcome]:

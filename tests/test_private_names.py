@@ -18,7 +18,7 @@ from runtime.torch_compat.runtime_names import OPTIONAL_NAMES, RUNTIME_NAMES
 LAYERS = ("planner", "runtime", "passes", "cost_models")
 LIBRARIES = ("torch", "spmd_types", "triton", "transformers")
 #: Not private, for all their underscore: what a named tuple has.
-PUBLIC = {"_replace", "_fields", "_asdict", "_make"}
+PUBLIC = {"_replace", "_fields", "_asdict", "_make", "_exit"}
 #: Operators and their namespaces, which are data of a registry and no names of Python.
 REGISTRIES = ("torch.ops", "aten", "_aten")
 #: Objects to look at where a name is an attribute of those, not of their class.

@@ -123,9 +123,9 @@ class _StepPricer:
         )
         self.walked = walk_graph(graph, dataclasses.replace(plan, mesh=mesh), pricing)
         self.units = UnitPrices(graph, plan, pricing, self.walked, compiled=step.compiled)
-        apart = self.layout.pipeline > 1 and SCHEDULES[self.schedule].placement != "vee"
-        self.tied_apart = apart
-        self.states = self.units.states(tied_apart=apart)
+        self.tied_apart = self.layout.pipeline > 1
+        joins_ends = SCHEDULES[self.schedule].placement == "vee"
+        self.states = self.units.states(tied_apart=self.tied_apart, joins_ends=joins_ends)
         self.layers: dict[tuple[int, str, int], LayerCosts] = {}
         self._groups: dict[int, list[tuple[int, GroupPlan]]] = defaultdict(list)
 
@@ -299,7 +299,7 @@ class _UnitParameters:
         return (self.over_groups("all_reduce", self.gradient_bytes), self.scatter(), 0.0, 0.0)[self.zero]
 
     def tied_exchange(self) -> float:
-        """Sum the gradients of a shared parameter over the ranks at both ends of a pipeline."""
+        """Sum the gradients of a shared parameter over the ranks that have it."""
         if not self.pricer.tied_apart:
             return 0.0
         num_bytes = sum(self.gradient_bytes(state) for state in self.trained if state.tied)

@@ -302,10 +302,11 @@ class UnitPrices:
 
     # -- parameters ---------------------------------------------------------------------------------------------
 
-    def states(self, *, tied_apart: bool) -> Mapping[int, list[StateOfUnit]]:
+    def states(self, *, tied_apart: bool, joins_ends: bool = False) -> Mapping[int, list[StateOfUnit]]:
         """Parameters and buffers of one copy of each unit.
 
-        One that several units use belongs to the first of them, or with ``tied_apart`` to each.
+        One that several units use belongs to the first of them, or with ``tied_apart`` to each; where the schedule
+        joins the ends of the pipeline on one rank, the last unit has what the first has.
         """
         states: dict[int, list[StateOfUnit]] = {index: [] for index in range(len(self.units))}
         for state in self.graph.states:
@@ -313,6 +314,8 @@ class UnitPrices:
                 continue
             users = sorted({self.place[name] for name in self._readers(state.value.name)})
             units = list(dict.fromkeys(unit for unit, _ in users))
+            if joins_ends and units[:1] == [0] and units[-1] == len(self.units) - 1 > 0:
+                units.pop()
             elements = self.pricing.local_elements(state.value, self.plan.states[state.path].placement)
             apart = tied_apart and state.value.kind == "parameter"
             expert = any(is_experts(self.nodes[name]) for name in self._readers(state.value.name))

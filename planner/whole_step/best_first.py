@@ -385,7 +385,8 @@ class Search:
             layout=layout,
             links=self._links(layout),
             num_microbatches=candidate.num_microbatches,
-            tied_apart=layout.pipeline > 1 and SCHEDULES[candidate.schedule].placement != "vee",
+            tied_apart=layout.pipeline > 1,
+            ends_together=SCHEDULES[candidate.schedule].placement == "vee",
             training=demands.training,
             recompute=demands.among("recompute", POLICIES),
             zero=demands.among("zero", ZERO_STAGES),
@@ -409,7 +410,7 @@ class Search:
     def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
         """The chain of units with all choices, cached for all schedules with the same setting."""
         setting = self.setting(candidate)
-        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.tied_apart)
+        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.ends_together)
         if key not in self.runs:
             self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
         return self.runs[key][1]

@@ -18,12 +18,17 @@ from planner.whole_step.costs.unit_costs import Policy, UnitFigures, Weight
 
 @dataclass(frozen=True)
 class StageSetting:
-    """What the choices depend on beside the unit: layout and links, micro-batches a step, and what the user allows."""
+    """What the choices depend on beside the unit: layout and links, micro-batches a step, and what the user allows.
+
+    With ``tied_apart`` units that share a parameter lie on different ranks, but with ``ends_together`` the first and
+    the last unit on one.
+    """
 
     layout: MeshLayout
     links: Links
     num_microbatches: int
     tied_apart: bool
+    ends_together: bool
     training: TrainingOptions
     recompute: Collection[str]
     zero: Collection[int]
@@ -47,22 +52,32 @@ class _Zero:
 def unit_runs(figures: Sequence[UnitFigures], setting: StageSetting) -> tuple[UnitRun, ...]:
     """The chain of units, each with all its choices."""
     if setting.tied_apart:
-        figures = with_tied_copies(figures)
+        figures = with_tied_copies(figures, ends_together=setting.ends_together)
     return tuple(_run(unit_figures, index, setting) for index, unit_figures in enumerate(figures))
 
 
-def with_tied_copies(figures: Sequence[UnitFigures]) -> tuple[UnitFigures, ...]:
-    """The figures with every tied parameter counted in each unit that uses it, for users on different ranks."""
-    tied = [weight for unit_figures in figures for weight in unit_figures.weights if len(weight.uses) > 1]
+def with_tied_copies(figures: Sequence[UnitFigures], *, ends_together: bool = False) -> tuple[UnitFigures, ...]:
+    """The figures with every tied parameter counted in each unit that uses it, for users on different ranks.
+
+    With ``ends_together`` not in the last unit if the first has it.
+    """
+    last = len(figures) - 1
+
+    def held_apart(weight: Weight) -> Weight:
+        together = ends_together and 0 in weight.uses
+        return replace(weight, uses=type(weight.uses)(use for use in weight.uses if not together or use != last))
+
+    own = [tuple(map(held_apart, unit_figures.weights)) for unit_figures in figures]
+    tied = [weight for weights in own for weight in weights if len(weight.uses) > 1]
     figures_with_copies = []
-    for index, unit_figures in enumerate(figures):
-        own_paths = {weight.path for weight in unit_figures.weights}
+    for index, (unit_figures, weights) in enumerate(zip(figures, own)):
+        own_paths = {weight.path for weight in weights}
         more = (
             replace(weight, shared=unit_figures.unit.count > 1)
             for weight in tied
             if index in weight.uses and weight.path not in own_paths
         )
-        figures_with_copies.append(replace(unit_figures, weights=(*unit_figures.weights, *more)))
+        figures_with_copies.append(replace(unit_figures, weights=(*weights, *more)))
     return tuple(figures_with_copies)
 
 
