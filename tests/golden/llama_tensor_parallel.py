@@ -83,9 +83,8 @@ class LlamaDecoderLayer(Block):  # model.layers.{0..3}
         activation = kernels.swiglu(gate, up)
         # [8, 16, 64] {tp: P}
         feed_forward = spmd.reinterpret(F.linear(activation, w.mlp.down_proj.weight), "tp", src=V, dst=P)
-        x = spmd.convert(x, "tp", src=I, dst=P, expert_mode=True)
+        feed_forward = spmd.all_reduce(feed_forward, "tp", src=P, dst=I)  # 16 KiB
         x = x + feed_forward
-        x = spmd.all_reduce(x, "tp", src=P, dst=I)                        # 16 KiB
         return x
 
 
