@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.first_call import planned_at_first_call
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
@@ -26,6 +28,7 @@ from planner.targets import (
     check_options,
     join_process_group,
     plans_step,
+    process_group_as_cluster,
     read_target,
     step_device_mesh,
 )
@@ -43,7 +46,7 @@ from runtime.parameters.optimizer_steps import remember_originals
 
 def compile(
     model: nn.Module,
-    mesh: Target,
+    mesh: Target | None = None,
     *,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     batch_size: int | None = None,
@@ -64,7 +67,9 @@ def compile(
         model: its weights, as the first rank of the mesh has them, are cut to this rank's shards (what other ranks have
             does not count, as with DDP); what the first rank has on the meta device stays there until ``initialise``,
             ``load_full_state_dict`` or ``load_pretrained``.
-        mesh: where it runs, one of
+        mesh: where it runs. None for the process group there is (or that torchrun's environment names): the whole step
+            is planned for its devices, on the mesh that is best for them; without example inputs at the first call (on
+            one without a pipeline, unless that is ``train_step``), which rank 0 then says in one line. Else one of
 
             * a ``DeviceMesh``, or axis sizes (``{"dp": 2, "tp": 2}``, ``"dp=2,tp=2"``) to be laid over the default
               process group: how tensors are split over these axes is planned;
@@ -78,7 +83,7 @@ def compile(
             ``planner.targets.read_target`` says how text is told apart.
         example_inputs: arguments of one global batch (a mapping by name, or a tuple), to plan now.
         batch_size, seq_len: the same for a Hugging Face model. Without any of these, planning happens at the first
-            call, with its inputs (not on a cluster: its mesh is not known before).
+            call, with its inputs (on a cluster that is named: refused).
         loss_fn: ``loss_fn(outputs, batch) -> scalar`` for a model that does not compute its own loss.
         cluster: with a mesh, the hardware to plan for; None for what can be told from the mesh.
         constraints, memory_limit: as in ``planner.plan``.
@@ -98,6 +103,42 @@ def compile(
             what no rank can do, or for no plan.
         CaptureError: if the model cannot be captured.
     """
+    if mesh is None and plan is None and cluster is not None:
+        mesh, cluster = cluster, None
+    options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
+    options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
+    if example_inputs is not None or batch_size is not None:
+        options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
+    elif mesh is None and plan is None:
+        parallel = planned_at_first_call(model, process_group_as_cluster(), partial(engine_for, **options), loss_fn)
+        return _in_place_of(model, parallel, optimizer)
+    if mesh is None:
+        mesh = process_group_as_cluster() if plan is None else plan
+    return _in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer)
+
+
+def engine_for(
+    model: nn.Module,
+    mesh: Target,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    cluster: Cluster | str | None = None,
+    constraints: Mapping[str, Mapping[str, Any]] | None = None,
+    memory_limit: float | None = None,
+    plan: Plan | str | Path | None = None,
+    precision: str | torch.dtype | None = None,
+    fuse: bool = True,
+    optimizer: str | None = None,
+    **options: Any,
+) -> Engine:
+    """What ``compile`` makes a parallel module of, with the same arguments.
+
+    Raises:
+        ValueError, CaptureError: as ``compile``.
+    """
     ranks = ranks_of(mesh)
     target, user_plan = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
     compared: dict[str, Any] = {
@@ -111,7 +152,7 @@ def compile(
     step = precision is not None or (user_plan is None and plans_step(target, options))
     check_options(options, step=None if user_plan is not None or isinstance(target, Plan) else step)
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
-    if isinstance(optimizer, str):
+    if optimizer is not None:
         demands["optimizer"] = optimizer
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
@@ -147,7 +188,7 @@ def compile(
             )
 
     ops.seed(agreed_seed(places.device_mesh))
-    parallel = parallelise(
+    return _engine(
         model,
         places,
         plan=user_plan,
@@ -156,7 +197,6 @@ def compile(
         example_inputs=example_inputs,
         compute=compute,
     )
-    return _in_place_of(model, parallel, optimizer)
 
 
 def _in_place_of(
@@ -226,7 +266,12 @@ def _refuse_with_cluster(**arguments: Any) -> None:
             raise ValueError(f"{name} does not go with a cluster in the place of the mesh: drop one of the two")
 
 
-def parallelise(
+def parallelise(model: nn.Module, places: Places, *, plan: Plan | None, **options: Any) -> ParallelModule:
+    """A parallel module on any places, see ``_engine``."""
+    return ParallelModule(_engine(model, places, plan=plan, **options))
+
+
+def _engine(
     model: nn.Module,
     places: Places,
     *,
@@ -235,8 +280,8 @@ def parallelise(
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     compute: torch.dtype | None = None,
-) -> ParallelModule:
-    """A parallel module on any places, with its first programs built if there are example inputs.
+) -> Engine:
+    """An engine on any places, with its first programs built if there are example inputs.
 
     Args:
         plan: None to plan at the first call, by ``planner``. Without ``example_inputs``, programs of a plan of a whole
@@ -256,8 +301,7 @@ def parallelise(
     if example_inputs is not None:
         by_name = isinstance(example_inputs, Mapping)
         example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    engine = Engine(model, places, plan=plan, example=example, loss_fn=loss_fn, compute=compute, planner=planner)
-    return ParallelModule(engine)
+    return Engine(model, places, plan=plan, example=example, loss_fn=loss_fn, compute=compute, planner=planner)
 
 
 def _within_a_stage(plan: Plan, places: Places) -> Planner:

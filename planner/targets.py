@@ -73,6 +73,13 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
     return mesh_of_axes(device, torch.arange(shape.num_devices, device="cpu").reshape(shape.sizes), shape.names), shape
 
 
+def process_group_as_cluster() -> Cluster:
+    """The devices of the default process group, which is joined if need be: those of all its ranks."""
+    process = init()
+    everyone = mesh_of_axes(process.device.type, torch.arange(process.world_size, device="cpu"), ("ranks",))
+    return Cluster.from_device_mesh(everyone)
+
+
 #: Parameters of ``planner.plan`` and ``planner.sharding_ilp.search`` that ``compile`` fills in itself.
 _OF_COMPILE = {"model", "cluster", "mesh", "batch_size", "global_batch", "seq_len", "example_inputs", "loss_fn",
                "dtype", "training", "memory_limit", "constraints", "fuse", "graph", "cost_model", "cluster_info",

@@ -72,6 +72,8 @@ class ModelWatch:
         self._first: dict[Place, Any] = {}
         self._announced: set[Place] = set()
         self._owners = list(_owners(model))
+        # What users reach as attributes of the parallel module (its config).
+        self._settings = list(_settings(copy, ""))
         self._num_handles = RemovableHandle.next_id
         self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
         self._trained: list[bool | None] = [parameter.requires_grad for parameter in model.parameters()]
@@ -97,6 +99,8 @@ class ModelWatch:
     def update(self) -> None:
         """Take up what changed since the last call."""
         self._surroundings.update()
+        for owner in self._settings:
+            self._update_owner(owner, owner.reference().__dict__)
         if self._root() is None or not self._owners:
             return
         hooks = self._num_handles != RemovableHandle.next_id
@@ -244,13 +248,20 @@ def _snapshot(value: Any) -> Any:
 def _owners(model: nn.Module) -> Iterator[_Owner]:
     visited: set[int] = set()
     for path, module in model.named_modules():
-        names = _watched(vars(module))
-        yield _owner(path, "", module, names)
-        for name in names:
-            value = vars(module)[name]
-            if id(value) not in visited and is_plain_object(value):
+        yield _owner(path, "", module, _watched(vars(module)))
+        for owner in _settings(module, path):
+            value = owner.reference()
+            if id(value) not in visited:
                 visited.add(id(value))
-                yield _owner(path, name, value, tuple(vars(value)))
+                yield owner
+
+
+def _settings(module: nn.Module, path: str) -> Iterator[_Owner]:
+    """The plain objects that a module holds itself."""
+    for name in _watched(vars(module)):
+        value = vars(module)[name]
+        if is_plain_object(value):
+            yield _owner(path, name, value, tuple(vars(value)))
 
 
 def _reference(target: Any) -> Callable[[], Any]:

@@ -48,7 +48,7 @@ class FirstRanksState(Mapping[str, torch.Tensor]):
         self, state: Mapping[str, torch.Tensor], device_mesh: DeviceMesh, device: torch.device, ranks: Ranks
     ) -> None:
         self._own, self._device_mesh, self._device = state, device_mesh, device
-        is_first = dist.get_rank() == int(device_mesh.mesh.flatten()[0])
+        is_first = is_first_rank(device_mesh)
         message: list[Any] = [ranks.together(lambda: _described(state) if is_first else None)]
         broadcast_objects(message, device_mesh)
         self._described: dict[str, tuple[torch.Size, torch.dtype]] = message[0]
@@ -90,6 +90,11 @@ def _broadcast(tensor: torch.Tensor, device_mesh: DeviceMesh, device: torch.devi
     for group, source in _groups_from_first(device_mesh):
         dist.broadcast(content, src=source, group=group)
     return copied
+
+
+def is_first_rank(device_mesh: DeviceMesh) -> bool:
+    """Whether this is the mesh's first rank."""
+    return device_mesh.mesh.numel() == 1 or dist.get_rank() == int(device_mesh.mesh.flatten()[0])
 
 
 def broadcast_objects(message: list[Any], device_mesh: DeviceMesh) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.emit import Program
 from passes.plan import Plan
 from passes.torch_compat.module_tables import has_hooks, share_content
+from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP
 from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
 from runtime.execution.expert_load import ExpertLoad, RoutingCounts
@@ -21,35 +22,64 @@ from runtime.execution.measured_trace import measured
 from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
-from runtime.parameters import ParameterTree
+from runtime.module.original_surface import LikeOriginal, OriginalSurface
+from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 from runtime.zero.norm import clip_gradients
 
+#: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
+#: and its arguments.
+FirstCall = Callable[[Engine, str, tuple[Any, ...], dict[str, Any]], Engine]
 
-class ParallelModule(Unwrappable, nn.Module):
+
+class ParallelModule(OriginalSurface, Unwrappable, nn.Module):
     """A model that runs sharded over a mesh.
 
     ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
     shard, so that optimizers, clipping and checkpoints of PyTorch work on them as on FSDP2's. With a pipeline a rank
     has those of its stage. Call it like the original, on the global batch: every rank takes its part.
 
+    What it does not have itself (``config``, methods that only read) is the original's.
+
     Args:
         engine: makes and runs the programs; it holds the parameters and buffers.
+        first_call: makes the engine that the mesh is planned for, from this one and the first call; None if this is it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, first_call: FirstCall | None = None) -> None:
         super().__init__()
-        self._state = engine.state
-        self._engine = engine
         self._accumulation = Accumulation()
-        # What users see is this module's own content.
-        self._tree = ParameterTree(engine.state, stages=engine.places.num_stages)
-        share_content(self, self._tree.weights)
-        self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
+        self._first_call = first_call
+        self._hold(engine)
         self.register_load_state_dict_post_hook(_weights_changed)
 
+    def _hold(self, engine: Engine, shown: Mapping[str, ShardedParameter] | None = None) -> None:
+        """Run ``engine``; ``shown`` are the parameters that users hold already, by name."""
+        self._state = engine.state
+        self._engine = engine
+        # What users see is this module's own content.
+        self._tree = ParameterTree(engine.state, stages=engine.places.num_stages, shown=shown)
+        share_content(self, self._tree.weights)
+        self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
+
+    def _plan_for(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool) -> None:
+        """Plan for the first call, if that is when planning happens."""
+        if self._first_call is None:
+            return
+        if local_inputs:
+            raise ValueError(
+                "local_inputs=True at the first call, which is planned for and says nothing of the global batch: pass "
+                "that, or give example_inputs to planner.compile"
+            )
+        self._tree.take_gradients()
+        self._check()
+        engine = self._first_call(self._engine, verb, args, kwargs)
+        self._first_call = None
+        self._hold(engine, self._tree.shown())
+
+    @LikeOriginal
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
         """Run the model.
 
@@ -61,6 +91,7 @@ class ParallelModule(Unwrappable, nn.Module):
         Raises:
             ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
         """
+        self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:
             outputs = self._engine(args, kwargs, local_inputs=local_inputs)
@@ -100,6 +131,7 @@ class ParallelModule(Unwrappable, nn.Module):
         """
         if isinstance(weight, torch.Tensor):
             kwargs["weight"], weight = weight, None
+        self._plan_for(TRAIN_STEP, args, kwargs, local_inputs=local_inputs)
 
         def ready() -> float:
             self._refuse_hooks()
@@ -380,14 +412,20 @@ class ParallelModule(Unwrappable, nn.Module):
     @property
     def data_rank(self) -> int:
         """Which data-parallel group this rank belongs to: its samples are that part of a global batch."""
+        self._refuse_without_mesh()
         names = self.layout.mesh.names
         return self.layout.coordinate[names.index(DATA)] if DATA in names else 0
 
     @property
     def num_data_ranks(self) -> int:
         """How many data-parallel groups there are."""
+        self._refuse_without_mesh()
         mesh = self.layout.mesh
         return mesh.size(DATA) if DATA in mesh.names else 1
+
+    def _refuse_without_mesh(self) -> None:
+        if self._first_call is not None:
+            raise ValueError("the mesh is planned at the first call: before it, nothing says who reads which samples")
 
     @property
     def layout(self) -> Layout:

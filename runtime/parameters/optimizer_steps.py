@@ -72,6 +72,7 @@ def _watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _give_back(optimizer)  # after a step that failed
+    _drop_parameters_of_others(optimizer)
     _refuse_originals(optimizer)
     _refuse_flattening(optimizer)
     if _is_elementwise(optimizer, args, kwargs):
@@ -85,6 +86,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _drop_parameters_of_others(optimizer: torch.optim.Optimizer) -> None:
+    """Let go of parameters that a plan, made after the optimizer, gave to other ranks."""
+    for group in optimizer.param_groups:
+        if any(isinstance(one, ShardedParameter) and one.of_another_rank for one in group["params"]):
+            group["params"] = [
+                one for one in group["params"] if not (isinstance(one, ShardedParameter) and one.of_another_rank)
+            ]
 
 
 def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,13 +35,15 @@ class ParameterTree:
     Args:
         stages: pipeline stages of the model; with several, a rank has the parameters of its own, and hooks on them
             would not see complete gradients.
+        shown: parameters that users hold already, by name: they become those of this tree, the same objects.
 
     Attributes:
         weights: the tree.
     """
 
-    def __init__(self, held: _Held, *, stages: int = 1) -> None:
+    def __init__(self, held: _Held, *, stages: int = 1, shown: Mapping[str, ShardedParameter] | None = None) -> None:
         self._held = held
+        self._shown_before = dict(shown or {})
         self._of_stage = stages > 1
         self._version = -1
         self._parameters: dict[int, ShardedParameter] = {}
@@ -50,6 +53,12 @@ class ParameterTree:
         self._modules: list[tuple[dict[str, Any], int]] = []
         self.weights = WeightTree()
         self.update()
+        for parameter in self._shown_before.values():
+            parameter.of_another_rank = True
+
+    def shown(self) -> dict[str, ShardedParameter]:
+        """The users' parameters by name."""
+        return {parameter.path: parameter for parameter in self._parameters.values()}
 
     def update(self) -> None:
         """Take up what was cut, moved or replaced; parameters stay the same objects, for their optimizers."""
@@ -124,7 +133,12 @@ class ParameterTree:
     def _parameter(self, piece: Owned) -> ShardedParameter:
         shown = self._parameters.get(id(piece.tensor))
         if shown is None:
-            shown = self._parameters[id(piece.tensor)] = self._made_of(piece)
+            shown = self._made_of(piece)
+            before = self._shown_before.pop(piece.name, None)
+            if before is not None:
+                torch.utils.swap_tensors(before, shown)
+                shown = before
+            self._parameters[id(piece.tensor)] = shown
         elif _differs(shown, piece):
             torch.utils.swap_tensors(shown, self._made_of(piece))
         shown.refresh()

@@ -41,12 +41,14 @@ class ShardedParameter(ParameterTensor):
     Attributes:
         owner: the plain parameter that this rank's programs run on; its memory is this one's.
         planned_to_train: whether it required a gradient when the model was planned.
+        of_another_rank: whether the plan, made at the first call, left it to other pipeline ranks: optimizers drop it.
     """
 
     #: What makes ``isinstance(…, nn.Parameter)`` true.
     _is_param = True
     owner: nn.Parameter
     planned_to_train: bool
+    of_another_rank: bool = False
     _shown_gradient: DTensor | None
 
     @classmethod

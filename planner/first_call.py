@@ -1,0 +1,101 @@
+"""Planning at the first call: until then a module has whole weights; its inputs are what the mesh is planned for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from cost_models import Cluster
+from passes.ir.types import MeshShape
+from planner.targets import as_device_mesh
+from runtime.agreement.call_agreement import FORWARD
+from runtime.calls.model_call import read_call
+from runtime.execution.engine import Engine
+from runtime.execution.rank_mapping import RankPlaces
+from runtime.mesh.first_rank import is_first_rank
+from runtime.module.parallel_module import ParallelModule
+
+
+def planned_at_first_call(
+    model: nn.Module,
+    cluster: Cluster,
+    engine_for: Callable[..., Engine],
+    loss_fn: Callable[..., Any] | None,
+) -> ParallelModule:
+    """A parallel module of ``model``, planned by ``engine_for(model, cluster, example_inputs=…, fix=…)`` at its first call.
+
+    Its parameters stay the same objects, so an optimizer may be made before.
+
+    Raises:
+        ValueError: as ``planner.compile``, for what the model shows without a call.
+    """
+    device_mesh, shape = as_device_mesh(MeshShape(("dp",), (cluster.num_devices,)))
+    whole = Engine(model, RankPlaces(device_mesh, shape), plan=None, loss_fn=loss_fn)
+
+    def plan(before: Engine, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
+        fixed = dict(getattr(engine_for, "keywords", {}).get("fix") or {})
+        if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
+            fixed.setdefault("pp", 1)
+        with _as_left(model, before):
+            engine = engine_for(model, cluster, example_inputs=_example(model, args, kwargs), fix=fixed or None)
+        _fill(engine, before, model)
+        for place, value in before.watch.changed.items():
+            engine.watch.set(place, value)
+        if is_first_rank(engine.places.device_mesh):
+            _announce(engine, verb)
+        return engine
+
+    return ParallelModule(whole, plan)
+
+
+def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments in one of the two forms of ``example_inputs``."""
+    if not args or not kwargs:
+        return args or kwargs
+    call = read_call(model.forward, args, kwargs)
+    if call.args:
+        raise ValueError(
+            f"the first call of {type(model).__name__} has arguments that cannot be given by name beside others that "
+            "are: call train_step or the module with all by position, or give example_inputs to planner.compile"
+        )
+    return call.kwargs
+
+
+@contextlib.contextmanager
+def _as_left(model: nn.Module, before: Engine) -> Iterator[None]:
+    """Bring ``model`` into the modes, and freeze what was frozen, since the parallel module was made of it."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, lean in zip(model.modules(), before.model.modules(), strict=True):
+        module.training = lean.training
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(before.state.trains(name))
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _fill(engine: Engine, before: Engine, model: nn.Module) -> None:
+    """Take what was loaded since into tensors that ``model`` has on meta; the others share its memory."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for info in before.state.everything():
+        own = before.state.find(info.names[0])
+        if tensors[info.names[0]].is_meta and not own.is_meta:
+            engine.state.load(info.names[0], own)
+
+
+def _announce(engine: Engine, verb: str) -> None:
+    plan = engine.plan
+    assert plan is not None
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.step.axes.items() if size > 1) or "nothing divided"
+    alone = " (pp=1: train_step plans pipelines too)" if verb == FORWARD and plan.step.num_devices > 1 else ""
+    print(
+        f"meshwright: {plan.model} planned at its first call for {plan.step.num_devices} devices of "
+        f"{plan.cluster.get('name', 'this machine')}: {axes}{alone}",
+        file=sys.stderr,
+    )

@@ -1,0 +1,132 @@
+"""What a parallel module answers as the model that it was made from: attributes, methods, dtype, device, generation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.execution.whole_model import whole_model
+from runtime.mesh.first_rank import broadcast_objects, is_first_rank
+
+if TYPE_CHECKING:
+    from runtime.execution.engine import Engine
+
+#: Methods of models that change what was planned, or need values that a rank does not have → what to do instead.
+REFUSED_METHODS = {
+    **dict.fromkeys(
+        (
+            *("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "tie_weights"),
+            *("init_weights", "post_init", "gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+            *("enable_input_require_grads", "add_adapter", "load_adapter", "delete_adapter", "set_adapter"),
+            *("enable_adapters", "disable_adapters", "merge_and_unload", "merge_adapter", "unmerge_adapter"),
+        ),
+        "call it on the model before planner.compile",
+    ),
+    "push_to_hub": "save_pretrained(folder) on all ranks, then upload the folder",
+}
+
+
+class OriginalSurface:
+    """Goes before ``nn.Module`` among the bases: what a module lacks itself comes from the original's copy on meta."""
+
+    _engine: Engine
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            engine = self.__dict__.get("_engine")
+            if engine is None or name.startswith("__"):
+                raise
+        if name in REFUSED_METHODS and callable(getattr(engine.model, name, None)):
+            return _refuser(name)
+        try:
+            return getattr(engine.model, name)
+        except AttributeError:
+            kind = type(engine.model).__name__
+            raise AttributeError(
+                f"neither a parallel module nor the {kind} it runs has an attribute {name!r}"
+            ) from None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first floating-point parameter (with a ``precision`` of its own: that of the masters)."""
+        parameters = (info.owner_dtype for info in self._engine.state.everything() if info.is_parameter)
+        return next((dtype for dtype in parameters if dtype.is_floating_point), torch.get_default_dtype())
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank's shards are on."""
+        return self._engine.layout.device
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Elements of the whole model's parameters, each counted once, on whatever rank they are."""
+        state = self._engine.state
+        embeddings = {
+            f"{path}.weight"
+            for path, module in self._engine.model.named_modules()
+            if exclude_embeddings and isinstance(module, torch.nn.Embedding)
+        }
+        return sum(
+            torch.Size(info.shape).numel()
+            for info in state.everything()
+            if info.is_parameter and not embeddings.intersection(info.names) and (info.trainable or not only_trainable)
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the original does, all ranks together; what the first rank generates is returned on all.
+
+        The weights are gathered for it: each rank holds the whole model meanwhile.
+
+        Raises:
+            ValueError: if the model does not generate.
+        """
+        engine = self._engine
+        if not callable(getattr(engine.model, "generate", None)):
+            raise ValueError(f"{type(engine.model).__name__} has no generate: only models of transformers that do can")
+        engine.calls.check("calls generate")
+        model = whole_model(engine.model, engine.state)
+
+        def generate() -> Any:
+            call: Any = model.generate
+            return call(*args, **kwargs) if is_first_rank(engine.places.device_mesh) else None
+
+        message = [engine.ranks.together(generate)]
+        if not engine.ranks.is_alone:
+            broadcast_objects(message, engine.places.device_mesh)
+        return message[0]
+
+
+class LikeOriginal:
+    """Decorates ``forward``: ``inspect.signature`` shows it with the arguments of the original's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self._function if module is None else _BoundForward(self._function, module)
+
+
+class _BoundForward:
+    """The forward of one parallel module."""
+
+    def __init__(self, function: Callable[..., Any], module: Any) -> None:
+        self._function, self.__self__ = function, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self.__self__, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.__self__._engine.model.forward)
+
+
+def _refuser(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"{name} does not go with a model that is sharded: {REFUSED_METHODS[name]}")
+
+    return refuse

@@ -1,0 +1,77 @@
+"""One rank of the tests of scripts that change two lines; rank 0 says how far each is from one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import planner
+from tests.ranks import answer, task
+from tests.small_models import TiedClassifier, seeded, token_batch
+
+
+def difference(actual: Any, expected: Any) -> float:
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def loop_by_hand(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[float]:
+    """Losses and norms of a loop that knows nothing of planners; everything it holds is made before the first call."""
+    groups = list(parameters)
+    optimizer = torch.optim.AdamW([{"params": groups[:2], "lr": 1e-2}, {"params": groups[2:], "lr": 1e-3}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    figures = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**token_batch())["loss"]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(groups, 0.1)
+        optimizer.step()
+        schedule.step()
+        figures += [float(loss.detach()), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)]
+    return figures
+
+
+def weights_apart(parallel: planner.ParallelModule, model: nn.Module) -> float:
+    weights = parallel.full_state_dict()
+    return max(difference(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def a_loop_by_hand_changes_one_line() -> float:
+    model = seeded(TiedClassifier)
+    parallel = planner.compile(seeded(TiedClassifier))
+    actual, expected = loop_by_hand(parallel, parallel.parameters()), loop_by_hand(model, model.parameters())
+    assert parallel.plan.step.num_devices == 2 and parallel.plan.step.axes["pp"] == 1
+    return max(difference(actual, expected), weights_apart(parallel, model))
+
+
+def the_first_train_step_may_plan_a_pipeline() -> float:
+    """An optimizer that was made before keeps this stage's parameters alone."""
+    model = seeded(TiedClassifier)
+    parallel = planner.compile(seeded(TiedClassifier), fix={"pp": 2})
+    losses = []
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (parallel, model)]
+    for _ in range(3):
+        loss = model(**token_batch())["loss"]
+        loss.backward()
+        losses.append(difference(parallel.train_step(**token_batch()), loss.detach()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(optimizers[0].param_groups[0]["params"]) == len(list(parallel.parameters()))
+    assert parallel.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
+    return max(*losses, weights_apart(parallel, model))
+
+
+SCENARIOS: tuple[Callable[[], float], ...] = (
+    a_loop_by_hand_changes_one_line,
+    the_first_train_step_may_plan_a_pipeline,
+)
+
+if __name__ == "__main__":
+    task()
+    answer({scenario.__name__: scenario() for scenario in SCENARIOS})
