@@ -26,7 +26,7 @@ def planned_at_first_call(
     engine_for: Callable[..., Engine],
     loss_fn: Callable[..., Any] | None,
 ) -> ParallelModule:
-    """A parallel module of ``model``, planned by ``engine_for(model, cluster, example_inputs=…, fix=…)`` at its first call.
+    """A parallel module that ``engine_for(model, cluster, example_inputs=…, fix=…)`` plans at its first call.
 
     Its parameters stay the same objects, so an optimizer may be made before.
 
