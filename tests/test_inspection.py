@@ -16,10 +16,14 @@ import planner
 from cost_models import Cluster
 from passes.plan import Plan
 from planner.cli import main
+from planner.inspection.baseline_comparison import ComparedLayout
+from planner.inspection.emitted_source import emitted_sources
 from planner.inspection.html_report.assumption_table import assumption_rows
+from planner.inspection.html_report.cluster_section import devices_together
 from planner.inspection.html_report.report_page import report_page
 from planner.inspection.memory_curves import memory_curves
 from planner.inspection.plan_difference import difference
+from planner.inspection.robustness import BreakEven
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
@@ -132,6 +136,29 @@ def test_names_in_a_report_are_text() -> None:
         dataclasses.replace(plan_of("mesh"), model="<img src=x onerror=alert(1)>"), source="</pre><script>"
     )
     assert "<img" not in page and "</pre><script>" not in page
+
+
+def test_what_the_model_is_needed_for_stands_in_the_report() -> None:
+    plan = plan_of("1f1b")
+    sources = emitted_sources(plan, Mlp(layers=4), **CALL)
+    assert [name.split(",")[0] for name in sources][:2] == ["Chunk 1 of 2", "Chunk 2 of 2"]
+    assert "layers.{0..1}" in sources["Chunk 1 of 2, on pipeline rank 0"]
+    page = report_page(
+        plan,
+        source=sources,
+        break_evens=[BreakEven("memory of a device", True, 1.5, "pp=1 × dp=4"), BreakEven("arithmetic", False, None)],
+        layouts=[ComparedLayout("megatron", 2 * plan.step.costs.simulated, 2**30, "pp=2"),
+                 ComparedLayout("alpa", None, 0.0, "nothing fits")],
+    )  # fmt: skip
+    for text in ("Chunk 2 of 2", "× 1.5", "none up to × 0.25", "+100.00%", "nothing fits"):
+        assert text in page
+
+
+def test_a_square_of_the_cluster_stands_for_neighbours_of_one_stage() -> None:
+    assert devices_together(512, {"pp": 4, "dp": 128}) == 1
+    assert devices_together(16_384, {"pp": 16, "dp": 128, "tp": 8}) == 32
+    assert devices_together(3 * 1024, {"pp": 3, "dp": 1024}) == 8  # six do not divide the devices of a stage
+    assert devices_together(1024, {"dp": 64, "pp": 16}) == 1  # neighbours are of other stages
 
 
 def test_the_cost_per_million_is_devices_times_price_over_throughput() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from planner.inspection.memory_curves import memory_curves
+from planner.inspection.simulated_step import simulated_step
 from tests.test_inspection import plan_of
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -43,7 +45,7 @@ def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from selenium.webdriver.support.ui import WebDriverWait
 
     path: Path = tmp_path_factory.mktemp("report") / "plan.html"
-    plan_of("1f1b").report(path, device_hour_price=2.0, source="def forward(x):\n    return x")
+    plan_of("1f1b").report(path, device_hour_price=2.0, source="# layers.0\nw.up.weight\nw.down.weight")
     browser.get(path.as_uri())
     WebDriverWait(browser, PATIENCE).until(
         lambda driver: driver.execute_script(
@@ -76,6 +78,25 @@ def test_charts_are_drawn(page: Any) -> None:
         "return [...document.querySelectorAll('.chart')].map(chart => chart.getBoundingClientRect().height)"
     )
     assert len(heights) == 4 and min(heights) > 80
+
+
+def test_a_rank_is_chosen_whose_memory_is_shown(page: Any) -> None:
+    from selenium.webdriver.common.by import By
+
+    shown = "Bokeh.documents.map(d => d.get_model_by_name('memory')).filter(d => d)[0].data.gradients[0]"
+    seen = []
+    for rank in page.find_elements(By.CSS_SELECTOR, "#rank option"):
+        rank.click()
+        seen.append(page.execute_script(f"return {shown}"))
+    curves = memory_curves(plan_of("1f1b"), simulated_step(plan_of("1f1b")))
+    assert seen == pytest.approx([curve.parts["gradients"][0] / 2**30 for curve in curves], rel=1e-6)
+    assert errors(page) == []
+
+
+def test_a_module_that_is_opened_is_marked_in_the_program(page: Any) -> None:
+    page.execute_script("document.querySelector('details.module[data-text=\"layers.0.down\"] > summary').click()")
+    marked = page.execute_script("return [...document.querySelectorAll('pre .hit')].map(line => line.textContent)")
+    assert marked == ["w.down.weight\n"]
 
 
 def test_the_search_shows_what_it_finds_and_hides_the_rest(page: Any) -> None:

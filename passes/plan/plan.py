@@ -68,12 +68,13 @@ class Plan(PlanData):
         """The plan in about ten lines."""
         return printable_lines(brief_step(self, self.step))
 
-    def report(self, path: str | Path, *, device_hour_price: float | None = None, source: str | None = None) -> None:
+    def report(self, path: str | Path, **options: Any) -> None:
         """Write the plan as one HTML file with charts, which opens without a network.
 
         Args:
-            device_hour_price: what one device costs an hour; adds the cost per million tokens.
-            source: an emitted program, to stand in the report.
+            options: as ``planner.inspection.html_report.report_page.report_page``: ``device_hour_price=`` (what one
+                device costs an hour: adds the cost per million tokens), ``source=`` (the emitted program),
+                ``break_evens=`` and ``layouts=``.
 
         Raises:
             ValueError: if the price is negative, ``path`` cannot be written, or the plan's step does not play in the
@@ -81,7 +82,7 @@ class Plan(PlanData):
         """
         # The page is made in a layer above, by name: nothing here depends on it (so is what explains).
         writer = importlib.import_module("planner.inspection.html_report.report_page")
-        writer.write_report(self, path, device_hour_price=device_hour_price, source=source)
+        writer.write_report(self, path, **options)
 
     def explain(self, name: str, **options: Any) -> Any:
         """Why the operators that ``name`` stands for are split as they are, with what every other strategy would cost.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_models.text import printable, printable_lines
 from planner.cli.audit_command import read_model
 from planner.cli.shared_options import read_choices, seconds, subparser
+
+if TYPE_CHECKING:
+    from passes.plan import Plan
 
 
 def add_report(commands: Any) -> None:
@@ -16,12 +19,19 @@ def add_report(commands: Any) -> None:
         commands,
         "report",
         help="write a saved plan as one HTML file with charts, to open offline",
-        examples=["planner report plan.json -o plan.html", "planner report plan.json -o plan.html --price 2.5"],
+        examples=[
+            "planner report plan.json -o plan.html --price 2.5",
+            "planner report plan.json -o plan.html --emit --robustness --compare megatron,fsdp",
+        ],
     )
     parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="where to write it")
     parser.add_argument("--price", type=_price, help="what one device costs an hour: adds the cost per million tokens")
-    parser.add_argument("--source", metavar="FILE.py", help="an emitted program to show in the report")
+    parser.add_argument("--source", metavar="FILE.py", help="an emitted program to show beside the model")
+    parser.add_argument("--emit", action="store_true", help="capture the model and show its programs beside it")
+    parser.add_argument("--robustness", action="store_true", help="add what 'planner robustness' finds: takes minutes")
+    parser.add_argument("--compare", metavar="NAME,…", help="add experts' layouts, named as for planner plan")
+    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
     parser.set_defaults(command=_report)
 
 
@@ -113,15 +123,40 @@ def _price(text: str) -> float:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from cost_models.files import check_writable, read_text
+    from cost_models.files import check_writable, read_text, write_text
     from passes.plan import Plan
-    from planner.inspection.html_report.report_page import write_report
+    from planner.inspection.html_report.report_page import report_page
 
     path = check_writable(options.output)
+    if options.emit and options.source is not None:
+        raise ValueError("--emit shows the plan's own programs, --source another file: drop one of them")
     source = None if options.source is None else read_text(options.source, what="emitted program")
-    write_report(Plan.load(options.plan), path, device_hour_price=options.price, source=source)
+    plan = Plan.load(options.plan)
+    additions = _additions(plan, options)
+    page = report_page(plan, device_hour_price=options.price, **{"source": source, **additions})
+    write_text(path, page)
     print(f"wrote {printable(str(path))}")
     return 0
+
+
+def _additions(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
+    """What a report has besides for which the model is needed."""
+    from planner.inspection.baseline_comparison import baseline_names, compare_saved
+    from planner.inspection.emitted_source import emitted_sources
+    from planner.inspection.robustness import robustness
+
+    names = () if options.compare is None else baseline_names(options.compare)
+    if not (options.emit or options.robustness or names):
+        return {}
+    model = read_model(options.model)
+    additions: dict[str, Any] = {}
+    if options.emit:
+        additions["source"] = emitted_sources(plan, model)
+    if options.robustness:
+        additions["break_evens"] = robustness(plan, model=model)
+    if names:
+        additions["layouts"] = compare_saved(plan, names, model=model)
+    return additions
 
 
 def _trace(options: argparse.Namespace) -> int:

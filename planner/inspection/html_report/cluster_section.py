@@ -12,8 +12,10 @@ from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds
 from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure
 
-#: Devices that are drawn; more would be dots.
-MAX_DEVICES = 512
+#: Squares that are drawn; more would be dots.
+MAX_SQUARES = 512
+#: Squares in a row where one stands for several devices.
+ROW = 32
 HEADER = ("axis", "size", "stride", "runs on", "a device sends a step", "busy for", "of the step")
 
 
@@ -57,35 +59,57 @@ def seconds_by_axis(plan: Plan, model: CostModel) -> dict[str, float]:
 
 
 def _picture(cluster: Cluster, axes: Mapping[str, int]) -> Any:
-    """Devices as squares, a node (the innermost level) a row; colours tell pipeline ranks apart."""
+    """Devices as squares, a node (the innermost level) a row; colours tell pipeline ranks apart.
+
+    Of more devices than there is room for, a square stands for neighbours of one pipeline rank.
+    """
     from bokeh.models import ColumnDataSource, HoverTool
 
     total = cluster.num_devices
-    width = num_parts(cluster.levels, 0) if cluster.levels else total
-    shown = range(min(total, MAX_DEVICES))
-    places = [_coordinates(rank, axes) for rank in shown]
+    together = devices_together(total, axes)
+    width = ROW if together > 1 else num_parts(cluster.levels, 0) if cluster.levels else total
+    shown = range(min(total // together, MAX_SQUARES))
+    places = [_coordinates(square * together, axes) for square in shown]
     palette = list(COLOURS.values())
     stages = [int(place.get("pp", 0)) for place in places]
+    ends = [f" to {(square + 1) * together - 1}" if together > 1 else "" for square in shown]
     source = ColumnDataSource(
         {
-            "x": [rank % width + 0.5 for rank in shown],
-            "y": [rank // width + 0.5 for rank in shown],
-            "rank": list(shown),
+            "x": [square % width + 0.5 for square in shown],
+            "y": [square // width + 0.5 for square in shown],
+            "rank": [f"{square * together}{end}" for square, end in zip(shown, ends)],
             "place": [", ".join(f"{axis} {index}" for axis, index in place.items()) for place in places],
             "colour": [palette[stage % len(palette)] for stage in stages],
             "stage": [str(stage) for stage in stages],
         }
     )
     rows = -(-len(shown) // width)
-    what = f"the first {len(shown)} of {total:,} devices" if total > len(shown) else f"all {total:,} devices"
+    if together > 1:
+        label, rows_are = f"{together} devices a square, {ROW} squares a row", ""
+    else:
+        drawn = f"the first {len(shown)} of {total:,} devices" if total > len(shown) else f"all {total:,} devices"
+        label, rows_are = f"device of a node ({drawn})", "node"
     chart = plain_figure(
         height=max(120, min(620, 22 * rows + 80)), y_range=(rows, 0), x_range=(0, width), tools="save",
-        x_axis_label=f"device of a node ({what}; colour and number: pipeline rank)", y_axis_label="node",
+        x_axis_label=f"{label}; colour, number: pipeline rank", y_axis_label=rows_are,
     )  # fmt: skip
+    if together > 1:
+        chart.axis.ticker = []
     chart.rect("x", "y", 0.92, 0.86, source=source, fill_color="colour", line_color=None)
     chart.text("x", "y", "stage", source=source, text_align="center", text_baseline="middle", text_font_size="10px")
     chart.add_tools(HoverTool(tooltips=[("device", "@rank"), ("mesh", "@place")]))
     return chart
+
+
+def devices_together(total: int, axes: Mapping[str, int]) -> int:
+    """How many neighbours one square stands for: as few as there is room for, all of one pipeline rank; else 1."""
+    stride, after = total, total
+    for axis, size in axes.items():
+        after //= size
+        if axis == "pp":
+            stride = after
+    counts = (count for count in range(-(-total // MAX_SQUARES), stride + 1) if stride % count == 0)
+    return next(counts, 1)
 
 
 def _coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:

@@ -18,7 +18,7 @@ MAX_POINTS = 1200
 
 
 def memory_section(plan: Plan, report: StepReport) -> ReportSection:
-    """One stacked chart a rank (the fullest is shown first), and the parts of each rank at its fullest moment."""
+    """A stacked chart of one rank at a time (first the fullest), and the parts of each rank at its fullest moment."""
     curves = memory_curves(plan, report)
     rows = []
     for curve in curves:
@@ -32,18 +32,26 @@ def memory_section(plan: Plan, report: StepReport) -> ReportSection:
         f"{format_bytes(plan.step.memory_limit)} that tensors may take."
     )
     return ReportSection(
-        summary, ("pipeline rank", *PARTS, "at its peak", "full"), rows, _charts(plan, curves, fullest.rank)
+        summary,
+        ("pipeline rank", *PARTS, "at its peak", "full"),
+        rows,
+        _charts(plan, curves, fullest.rank),
+        choices=[f"{curve.rank}: {format_bytes(curve.peak_bytes)}" for curve in curves] if len(curves) > 1 else [],
+        chosen=fullest.rank,
     )
 
 
 def _charts(plan: Plan, curves: tuple[MemoryCurve, ...], first: int) -> Any:
-    from bokeh.models import TabPanel, Tabs
+    """The chart of rank ``first``; the page's script puts another rank's curve, which its tags have, in its place."""
+    shown = _source(curves[first])
+    shown.name = "memory"
+    chart = _chart(plan, shown, max(curve.peak_bytes for curve in curves))
+    if len(curves) > 1:
+        shown.tags = [_source(curve) for curve in curves]
+    return chart
 
-    panels = [TabPanel(child=_chart(plan, curve), title=f"rank {curve.rank}") for curve in curves]
-    return Tabs(tabs=panels, active=first, sizing_mode="stretch_width")
 
-
-def _chart(plan: Plan, curve: MemoryCurve) -> Any:
+def _source(curve: MemoryCurve) -> Any:
     import numpy
     from bokeh.models import ColumnDataSource
 
@@ -51,18 +59,21 @@ def _chart(plan: Plan, curve: MemoryCurve) -> Any:
     columns = {"seconds": numpy.array([curve.seconds[place] for place in places])}
     for part in PARTS:
         columns[part] = numpy.array([curve.parts[part][place] / _GIB for place in places])
+    return ColumnDataSource(columns)
+
+
+def _chart(plan: Plan, source: Any, most: float) -> Any:
+    """The chart of ``source``; ``most``: bytes of the fullest rank."""
     chart = plain_figure(
         height=320, x_axis_label="seconds", y_axis_label="GiB", tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
         active_scroll=None,
     )  # fmt: skip
     colours = [COLOURS[_COLOURS[part]] for part in PARTS]
-    chart.varea_stack(
-        list(PARTS), x="seconds", color=colours, source=ColumnDataSource(columns), legend_label=list(PARTS)
-    )
+    chart.varea_stack(list(PARTS), x="seconds", color=colours, source=source, legend_label=list(PARTS))
     if plan.step.memory_limit < float("inf"):
         limit = plan.step.memory_limit / _GIB
         chart.hspan(y=[limit], line_dash="dashed", line_color=COLOURS["red"])
-        chart.y_range.start, chart.y_range.end = 0.0, 1.05 * max(limit, curve.peak_bytes / _GIB)
+        chart.y_range.start, chart.y_range.end = 0.0, 1.05 * max(limit, most / _GIB)
     return with_legend_below(chart)
 
 

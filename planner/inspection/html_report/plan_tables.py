@@ -1,9 +1,13 @@
-"""Tables of the report that have no chart: collectives and runners-up."""
+"""Tables of the report that have no chart: collectives, runners-up, experts' layouts, break-evens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds
+from planner.inspection.baseline_comparison import ComparedLayout
+from planner.inspection.robustness import LARGEST, BreakEven
 
 
 def collective_rows(plan: Plan) -> list[list[str]]:
@@ -26,4 +30,35 @@ def runner_up_rows(plan: Plan) -> list[list[str]]:
             format_bytes(other.memory),
         ]
         for other in plan.step.alternatives
+    ]
+
+
+def layout_rows(plan: Plan, layouts: Sequence[ComparedLayout]) -> list[list[str]]:
+    """Experts' layouts and users' own: seconds, by how much they lose, memory, what they are or why they cannot run."""
+    ours = plan.step.costs.simulated
+    return [
+        [layout.name, "—", "", "", layout.what]
+        if layout.seconds is None
+        else [
+            layout.name,
+            format_seconds(layout.seconds),
+            f"{layout.seconds / ours - 1.0:+.2%}",
+            format_bytes(layout.memory),
+            layout.what,
+        ]
+        for layout in layouts
+    ]
+
+
+def break_even_rows(rows: Sequence[BreakEven]) -> list[list[str]]:
+    """For each figure and direction: from which factor on another plan wins, which, and remarks."""
+    return [
+        [
+            row.figure,
+            "larger" if row.larger else "smaller",
+            f"none up to × {LARGEST if row.larger else 1 / LARGEST:g}" if row.factor is None else f"× {row.factor:.3g}",
+            row.rival,
+            "; ".join(filter(None, (row.reason, "" if row.proved else "the search ran out of time"))),
+        ]
+        for row in rows
     ]

@@ -35,3 +35,33 @@ search.addEventListener("input", () => {
   for (const module of document.querySelectorAll("details.module:not([hidden])")) module.open = true;
   status.textContent = `${hits} rows${remark}`;
 });
+// Memory: the chart shows the curve of the rank that is chosen.
+const rank = document.getElementById("rank");
+if (rank !== null) {
+  rank.addEventListener("change", () => {
+    for (const charts of Bokeh.documents) {
+      const shown = charts.get_model_by_name("memory");
+      if (shown) shown.data = shown.tags[Number(rank.value)].data;
+    }
+  });
+}
+// Source: the lines of the opened module are marked in every program and scrolled to.
+const programs = [...document.querySelectorAll("details.program pre")];
+function mark(path) {
+  const copies = path.search(/\{\d+\.\.\d+\}$/);  // a block: the comment beside its class has its path
+  const below = path.split(/\.\d+\.|\}\./).pop();  // inside of a block: its path from there
+  const texts = copies >= 0 ? [`# ${path.slice(0, copies)}`] : [`${below}.`, `${below.split(".").slice(-2).join(".")}.`, `${below.split(".").pop()}.`];
+  for (const program of programs) {
+    const lines = [...program.children];
+    const text = texts.find((each) => lines.some((line) => line.textContent.includes(each)));
+    for (const line of lines) line.classList.toggle("hit", text !== undefined && line.textContent.includes(text));
+    const first = program.querySelector(".hit");
+    if (first) program.scrollTop = first.offsetTop - program.offsetTop - 40;
+  }
+}
+if (programs.length > 0) {
+  document.getElementById("model").addEventListener("click", (event) => {
+    const summary = event.target.closest("details.module > summary");
+    if (summary && !summary.parentElement.open && summary.parentElement.dataset.text) mark(summary.parentElement.dataset.text);
+  });
+}

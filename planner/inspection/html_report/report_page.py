@@ -6,46 +6,62 @@ each of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_models.files import write_text
 from passes.plan import Plan
+from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.html_report.assumption_table import assumption_rows
 from planner.inspection.html_report.cluster_section import cluster_section
 from planner.inspection.html_report.headline import headline
 from planner.inspection.html_report.memory_chart import memory_section
 from planner.inspection.html_report.model_tree import model_tree
 from planner.inspection.html_report.pipeline_chart import pipeline_section
-from planner.inspection.html_report.plan_tables import collective_rows, runner_up_rows
+from planner.inspection.html_report.plan_tables import (
+    break_even_rows,
+    collective_rows,
+    layout_rows,
+    runner_up_rows,
+)
 from planner.inspection.html_report.waterfall_chart import waterfall_section
+from planner.inspection.robustness import BreakEven
 from planner.inspection.simulated_step import simulated_step
 
 _FOLDER = Path(__file__).parent
 
 
-def write_report(
-    plan: Plan, path: str | Path, *, device_hour_price: float | None = None, source: str | None = None
-) -> None:
-    """Write the report of ``plan`` as HTML.
-
-    Args:
-        device_hour_price: what one device costs an hour, in any currency; adds the cost per million tokens.
-        source: the emitted program, to stand in the report.
+def write_report(plan: Plan, path: str | Path, **options: Any) -> None:
+    """Write the report of ``plan`` as HTML; options and errors as ``report_page``.
 
     Raises:
-        ValueError: if the price is negative, ``path`` cannot be written, or the plan's step does not play in the
-            seconds that it states.
+        ValueError: if ``path`` cannot be written.
 
     Example:
         >>> write_report(planner.Plan.load("plan.json"), "plan.html", device_hour_price=2.5)
     """
-    write_text(path, report_page(plan, device_hour_price=device_hour_price, source=source))
+    write_text(path, report_page(plan, **options))
 
 
-def report_page(plan: Plan, *, device_hour_price: float | None = None, source: str | None = None) -> str:
-    """The report's HTML; arguments and errors as ``write_report``."""
+def report_page(
+    plan: Plan,
+    *,
+    device_hour_price: float | None = None,
+    source: str | Mapping[str, str] | None = None,
+    break_evens: Sequence[BreakEven] = (),
+    layouts: Sequence[ComparedLayout] = (),
+) -> str:
+    """The report's HTML.
+
+    Args:
+        device_hour_price: what one device costs an hour, in any currency; adds the cost per million tokens.
+        source: the emitted program, or those of all chunks by name (``emitted_sources``), to stand beside the model.
+        break_evens: what ``robustness`` says of the plan; ``layouts``: what ``compare`` does.
+
+    Raises:
+        ValueError: if the price is negative, or the plan's step does not play in the seconds that it states.
+    """
     if device_hour_price is not None and not device_hour_price >= 0.0:
         raise ValueError(f"device_hour_price: expected a price of at least 0, got {device_hour_price!r}")
     report = simulated_step(plan)
@@ -67,7 +83,9 @@ def report_page(plan: Plan, *, device_hour_price: float | None = None, source: s
         runners_up=runner_up_rows(plan),
         assumptions=assumption_rows(plan),
         tree=model_tree(plan),
-        source=source,
+        sources={"The emitted program": source} if isinstance(source, str) else dict(source or {}),
+        break_evens=break_even_rows(break_evens),
+        layouts=layout_rows(plan, layouts),
     )
 
 

@@ -9,12 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ReportSection:
-    """``chart`` is a Bokeh model; ``summary`` says in words what the chart shows; ``rows`` are its figures."""
+    """A chart with its figures in words and as a table.
+
+    Attributes:
+        chart: a Bokeh model; ``summary`` says in words what it shows, ``rows`` are its figures.
+        choices: pipeline ranks to choose from, of which the chart shows one; ``chosen`` is the first's index.
+    """
 
     summary: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     chart: Any = None
+    choices: Sequence[str] = ()
+    chosen: int = 0
 
 
 #: Colours that stand out on light and on dark, and from each other for colour-blind readers (Okabe and Ito 2008).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +11,9 @@ from passes.plan import Plan
 from passes.plan.text_tables import format_seconds
 from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure
 from planner.inspection.time_waterfall import WaterfallBar, busiest_rank, waterfall
+
+#: Characters of a line of a bar's name, so that a phone has room beside the names.
+LABEL_WIDTH = 20
 
 
 def waterfall_section(plan: Plan, report: StepReport) -> ReportSection:
@@ -33,7 +37,7 @@ def _chart(bars: tuple[WaterfallBar, ...], total: float) -> Any:
     from bokeh.models import ColumnDataSource, HoverTool
 
     ends = list(accumulate(bar.seconds for bar in bars))
-    names = [*(bar.name for bar in bars), "step"]
+    names = [textwrap.fill(bar.name, LABEL_WIDTH) for bar in bars] + ["step"]
     first, rest, whole = COLOURS["green"], COLOURS["orange"], COLOURS["blue"]
     source = ColumnDataSource(
         {
@@ -45,7 +49,7 @@ def _chart(bars: tuple[WaterfallBar, ...], total: float) -> Any:
         }
     )
     chart = plain_figure(
-        y_range=names[::-1], height=34 * len(names) + 60, x_axis_label="seconds of the step", tools="save,reset"
+        y_range=names[::-1], height=38 * len(names) + 60, x_axis_label="seconds of the step", tools="save,reset"
     )
     chart.hbar(y="name", left="left", right="right", height=0.7, fill_color="colour", line_color=None, source=source)
     chart.add_tools(HoverTool(tooltips=[("", "@name"), ("seconds", "@seconds")]))
