@@ -91,7 +91,7 @@ def results() -> dict[str, bool]:
     return run_on_ranks("launch_groups_worker", 4, None)
 
 
-@pytest.mark.parametrize("what", ["sums", "time-outs", "stages", "second mesh"])
+@pytest.mark.parametrize("what", ["sums", "time-outs", "another order", "stages", "second mesh"])
 def test_on_four_processes(what: str) -> None:
     """Some of which are in more groups than others before."""
     assert results()[what]

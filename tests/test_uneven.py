@@ -91,6 +91,17 @@ def test_parts_are_those_of_torch() -> None:
         assert [length for length in lengths if length] == [len(part) for part in torch.zeros(extent).chunk(count)]
 
 
+def virtual_ranks_multiply_unequal_parts() -> bool:
+    """Whether torch's own ``matmul`` takes tensors of ``LocalTensorMode`` that are longer on one rank."""
+    with LocalTensorMode(2):
+        parts = LocalTensor({rank: torch.zeros(2, 2 + rank, 3) for rank in range(2)})
+        try:
+            torch.matmul(parts, LocalTensor({rank: torch.zeros(3, 4) for rank in range(2)}))
+        except RuntimeError:
+            return False
+    return True
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.op)
 def test_operators_compute_with_parts_of_unequal_length(mesh: DeviceMesh, sample: Sample) -> None:
     torch.manual_seed(0)
@@ -102,6 +113,8 @@ def test_operators_compute_with_parts_of_unequal_length(mesh: DeviceMesh, sample
     case = make_case(Sample(sample.op, tuple(tensors), sample.kwargs))
     rule = rule_for(case.node, case.values)
     assert rule is not None
+    if sample.op in ("aten.linear.default", "aten.matmul.default") and not virtual_ranks_multiply_unequal_parts():
+        pytest.skip("in this torch (2.11), virtual ranks with parts of unequal length cannot compute a product")
     choices = axis_choices(rule, input_grads=case.grads, output_grads=case.out_grads)
     inputs = [case.values[name] for name in case.node.inputs]
     uneven = 0

@@ -10,7 +10,13 @@ from torch.export import ExportedProgram
 
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.host_functions import traced_host_functions
-from passes.torch_compat.tracing import idle_conversions, lazy_code, quiet_export, stack_traces_noted
+from passes.torch_compat.tracing import (
+    idle_conversions,
+    lazy_code,
+    quiet_export,
+    stack_traces_noted,
+    states_of_lstm_layers,
+)
 
 
 def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces: bool = False) -> ExportedProgram:
@@ -29,6 +35,7 @@ def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces
         traced_custom_functions(),
         traced_host_functions(),
         idle_conversions(),
+        states_of_lstm_layers(),
     ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):

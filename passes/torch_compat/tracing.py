@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._decomp import decompositions
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 from torch.export import _trace
@@ -116,6 +117,22 @@ def idle_conversions() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def states_of_lstm_layers() -> Iterator[None]:
+    """An LSTM's last states have the shapes of its first ones; torch 2.11 traces them with a dim of 1 too many."""
+    original = decompositions.one_layer_lstm
+
+    def layer(inputs: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs, last = original(inputs, states, *args, **kwargs)
+        return outputs, tuple(one.reshape(first.shape) for one, first in zip(last, states, strict=True))
+
+    decompositions.one_layer_lstm = layer
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = original
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -33,6 +32,7 @@ from runtime.checkpoint.pickled import PickledCheckpoint
 from runtime.checkpoint.rectangles_of_tensors import Content, check_pieces, names_under
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
 from runtime.checkpoint.staging import HostStaging, device_of
+from runtime.launch.groups import group_of
 from runtime.state.owned import Owned
 from runtime.weight_files import named_alike
 
@@ -101,7 +101,7 @@ class CheckpointManager:
         self.asynchronous = asynchronous
         self._device = device
         # A group of its own: writing in the background must not meet the collectives of training.
-        self._group = dist.new_group(backend="gloo") if num_ranks() > 1 else None
+        self._group = group_of(range(num_ranks()), backend="gloo") if num_ranks() > 1 else None
         self._running: Future[Any] | None = None
         self._staging = HostStaging()
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
 from passes.pipeline_cut import BATCH_AXIS
-from runtime.launch.groups import flattened_group, group_of
+from runtime.launch.groups import flattened_group, group_of, mesh_along
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
 from runtime.state.owned import rectangle
@@ -104,7 +104,7 @@ class RankPlaces:
     def __init__(self, device_mesh: DeviceMesh, mesh: MeshShape) -> None:
         self.device_mesh = device_mesh
         names = device_mesh.mesh_dim_names or ()
-        inner = device_mesh if tuple(names) == mesh.names else device_mesh[mesh.names]
+        inner = device_mesh if tuple(names) == mesh.names else mesh_along(device_mesh, mesh.names)
         self.layout: Layout = RankLayout(inner, mesh)
         self.num_stages = _size(device_mesh, PIPELINE)
         self.stage: int | None = device_mesh.get_local_rank(PIPELINE) if PIPELINE in names else 0
@@ -343,7 +343,9 @@ def _group_over(
         return None
     if axes not in groups:
         mesh = layout.device_mesh
-        groups[axes] = mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh[axes], "_".join(axes))
+        groups[axes] = (
+            mesh.get_group(axes[0]) if len(axes) == 1 else flattened_group(mesh_along(mesh, axes), "_".join(axes))
+        )
     return groups[axes]
 
 

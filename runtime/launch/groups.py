@@ -94,6 +94,22 @@ def mesh_of_axes(device_type: str, ranks: torch.Tensor, names: Sequence[str]) ->
     return DeviceMesh.from_group(groups, device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
 
 
+def mesh_along(device_mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """The mesh of some axes of ``device_mesh`` that this rank is on, in the order of ``names``.
+
+    torch 2.11 slices a mesh in its own order alone; another order is then made of the groups that there are.
+    """
+    try:
+        return device_mesh[tuple(names)]
+    except KeyError:
+        own = tuple(device_mesh.mesh_dim_names or ())
+        places, coordinate = [own.index(name) for name in names], device_mesh.get_coordinate() or ()
+    index = tuple(slice(None) if place in places else at for place, at in enumerate(coordinate))
+    ranks = device_mesh.mesh[index].permute([sorted(places).index(place) for place in places])
+    groups = [device_mesh.get_group(name) for name in names]
+    return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
+
+
 def flattened_group(device_mesh: DeviceMesh, name: str) -> ProcessGroup:
     """One group of all ranks along all axes of ``device_mesh`` that this rank is on, made once for each ``name``."""
     if group_is_split_from_default():

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from passes.torch_compat.tensor_fields import DisableTorchFunction
-from runtime.launch.groups import flattened_group
+from runtime.launch.groups import flattened_group, mesh_along
 from runtime.torch_compat.dispatcher import without_dispatch_modes
 from runtime.torch_compat.spmd_internals import group_of_axis
 
@@ -38,5 +38,5 @@ def joint(*names: str) -> ProcessGroup:
     if names not in groups:
         # Making a group is not part of the program: dispatch modes must not see it.
         with DisableTorchFunction(), without_dispatch_modes():
-            groups[names] = flattened_group(device_mesh[names], "_".join(names))
+            groups[names] = flattened_group(mesh_along(device_mesh, names), "_".join(names))
     return groups[names]
