@@ -128,7 +128,7 @@ def states_of_lstm_layers() -> Iterator[None]:
         outputs, last = original(inputs, states, *args, **kwargs)
         return outputs, tuple(one.reshape(first.shape) for one, first in zip(last, states, strict=True))
 
-    decompositions.one_layer_lstm = layer
+    decompositions.one_layer_lstm = layer  # type: ignore[assignment]
     try:
         yield
     finally:
