@@ -149,6 +149,16 @@ def test_fused_attention_keeps_a_statistic_a_row_where_unfused_keeps_the_probabi
     assert sum(extra.num_bytes for extra in dropped.saved_by_node[name].extras) >= 2 * 4 * 16 * 16 * (4 + 4 + 1)
 
 
+def test_fused_attention_forms_no_probabilities_for_values_of_another_width_than_queries():
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        q, k = (x.unflatten(1, (4, 64)),) * 2
+        return F.scaled_dot_product_attention(q, k, q[..., :4])
+
+    graph, kept = _captured(attention, 2, 256, 8)
+    (name,) = _names(graph, "scaled_dot_product_attention")
+    assert sum(extra.num_bytes for extra in kept.saved_by_node[name].extras) < 2 * 4 * 64 * 64 * 4
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_stand_in_for_our_attention_keeps_what_ours_keeps(masked: bool):
     def kept(function, **changes) -> list[tuple[tuple[int, ...], torch.dtype]]:

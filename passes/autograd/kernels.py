@@ -41,17 +41,21 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash without a mask, memory-efficient with one; with dropout our own, which forms the probabilities."""
+    """Flash without a mask, memory-efficient with one or for values of another width; with dropout our own.
+
+    Ours forms the probabilities.
+    """
     if dropout_p:
         return _formed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
     mask = _additive(attn_mask, query)
-    if _fits(query, key, value) and mask is None and query.dtype in _HALF:
+    if _has_one_width(query, key, value) and mask is None and query.dtype in _HALF:
         return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if enable_gqa:  # no other kernel knows of groups: ``runtime.ops`` repeats the heads
         members = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(members, -3), value.repeat_interleave(members, -3)
         enable_gqa = False
-    if _fits(query, key, value) and query.dtype in (*_HALF, torch.float32):
+    multiplies = query.dim() == 4 and query.shape[-1] == key.shape[-1]
+    if multiplies and query.dtype in (*_HALF, torch.float32):
         result = _aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, True, 0.0, is_causal, scale=scale
         )
@@ -72,7 +76,7 @@ def _cpu_attention(
 ) -> torch.Tensor:
     """Flash, unless there is dropout, a mask that gets a gradient, or heads of unequal width."""
     grad_mask = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p or grad_mask or not _fits(query, key, value):
+    if dropout_p or grad_mask or not _has_one_width(query, key, value):
         return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(query, key, value, 0.0, is_causal, attn_mask=_additive(attn_mask, query), scale=scale)[0]
@@ -94,8 +98,8 @@ def _plain(
     )
 
 
-def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the fused kernels take these shapes: [batch, heads, length, width], one width."""
+def _has_one_width(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the operands are [batch, heads, length, width] of one width."""
     return query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
 
 

@@ -59,7 +59,8 @@ def check_names(names: Sequence[str]) -> None:
 
 def needs_config(names: Sequence[str]) -> bool:
     """Whether one of the baselines reads the model's transformers config."""
-    return any(name.startswith("transformers") for name in names)
+    published = {name for name, row in BASELINES.items() if row.model_type is not None}
+    return any(name.startswith("transformers") or name in published for name in names)
 
 
 def compare(
@@ -76,7 +77,7 @@ def compare(
     Args:
         graph: the one that ``plan`` was made of.
         layouts: others, by what the user says of them.
-        config: the model's transformers config, which two of the baselines read.
+        config: the model's transformers config, which some of the baselines read.
         max_programs: how many integer programs the search of each may solve, as ``planner.plan`` takes it.
 
     Raises:

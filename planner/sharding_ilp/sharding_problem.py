@@ -74,6 +74,8 @@ class Problem:
     """Elements and streams by name; ``runs`` are the repeated blocks that are folded.
 
     ``settled``: axes (by index) on which nothing is left to choose: a value that everybody takes alike stays so.
+    ``sampled``: axes outside of those that are searched on which the same holds of values that are cut: gathering one
+    there never makes a conversion on an inner axis cheaper.
     Element names: the node's name for operators, the value's name for sources, the key for carries and outputs.
     """
 
@@ -85,6 +87,7 @@ class Problem:
     streams: dict[str, ValueStream] = field(default_factory=dict)
     last_to_first: dict[str, str] = field(default_factory=dict)
     settled: frozenset[int] = frozenset()
+    sampled: frozenset[int] = frozenset()
 
     def first_name(self, name: str) -> str:
         """The stream of a value as it is seen from outside of blocks (of a last copy's value: the first copy's)."""

@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir.types import Placement, R
+from passes.ir.types import Placement, R, shard_dim
 from planner.sharding_ilp.lattice import Lattice, Lattices, types_used
 from planner.sharding_ilp.sharding_problem import Problem, Use, ValueStream
 from planner.solvers.linear import LinearProgram
@@ -122,9 +122,11 @@ def _lattice(
     detours: bool = False,
 ) -> Lattice:
     ends = set(roots).union(*needs)
-    types = types_used(stream.value, ends, settled=problem.settled)
+    cut_alike = {axis for axis in problem.sampled if all(shard_dim(where[axis]) is not None for where in ends)}
+    settled = problem.settled | {axis for axis in cut_alike if len({where[axis] for where in ends}) == 1}
+    types = types_used(stream.value, ends, settled=settled)
     live = any(use.live for use in stream.uses)
-    return lattices.of(stream.value, types, settled=problem.settled, live=live, saved=stream.saved, detours=detours)
+    return lattices.of(stream.value, types, settled=settled, live=live, saved=stream.saved, detours=detours)
 
 
 @dataclass(frozen=True)

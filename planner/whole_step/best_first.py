@@ -13,29 +13,32 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
-from planner.pipeline_ilp.stage_ilp import CUTOFF, Proofs, bound_within_memory, quick_bound, solve_stages
+from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
-from planner.whole_step.candidates.candidates import Candidate, candidates
+from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.unit_choices import StageSetting, unit_runs
-from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
 from planner.whole_step.result.search_progress import INTERVAL, SEARCHING, Progress, Report
+from planner.whole_step.search_entry import SearchEntry
 
 #: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
 BYTE_WEIGHTS = (0.0, 0.25)
 #: The largest context axis of candidates that are solved before the search begins.
 MOST_CONTEXT = 2
+#: Sizes of the axis of experts that are tried, least bound first, until one fits in memory.
+EXPERT_SIZES = 4
 #: If the best of these exceeds the least bound by more than this factor, others are solved too.
 FAR = 2.0
 #: How much slower than the best these may be, so that the simulator can choose among several.
@@ -45,20 +48,6 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 #: The solver's first effort for a stage program, less before the search begins. If it does not suffice, the candidate
 #: returns to the heap under its proved bound, and then gets twice the effort.
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
-
-
-@dataclass(order=True)
-class _Entry:
-    bound: float
-    order: int
-    candidate: Candidate = field(compare=False)
-    stage: int = field(compare=False, default=0)
-    problem: StageProblem | None = field(compare=False, default=None)
-    sharded: Sharded | None = field(compare=False, default=None)
-    weight: float = field(compare=False, default=0.0)
-    recompute: float = field(compare=False, default=0.0)
-    effort: float = field(compare=False, default=0.0)
-    proofs: Proofs = field(compare=False, default_factory=dict)
 
 
 class Search:
@@ -79,7 +68,7 @@ class Search:
         self.finished: set[Candidate] = set()
         self.diving = False
         self.deadline, self.status = float("inf"), OPTIMAL
-        self.stage_programs, self.shardings_before = 0.0, level_one.solved
+        self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
@@ -93,7 +82,7 @@ class Search:
             if self._is_stopped():
                 break
             entry = heapq.heappop(heap)
-            if entry.stage == 0 and entry.candidate in self.finished:
+            if entry.stage == 0 and entry.family is None and entry.candidate in self.finished:
                 continue
             self._push(heap, self._advance(entry))
             self._tell(heap)
@@ -106,7 +95,7 @@ class Search:
     @property
     def num_programs(self) -> float:
         """Integer programs that were solved; a stage program counts by its effort."""
-        return self.level_one.solved - self.shardings_before + self.stage_programs
+        return self.level_one.num_programs - self.shardings_before + self.stage_programs
 
     def remaining(self, demands: Demands) -> Demands | None:
         """``demands`` with what this search leaves of its limits, None if nothing is left."""
@@ -121,7 +110,7 @@ class Search:
             self.status = TIME_LIMIT
         return self.status != OPTIMAL
 
-    def _push(self, heap: list[_Entry], entries: Iterable[_Entry]) -> None:
+    def _push(self, heap: list[SearchEntry], entries: Iterable[SearchEntry]) -> None:
         for entry in entries:
             if entry.bound < self._cutoff():
                 heapq.heappush(heap, entry)
@@ -133,7 +122,7 @@ class Search:
         """Record the bound of a pruned candidate; the certificate takes the minimum over all pruned."""
         self.least = min(self.least, bound)
 
-    def _dive(self, heap: list[_Entry]) -> None:
+    def _dive(self, heap: list[SearchEntry]) -> None:
         """Solve a few promising candidates first, to have an incumbent to prune with; only one if a limit is reached.
 
         For every combination of pipeline, context and tensor size (tensor within a node), under the plainest schedules:
@@ -144,14 +133,15 @@ class Search:
         far = FAR * min((entry.bound for entry in heap), default=0.0)
         alone = [entry for entry in heap if entry.candidate.layout.pipeline == 1]
         self.diving = True
-        firsts = self._firsts(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
-        self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)))
+        for _ in range(EXPERT_SIZES if self.level_one.num_experts > 1 else 1):
+            firsts = self._firsts(heap, lambda entry: (entry.candidate.local_batch, entry.bound))
+            self._solve_best(heap, firsts + self._firsts(alone, lambda e: (-e.candidate.local_batch, e.bound)))
         if not self.solutions or self.solutions[0].seconds > far:
             firsts = self._firsts(heap, lambda entry: (entry.bound, entry.candidate.local_batch))
             self._solve_best(heap, firsts)
         self.diving = False
 
-    def _solve_best(self, heap: list[_Entry], ready: list[_Entry]) -> None:
+    def _solve_best(self, heap: list[SearchEntry], ready: list[SearchEntry]) -> None:
         """Take ``ready`` through all stages, best first, and drop those that the cutoff prunes."""
         self.finished.update(entry.candidate for entry in ready)
         heapq.heapify(ready)
@@ -164,16 +154,44 @@ class Search:
                 heapq.heappush(heap if follower.weight or follower.effort else ready, follower)
             self._tell(heap)
 
-    def _firsts(self, entries: list[_Entry], order: Callable[[_Entry], tuple[float, float]]) -> list[_Entry]:
+    def _firsts(
+        self, entries: list[SearchEntry], order: Callable[[SearchEntry], tuple[float, float]]
+    ) -> list[SearchEntry]:
         """The first of ``entries`` in ``order`` for every combination of axis sizes, among plain ones if any."""
-        best: dict[tuple[int, ...], _Entry] = {}
+        best: dict[tuple[int, ...], SearchEntry] = {}
         for entry in [entry for entry in entries if self._is_plain(entry.candidate)] or entries:
             layout = entry.candidate.layout
             key = (layout.pipeline, layout.context, layout.tensor, layout.expert)
             incumbent = best.setdefault(key, entry)
             if order(entry) < order(incumbent):
                 best[key] = entry
-        return [entry for entry in best.values() if entry.candidate not in self.finished]
+        chosen = (self._member(entry, order) for entry in best.values())
+        firsts = [entry for entry in chosen if entry is not None and entry.candidate not in self.finished]
+        return firsts if self.level_one.num_experts == 1 else self._one_of_experts(firsts)
+
+    def _one_of_experts(self, entries: Iterable[SearchEntry]) -> list[SearchEntry]:
+        """Of entries that differ in the axis of experts alone, the one of least bound, where none has a solution yet.
+
+        The others stay in the heap.
+        """
+        best: dict[tuple[int, ...], tuple[float, SearchEntry]] = {}
+        solved = {solution.candidate.layout.dense_sizes for solution in self.solutions}
+        for entry in entries:
+            key = entry.candidate.layout.dense_sizes
+            if key in solved:
+                continue
+            bound = min((each.bound for first in self._scale(entry) for each in self._gather(first)), default=None)
+            if bound is not None and (key not in best or bound < best[key][0]):
+                best[key] = bound, entry
+        return [entry for _, entry in best.values()]
+
+    def _member(self, entry: SearchEntry, order: Callable[[SearchEntry], tuple[float, float]]) -> SearchEntry | None:
+        """Of an entry that stands for a family, the first member in ``order``, among plain ones if any."""
+        if entry.family is None:
+            return entry
+        members = list(self._members(entry.family))
+        plain = [member for member in members if self._is_plain(member.candidate)]
+        return min(plain or members, key=order, default=None)
 
     def _is_plain(self, candidate: Candidate) -> bool:
         """Whether a candidate is preferred for solving before the search begins."""
@@ -181,7 +199,7 @@ class Search:
         near = layout.context <= MOST_CONTEXT and layout.tensor <= self.cluster.levels[0].group_size
         return near and layout.order == ORDERS[0] and candidate.schedule in PLAIN
 
-    def _tell(self, heap: list[_Entry]) -> None:
+    def _tell(self, heap: list[SearchEntry]) -> None:
         """Report progress, now and then and at every better plan."""
         now, best = time.monotonic(), self.solutions[0].seconds if self.solutions else float("inf")
         if self.progress is None or (best == self.told[1] and now - self.told[0] < INTERVAL):
@@ -211,8 +229,9 @@ class Search:
             return float("inf")
         return self.solutions[num_plans - 1].seconds * (1.0 + TIES if self.diving else 1.0 - self.demands.gap)
 
-    def _first_entries(self) -> Iterator[_Entry]:
-        enumerated = candidates(
+    def _first_entries(self) -> Iterator[SearchEntry]:
+        """An entry for each candidate; of a model with experts, which has many, one for each family."""
+        enumerated = families(
             self.cluster,
             global_batch=self.level_one.global_batch,
             num_units=sum(unit.count for unit in self.level_one.kept.units),
@@ -220,29 +239,47 @@ class Search:
             micro_batches=self.level_one.micro_batches,
             num_experts=self.level_one.num_experts,
         )
-        for candidate in enumerated:
-            self.counts["enumerated"] += 1
-            least = self.bounds.whole(candidate.cut)
-            if least == float("inf"):
-                self.counts["cannot be divided"] += 1
+        for family in enumerated:
+            if self.level_one.num_experts == 1:
+                yield from self._members(family)
                 continue
-            missing = self.bounds.memory(candidate) - self.memory
-            if missing > 0:
-                self._lacks(candidate, missing)
+            first = next(iter(family), None)
+            if first is not None and self._is_possible(first):
+                bound = family.bound(self.bounds.whole(family.plainest.cut))
+                yield SearchEntry(bound, next(self.order), family.plainest, family=family)
+
+    def _members(self, family: Family) -> Iterator[SearchEntry]:
+        """An entry for each candidate of a family that may fit in memory."""
+        for candidate in family:
+            self.counts["enumerated"] += 1
+            if not self._is_possible(candidate):
                 continue
             recompute = self.bounds.recompute(candidate, self.memory)
             if recompute == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            yield _Entry(candidate.bound(least + recompute), next(self.order), candidate, recompute=recompute)
+            bound = candidate.bound(self.bounds.whole(candidate.cut) + recompute)
+            yield SearchEntry(bound, next(self.order), candidate, recompute=recompute)
+
+    def _is_possible(self, candidate: Candidate) -> bool:
+        """Whether the cut divides the model and its least bytes fit."""
+        if self.bounds.whole(candidate.cut) == float("inf"):
+            self.counts["cannot be divided"] += 1
+            return False
+        missing = self.bounds.memory(candidate) - self.memory
+        if missing > 0:
+            self._lacks(candidate, missing)
+        return missing <= 0
 
     def _lacks(self, candidate: Candidate, missing: float) -> None:
         """Record a lower bound of the memory shortfall of ``candidate``, in bytes."""
         self.counts["out of memory"] += 1
         self.shortfalls[candidate] = max(missing, self.shortfalls.get(candidate, 0.0))
 
-    def _advance(self, entry: _Entry) -> Iterable[_Entry]:
+    def _advance(self, entry: SearchEntry) -> Iterable[SearchEntry]:
         """The entries that replace ``entry``, one stage further; none if it is solved or impossible."""
+        if entry.family is not None:
+            return self._members(entry.family)
         stages = (
             self._scale,
             self._gather,
@@ -254,18 +291,18 @@ class Search:
         )
         return stages[entry.stage](entry)
 
-    def _next(self, entry: _Entry, bound: float, **changes: Any) -> _Entry:
+    def _next(self, entry: SearchEntry, bound: float, **changes: Any) -> SearchEntry:
         """``entry`` one stage further."""
         return replace(entry, bound=max(entry.bound, bound), order=next(self.order), stage=entry.stage + 1, **changes)
 
-    def _bound(self, entry: _Entry, seconds: float) -> float:
+    def _bound(self, entry: SearchEntry, seconds: float) -> float:
         """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""
         return entry.candidate.bound(seconds + entry.recompute)
 
-    def _scale(self, entry: _Entry) -> Iterator[_Entry]:
+    def _scale(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
 
-    def _gather(self, entry: _Entry) -> Iterator[_Entry]:
+    def _gather(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
         seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
@@ -274,7 +311,7 @@ class Search:
             return
         yield self._next(entry, seconds * candidate.num_microbatches / candidate.layout.pipeline)
 
-    def _bound_by_axis(self, entry: _Entry) -> Iterator[_Entry]:
+    def _bound_by_axis(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         again = self._bound(entry, self.bounds.scaled(entry.candidate.cut))
         if again > entry.bound:
             yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
@@ -285,7 +322,7 @@ class Search:
             return
         yield self._next(entry, self._bound(entry, least))
 
-    def _shard(self, entry: _Entry) -> Iterator[_Entry]:
+    def _shard(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         candidate = entry.candidate
         again = self._bound(entry, self.bounds.scaled(candidate.cut))
         if again > entry.bound:
@@ -303,13 +340,13 @@ class Search:
             yield self._next(entry, bound, sharded=sharded)
         yield from self._with_fewer_bytes(entry, bound)
 
-    def _is_known(self, entry: _Entry, sharded: Sharded) -> bool:
+    def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:
         """Whether a lower price of bytes gave the same sharding."""
         lighter = [weight for weight in BYTE_WEIGHTS if weight < entry.weight]
         before = self.sharded(entry.candidate, lighter[-1]) if lighter else None
         return before is not None and before.seconds == sharded.seconds and before.figures == sharded.figures
 
-    def _bound_stages(self, entry: _Entry) -> Iterator[_Entry]:
+    def _bound_stages(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.sharded is not None
         problem = self.problem(entry.candidate, entry.sharded)
         bound = quick_bound(problem, cutoff=self._cutoff())
@@ -319,7 +356,7 @@ class Search:
             return
         yield self._next(entry, bound, problem=problem, proofs={})
 
-    def _bound_within_memory(self, entry: _Entry) -> Iterator[_Entry]:
+    def _bound_within_memory(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         assert entry.problem is not None
         bound = bound_within_memory(entry.problem, cutoff=self._cutoff(), proofs=entry.proofs)
         if bound == float("inf"):
@@ -327,7 +364,7 @@ class Search:
             return
         yield self._next(entry, bound)
 
-    def _solve(self, entry: _Entry) -> Iterable[_Entry]:
+    def _solve(self, entry: SearchEntry) -> Iterable[SearchEntry]:
         assert entry.sharded is not None and entry.problem is not None
         if not entry.effort:
             self.counts["solved"] += 1
@@ -356,7 +393,7 @@ class Search:
         else:
             yield replace(entry, bound=bound, order=next(self.order), effort=2 * effort)
 
-    def _with_fewer_bytes(self, entry: _Entry, bound: float) -> Iterator[_Entry]:
+    def _with_fewer_bytes(self, entry: SearchEntry, bound: float) -> Iterator[SearchEntry]:
         """Yield the candidate under the next higher price of bytes: a slower sharding, but it may recompute, gather or
         reduce less. ``bound`` is of the operators alone, since bounds of the stages hold for one sharding only."""
         heavier = next((weight for weight in BYTE_WEIGHTS if weight > entry.weight), None)
@@ -364,14 +401,7 @@ class Search:
             yield replace(entry, bound=max(entry.bound, bound), order=next(self.order), weight=heavier)
 
     def _add(self, solution: StepSolution) -> None:
-        previous = next((other for other in self.solutions if other.candidate == solution.candidate), None)
-        if previous is not None and previous.seconds <= solution.seconds:
-            return  # solved before, or under a sharding that is slower
-        if previous is not None:
-            self.solutions.remove(previous)
-        self.solutions.append(solution)
-        self.solutions.sort(key=lambda entry: entry.seconds)
-        del self.solutions[max(8, self.demands.num_alternatives) :]
+        self.solutions = with_solution(self.solutions, solution)[: max(8, self.demands.num_alternatives)]
 
     def _links(self, layout: MeshLayout) -> Links:
         if layout not in self.links:

@@ -171,7 +171,8 @@ class _Planner:
         if gap is not None:
             search, outcome = self.closer(cluster, dataclasses.replace(demands, gap=gap), search, outcome)
             best, others = self.judged(cluster, demands, search, outcome)
-        best = self.lightest(cluster, demands, search, outcome, best, others)
+        if outcome.status != TIME_LIMIT:
+            best = self.lightest(cluster, demands, search, outcome, best, others)
         plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
         self.solutions[id(plan)] = plan, best.solution
         return plan

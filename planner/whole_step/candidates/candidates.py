@@ -74,7 +74,30 @@ class Candidate:
         return f"{self.layout}, {self.num_microbatches} micro-batches of {self.local_batch}{pipeline}"
 
 
-def candidates(
+@dataclass(frozen=True)
+class Family:
+    """The candidates of one layout and micro-batch: they differ in schedule and chunks."""
+
+    layout: MeshLayout
+    local_batch: int
+    num_microbatches: int
+    num_units: int
+    demands: Demands
+
+    @property
+    def plainest(self) -> Candidate:
+        """A member in place of all; maybe none that the demands allow."""
+        return Candidate(self.layout, self.local_batch, self.num_microbatches, "1f1b", 1)
+
+    def bound(self, seconds: float) -> float:
+        """Lower bound of the step of every member if one micro-batch takes ``seconds``."""
+        return seconds * self.num_microbatches / self.layout.pipeline
+
+    def __iter__(self) -> Iterator[Candidate]:
+        yield from _schedules(self.layout, self.local_batch, self.num_microbatches, self.num_units, self.demands)
+
+
+def families(
     cluster: Cluster,
     *,
     global_batch: int,
@@ -82,8 +105,9 @@ def candidates(
     demands: Demands,
     micro_batches: bool = True,
     num_experts: int = 1,
-) -> Iterator[Candidate]:
-    """All candidates that the demands allow; ``micro_batches`` False: only whole batches (samples are mixed).
+) -> Iterator[Family]:
+    """All candidates that the demands allow, by layout and micro-batch; ``micro_batches`` False: only whole batches
+    (samples are mixed).
 
     ``num_experts``: what an axis of experts must divide.
     """
@@ -101,7 +125,13 @@ def candidates(
             if (m > 1 and not micro_batches) or not demands.allows("micro_batch", local_batch):
                 continue
             if demands.allows("num_microbatches", m):
-                yield from _schedules(layout, local_batch, m, num_units, demands)
+                yield Family(layout, local_batch, m, num_units, demands)
+
+
+def candidates(cluster: Cluster, **options: Any) -> Iterator[Candidate]:
+    """The members of all ``families``."""
+    for family in families(cluster, **options):
+        yield from family
 
 
 def _allowed(axis: str, num_devices: int, demands: Demands) -> frozenset[int] | None:

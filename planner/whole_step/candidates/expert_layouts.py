@@ -52,21 +52,31 @@ INNER_TENSOR = tuple(order for order in ORDERS if order[-1] == "tp")
 @dataclass(frozen=True)
 class StepBaseline:
     """``fixed``: values that choices may take; ``tensor``: whose rules split the layers (within a node; None: no tensor
-    axis); ``cuts``: the rule that cuts the pipeline (None: the optimal cut)."""
+    axis); ``cuts``: the rule that cuts the pipeline (None: the optimal cut); ``model_type``: the only one that it was
+    published for, by the name in configs (None: any)."""
 
     fixed: Mapping[str, tuple[Any, ...]]
     tensor: Splitter | None = None
     cuts: Cutter | None = None
+    model_type: str | None = None
 
 
 _RECOMPUTE = ("none", "selective", "full")
-_DATA_ONLY: Mapping[str, tuple[Any, ...]] = {"pp": (1,), "cp": (1,), "tp": (1,)}
+_DATA_ONLY: Mapping[str, tuple[Any, ...]] = {"pp": (1,), "ep": (1,), "cp": (1,), "tp": (1,)}
 _PIPELINE: Mapping[str, tuple[Any, ...]] = {
     "cp": (1,),
     "tp": (1,),
     "schedule": ("1f1b", "interleaved_1f1b"),
     "recompute": _RECOMPUTE,
     "zero": (0, 1),
+}
+#: Mixtures of experts as Megatron-Core trains them: its distributed optimizer is ZeRO 1.
+_MICRO_BATCHES_OF_ONE: Mapping[str, tuple[Any, ...]] = {
+    "cp": (1,),
+    "tp": (1,),
+    "micro_batch": (1,),
+    "recompute": _RECOMPUTE,
+    "zero": (1,),
 }
 
 BASELINES: Mapping[str, StepBaseline] = {
@@ -89,6 +99,21 @@ BASELINES: Mapping[str, StepBaseline] = {
     ),
     "uniform parameters": StepBaseline(_PIPELINE, cuts="parameters"),
     "greedy parameters": StepBaseline(_PIPELINE, cuts="greedy"),
+    # "DeepSeek-V3 Technical Report", arXiv 2412.19437, 2024, section 3.2: 16 stages, experts over 64 devices (8 nodes),
+    # ZeRO 1, no tensor parallelism, DualPipe (here its form with one copy of the parameters); what it recomputes (norms
+    # and up-projections) is between these policies. Its products in float8 are in bfloat16 here.
+    "deepseek-v3": StepBaseline(
+        {**_MICRO_BATCHES_OF_ONE, "pp": (16,), "ep": (64,), "schedule": ("dualpipev",)}, model_type="deepseek_v3"
+    ),
+    # NVIDIA-NeMo/Megatron-Bridge, recipes/gpt_oss/gpt_oss.py, 2025: gpt_oss_120b_pretrain_config.
+    "gpt-oss-120b": StepBaseline(
+        {**_MICRO_BATCHES_OF_ONE, "pp": (4,), "ep": (8,), "schedule": ("1f1b",)}, model_type="gpt_oss"
+    ),
+    # NVIDIA/NeMo, collections/llm/recipes/mixtral_8x7b.py, 2024: pretrain_recipe.
+    "mixtral-8x7b": StepBaseline(
+        {**_MICRO_BATCHES_OF_ONE, "pp": (4,), "ep": (8,), "schedule": ("interleaved_1f1b",), "chunks_per_rank": (8,)},
+        model_type="mixtral",
+    ),
 }
 
 
@@ -152,7 +177,7 @@ def best_of_baseline(name: str, space: BaselineSpace, cluster: Cluster, demands:
 def data_experts(level_one: LevelOne, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
     """Yield the best of each baseline that divides only data: cheap to compute, so that no plan needs to be slower."""
     for name, row in BASELINES.items():
-        if row.tensor is None and row.cuts is None and row.fixed.get("tp") == (1,):
+        if row.tensor is None and row.cuts is None and _DATA_ONLY.items() <= row.fixed.items():
             result = best_of_rules(name, row, level_one, cluster, demands)
             if isinstance(result, Priced):
                 yield result.judged
@@ -195,6 +220,8 @@ class BaselineSpace:
 
     def reason_not(self, row: StepBaseline) -> str | None:
         """Why the model does not have such a baseline, None if it does."""
+        if row.model_type is not None and getattr(self.config, "model_type", None) != row.model_type:
+            return f"published for models of type {row.model_type}"
         if row.tensor is not None and self.roles(row.tensor) is None:
             return "the model's config has no base_model_tp_plan"
         if row.cuts == "layers" and not getattr(self.config, "base_model_pp_plan", None):

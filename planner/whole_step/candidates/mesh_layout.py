@@ -47,6 +47,11 @@ class MeshLayout:
         return sizes
 
     @property
+    def dense_sizes(self) -> tuple[int, int, int]:
+        """Sizes of the axes beside those of data and experts."""
+        return self.pipeline, self.context, self.tensor
+
+    @property
     def num_devices(self) -> int:
         return self.pipeline * self.group * self.tensor
 

@@ -8,10 +8,11 @@ of a larger one's time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -73,16 +74,20 @@ class _Least:
 
 
 class Bounds:
-    """Lower bounds of the candidates of one search, cached by cut."""
+    """Lower bounds of the candidates of one search, cached by cut.
 
-    def __init__(self, level_one: LevelOne, training: TrainingOptions) -> None:
-        self.level_one, self.training = level_one, training
+    ``context_first``: a context axis beside a tensor axis does what it does alone.
+    """
+
+    def __init__(self, level_one: LevelOne, training: TrainingOptions, *, context_first: bool = True) -> None:
+        self.level_one, self.training, self.context_first = level_one, training, context_first
         self.known = Known()
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
         self.conversions: defaultdict[int, Known] = defaultdict(Known)
         self.impossible: set[Cut] = set()
         self._zero: dict[MeshLayout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
+        self._experts: dict[Cut, float] = {}
         #: Lower bound of each device's memory shortfall in bytes, set when no recompute policy or ZeRO stage fits.
         self.missing = 0.0
         self._missing: dict[tuple[object, ...], float] = {}
@@ -90,7 +95,25 @@ class Bounds:
 
     def whole(self, cut: Cut) -> float:
         """Lower bound of one micro-batch in seconds, from undivided operators; infinite if nothing divides."""
-        return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor * cut.expert)
+        if cut.expert == 1:
+            return self._alone(Cut(cut.pieces)) / (cut.context * cut.tensor)
+        if self._alone(Cut(cut.pieces)) == math.inf:
+            return math.inf
+        return self._beside(Cut(cut.pieces, expert=cut.expert), self.rest.whole) / (cut.context * cut.tensor)
+
+    @functools.cached_property
+    def rest(self) -> Bounds:
+        """Bounds of all but experts, which an axis of experts divides as a data axis does."""
+        return Bounds(self.level_one.without_experts, self.training, context_first=False)
+
+    def _beside(self, cut: Cut, rest: Callable[[Cut], float]) -> float:
+        """Seconds of experts and their exchange under ``cut``, and of the ``rest`` with ``ep`` as part of ``dp``.
+
+        Every operator and conversion of the rest has the same parts under both.
+        """
+        if cut not in self._experts:
+            self._experts[cut] = self.level_one.least_of_experts(cut)
+        return self._experts[cut] + rest(replace(cut, pieces=cut.pieces * cut.expert, expert=1))
 
     def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
         """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
@@ -124,7 +147,7 @@ class Bounds:
         for stage in stages if layout.group > 1 else (0,):
             held = seconds = 0.0
             for figures in sharded.figures:
-                gathered = reduced = 0.0
+                gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
                 for weight in figures.weights:
                     if not weight.trainable:
                         continue
@@ -135,15 +158,18 @@ class Bounds:
                         gradient_dtype=dtype, optimizer=self.training.optimizer,
                     )  # fmt: skip
                     held += (1 if weight.shared else figures.unit.count) * parts.total
-                    if weight.expert and layout.expert > 1:
-                        continue  # gathered and reduced over fewer devices, maybe none
-                    gathered += 0.0 if weight.shared else elements * item_size(weight.dtype)
-                    reduced += 0.0 if weight.shared else elements * item_size(dtype)
-                price = links.group.collective_seconds
-                if stage == 3:
-                    seconds += figures.unit.count * 2 * price("all_gather", num_bytes=gathered, axis=DATA)
-                if stage >= 2:
-                    seconds += figures.unit.count * price("reduce_scatter", num_bytes=reduced, axis=DATA)
+                    group = int(weight.expert and layout.expert > 1)
+                    gathered[group] += 0.0 if weight.shared else elements * item_size(weight.dtype)
+                    reduced[group] += 0.0 if weight.shared else elements * item_size(dtype)
+                for group, prices in enumerate((links.group, links.expert_group)):
+                    if group and (not gathered[group] or layout.expert_group == 1):
+                        continue
+                    if stage == 3:
+                        gather = prices.collective_seconds("all_gather", num_bytes=gathered[group], axis=DATA)
+                        seconds += figures.unit.count * 2 * gather
+                    if stage >= 2:
+                        reduce = prices.collective_seconds("reduce_scatter", num_bytes=reduced[group], axis=DATA)
+                        seconds += figures.unit.count * reduce
             yield held, seconds
 
     def recompute(self, candidate: Candidate, memory: float) -> float:
@@ -209,9 +235,9 @@ class Bounds:
         to the whole cost of the tensor axis, each with at least 1/n of the bytes.
         """
         least = self.known.most(cut)
-        if cut.expert > 1:  # an axis of n devices saves at most a factor of n
-            return max(least, self.scaled(replace(cut, expert=1)) / cut.expert)
-        if cut.context == 1 or cut.tensor == 1:
+        if cut.expert > 1:
+            return max(least, self.whole(cut), self._beside(cut, self.rest.scaled))
+        if cut.context == 1 or cut.tensor == 1 or not self.context_first:
             return least
         tensor = self.known.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
         along = Cut(cut.pieces, cut.context)
@@ -220,10 +246,10 @@ class Bounds:
 
     def by_axis(self, cut: Cut, enough: float) -> float:
         """The bound of ``scaled`` after also solving each axis by itself, on its best links; stops at ``enough``."""
-        if cut.expert > 1:
-            beside = self.by_axis(replace(cut, expert=1), enough * cut.expert)
-            return max(self.known.most(cut), beside / cut.expert)
         least = self.scaled(cut)
+        if cut.expert > 1:
+            room = enough - self._experts[cut]
+            return max(least, self._beside(cut, lambda merged: self.rest.by_axis(merged, room)))
         for axis, size in ((TENSOR, cut.tensor), (CONTEXT, cut.context)):
             for part in divisors(size)[1:]:
                 if least >= enough:
@@ -232,7 +258,9 @@ class Bounds:
                 if self._alone(along) == math.inf and part == size:
                     return math.inf
                 least = max(least, self.scaled(cut))
-        if cut.context == 1 or cut.tensor == 1 or least >= enough or self.level_one.cluster.num_devices < SHARED_FROM:
+        if cut.context == 1 or cut.tensor == 1 or least >= enough or not self.context_first:
+            return least
+        if self.level_one.cluster.num_devices < SHARED_FROM:
             return least
         along = Cut(cut.pieces, cut.context)
         self.conversions[cut.tensor].add(along, self.level_one.beside(along, cut.tensor))

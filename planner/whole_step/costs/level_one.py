@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field, replace
 
 from cost_models import Cluster
@@ -10,7 +11,7 @@ from cost_models.cost_model import BestPlacedCostModel
 from cost_models.hardware import placement
 from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
-from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant
+from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
 from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures, unit_figures
 
@@ -69,12 +70,13 @@ class Sharded:
 def batch_prices(links: Links, *, mixes: bool) -> BatchPrices:
     """Prices of one micro-batch on these links; ``mixes``: the whole batch is there at once."""
     latency, bandwidth = links.samples
-    return BatchPrices(links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=mixes)
+    several = [axis for axis, size in links.axes.axes.items() if size > 1]
+    return BatchPrices(links.axes, sample_latency=latency, sample_bandwidth=bandwidth, mixes=mixes, axes=several)
 
 
 @dataclass
 class LevelOne:
-    """Level 1 of one model on one cluster. ``solved`` counts the sharding ILPs."""
+    """Level 1 of one model on one cluster. ``solved`` counts the sharding ILPs, but those of ``without_experts``."""
 
     cluster: Cluster
     space: ShardingSpace
@@ -94,6 +96,16 @@ class LevelOne:
     def micro_batches(self) -> bool:
         """Whether the model can be run in micro-batches."""
         return not self.space.followed.mixing
+
+    @functools.cached_property
+    def without_experts(self) -> LevelOne:
+        """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
+        return LevelOne(self.cluster, replace(self.space, without_experts=True), self.kept)
+
+    @property
+    def num_programs(self) -> int:
+        """Sharding ILPs that were solved."""
+        return self.solved + (self.without_experts.solved if self.num_experts > 1 else 0)
 
     @property
     def num_experts(self) -> int:
@@ -124,21 +136,35 @@ class LevelOne:
         return self._sharded[*key, weight]
 
     def alone(self, cut: Cut) -> Sharded | None:
-        """The fastest sharding for a cut of the batch and at most one other axis, on the best links there are.
+        """The fastest sharding for a cut of the batch, maybe of experts, and at most one other axis, on the best links.
 
         Those are neighbours' links; of a context axis on a torus, for each collective those that suit it best.
         """
         size = cut.context * cut.tensor
-        if self.cluster.num_devices % size:
+        if self.cluster.num_devices % (size * cut.expert):
             return None
         context, tensor = (size, 1) if cut.context > 1 else (1, size)
-        layout = MeshLayout(1, self.cluster.num_devices // size, context, tensor)
+        layout = MeshLayout(1, self.cluster.num_devices // size // cut.expert, context, tensor, expert=cut.expert)
         if layout not in self._links:
             self._links[layout] = Links.of(self.cluster, layout)
         if self.may_be_better_elsewhere(cut):
             links = replace(self._links[layout], axes=BestPlacedCostModel(self.cluster, layout.sizes))
             return self._sharded_at((cut, "best", layout.group > 1), cut, layout, links, weight=0.0)
         return self.sharded(cut, layout, self._links[layout])
+
+    def least_of_experts(self, cut: Cut) -> float:
+        """Least seconds of one micro-batch in experts and the exchange of their tokens, on the best links there are;
+        infinite if they cannot be cut so."""
+        devices = cut.expert * cut.context * cut.tensor
+        if self.cluster.num_devices % devices:
+            return math.inf
+        layout = MeshLayout(1, self.cluster.num_devices // devices, cut.context, cut.tensor, expert=cut.expert)
+        if layout not in self._links:
+            self._links[layout] = Links.of(self.cluster, layout)
+        links = self._links[layout]
+        if self.cluster.has_direct_links:
+            links = replace(links, axes=BestPlacedCostModel(self.cluster, layout.sizes))
+        return least_of_experts(self.space, cut, batch_prices(links, mixes=True))
 
     def may_be_better_elsewhere(self, cut: Cut) -> bool:
         """Whether a context axis may be faster beside a tensor axis than among neighbours."""
@@ -168,7 +194,7 @@ class LevelOne:
         """The sharding ILP of ``cut``; with both axes, the context axis is fixed to what it does alone."""
         if cut.context == 1 or cut.tensor == 1:
             return Shardings(self.space, cut, prices)
-        along = self.alone(Cut(cut.pieces, cut.context))
+        along = self.alone(replace(cut, tensor=1))
         return None if along is None else Shardings(self.space, cut, prices, along=along.variant)
 
     def _place(self, size: int, stride: int) -> tuple[object, ...]:

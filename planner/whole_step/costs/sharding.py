@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.ir.graph import Graph
+from passes.ir.graph import Graph, Node
 from passes.ir.types import MeshShape
 from passes.repeats.repeated_blocks import BlockRun, find_blocks
 from passes.rules import forward_flops, rule_for
@@ -22,7 +22,7 @@ from planner.sharding_ilp.assignment import Assignment, complete, read_choices
 from planner.sharding_ilp.constraints import Constraint, apply_constraints, foldable_runs, user_constraints
 from planner.sharding_ilp.constraints import Demands as Pins
 from planner.sharding_ilp.lattice import Lattices
-from planner.sharding_ilp.options import OperatorChoices
+from planner.sharding_ilp.options import OperatorChoices, operator_options
 from planner.sharding_ilp.sharding_problem import Problem, build_structure
 from planner.sharding_ilp.sharding_program import ShardingIlp, build_ilp
 from planner.sharding_ilp.space import Roles, fill_options
@@ -94,7 +94,7 @@ class ShardingSpace:
     """What all cuts of one graph have in common, built once.
 
     ``rules`` narrow the options on the tensor axis; ``unconverted`` values must not be converted; ``solver`` solves the
-    programs.
+    programs. ``without_experts``: what an axis of experts divides otherwise than a data axis costs nothing (a bound).
     """
 
     graph: Graph
@@ -107,6 +107,7 @@ class ShardingSpace:
     rules: Rules | None = None
     unconverted: frozenset[str] = frozenset()
     solver: str = HIGHS
+    without_experts: bool = False
 
     @functools.cached_property
     def expert_nodes(self) -> frozenset[str]:
@@ -123,6 +124,29 @@ class ShardingSpace:
         """What an axis ``ep`` must divide: the number of experts of all mixtures; 1 if a model has none."""
         counts = [num_experts(node, self.graph.values) for node in self.graph.nodes if is_experts(node)]
         return math.gcd(*counts) if counts else 1
+
+    @functools.cached_property
+    def mixtures(self) -> tuple[tuple[Node, int], ...]:
+        """The experts of every mixture that is planned, and how many copies of its block there are."""
+        copies = {name: run.num_copies for run in self.runs for name in run.copies[0]}
+        later = {name for run in self.runs for copy in run.copies[1:] for name in copy}
+        nodes = [node for node in self.graph.nodes if node.name in self.expert_nodes and node.name not in later]
+        return tuple((node, copies.get(node.name, 1)) for node in nodes)
+
+    @functools.cached_property
+    def live(self) -> frozenset[str]:
+        """Names of the elements that a gradient comes back from."""
+        return frozenset(use.element for stream in self.structure.streams.values() for use in stream.uses if use.live)
+
+    @functools.cached_property
+    def unpriced(self) -> frozenset[str]:
+        """Without experts, the parameters that these or operators on parameters alone use, and what is made of them: an
+        axis of experts may divide them."""
+        if not self.without_experts:
+            return frozenset()
+        nodes = [node for node in self.graph.nodes if node.name in self.expert_nodes | self.state_nodes]
+        names = {name for node in nodes for name in (*node.inputs, *(value.name for value in node.outputs))}
+        return frozenset(names & self.states)
 
     @functools.cached_property
     def offers(self) -> OperatorChoices:
@@ -167,8 +191,9 @@ class Shardings:
         if along is not None:
             fixed = {name: {**labels, **_labels_on(along, name, CONTEXT)} for name, labels in fixed.items()}
         self.pricing = StepPricing(
-            prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted
-        )
+            prices, cut.mesh, states=space.states, fusion=space.fusion, unconverted=space.unconverted,
+            unpriced=space.unpriced,
+        )  # fmt: skip
         self.problem = _problem(space, cut, self.pricing, fixed)
         self.lattices = Lattices(self.pricing)
         self.divides = all(element.options for element in self.problem.elements.values())
@@ -238,10 +263,13 @@ def _problem(space: ShardingSpace, cut: Cut, pricing: StepPricing, fixed: Mappin
     elements = {name: replace(element, options=[]) for name, element in space.structure.elements.items()}
     searched = CONTEXT if cut.tensor == 1 else TENSOR
     settled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis not in (searched, EXPERT))
-    problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled)
+    sampled = frozenset(index for index, axis in enumerate(cut.mesh.names) if axis == EXPERT)
+    problem = replace(space.structure, mesh=cut.mesh, elements=elements, settled=settled, sampled=sampled)
     roles = Roles(fixed=fixed, whole_states=STATE_AXES, used_states=(EXPERT,))
     fill_options(problem, pricing, offers=space.offers, bound_frozen=False, roles=roles)
     problem = _without_samples(problem, space.followed.labels, problem.mesh.names.index(searched))
+    if space.without_experts:
+        problem = _unpriced(problem, space.expert_nodes | space.state_nodes)
     if space.rules is not None and cut.tensor > 1:
         problem = _narrowed(problem, space.rules(problem))
     return _pinned(problem, space.pins) if space.pins else problem
@@ -261,6 +289,33 @@ def _without_samples(problem: Problem, labels: Mapping[str, str], axis: int) -> 
         for name, element in problem.elements.items()
     }
     return replace(problem, elements=elements)
+
+
+def _unpriced(problem: Problem, nodes: frozenset[str]) -> Problem:
+    """The problem with the options of ``nodes`` at no cost."""
+    elements = {
+        name: replace(
+            element, options=[replace(option, compute=(0.0, 0.0), collectives=()) for option in element.options]
+        )
+        if name in nodes
+        else element
+        for name, element in problem.elements.items()
+    }
+    return replace(problem, elements=elements)
+
+
+def least_of_experts(space: ShardingSpace, cut: Cut, prices: StepPrices) -> float:
+    """Least seconds of one micro-batch in all mixtures' experts and the exchange of their tokens, whatever the types of
+    operands on the searched axes; infinite if they cannot be cut so."""
+    pricing = StepPricing(prices, cut.mesh, states=space.states, fusion=space.fusion)
+    total = 0.0
+    for node, copies in space.mixtures:
+        fixed = _on_sample_axes(space, cut, node.name, space.followed.labels[node.name])
+        options = operator_options(
+            node, space.offers, pricing, live=node.name in space.live, saved=[False], fixed=fixed
+        )
+        total += copies * min((option.seconds for option in options), default=math.inf)
+    return total
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class StepPricing(Pricing):
     """Prices of operators and conversions for one way to cut the batch, the sequence and the tensors.
 
     ``cost_model`` prices compute, and collectives on ``cp`` and ``tp`` and of scalars on ``dp``; the values
-    ``unconverted`` cannot be converted (infinite seconds).
+    ``unconverted`` cannot be converted (infinite seconds), the values ``unpriced`` are converted for nothing.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class StepPricing(Pricing):
         states: frozenset[str],
         fusion: Fusion,
         unconverted: frozenset[str] = frozenset(),
+        unpriced: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(cost_model, mesh)
-        self.unconverted = unconverted
+        self.unconverted, self.unpriced = unconverted, unpriced
         self.prices = cost_model
         self.states = states
         self.fusion = fusion
@@ -107,6 +108,8 @@ class StepPricing(Pricing):
     def step(self, step: Step, value: Value) -> tuple[float, float]:
         if value.name in self.unconverted:
             return math.inf, 0.0
+        if value.name in self.unpriced:
+            return 0.0, 0.0
         if value.name in self.states and self._is_reduced_elsewhere(step):
             return 0.0, 0.0
         return super().step(step, value)
@@ -119,6 +122,8 @@ class StepPricing(Pricing):
     def family(self, value: Value) -> str:
         if value.name in self.unconverted:
             return "unconverted"
+        if value.name in self.unpriced:
+            return "unpriced"
         return "state" if value.name in self.states else ""
 
     def compute(
@@ -277,9 +282,19 @@ class BatchPrices:
 
     ``sample_latency`` is the latency of an all-reduce over the data-parallel group (0 if there is one device in it);
     ``mixes`` allows larger collectives on ``dp``, priced at ``sample_bandwidth`` (statistics of a whole batch).
+    ``axes`` are the mesh's, in order: several take part in one collective only side by side.
     """
 
-    def __init__(self, cost_model: StepPrices, *, sample_latency: float, sample_bandwidth: float, mixes: bool) -> None:
+    def __init__(
+        self,
+        cost_model: StepPrices,
+        *,
+        sample_latency: float,
+        sample_bandwidth: float,
+        mixes: bool,
+        axes: Sequence[str] = (),
+    ) -> None:
+        self.axes = "_".join(axes)
         self.inner = cost_model
         self.compute_seconds = cost_model.compute_seconds
         self.sample_latency, self.sample_bandwidth, self.mixes = sample_latency, sample_bandwidth, mixes
@@ -287,6 +302,8 @@ class BatchPrices:
     def collective_seconds(self, collective: str, *, num_bytes: float, axis: str) -> float:
         if EXPERT in axis.split("_") and axis != EXPERT:
             return math.inf  # the exchange of an axis of experts runs over that alone
+        if "_" in axis and self.axes and axis not in self.axes:
+            return math.inf
         if axis != DATA:
             return float(self.inner.collective_seconds(collective, num_bytes=num_bytes, axis=axis))
         if num_bytes <= SCALAR_BYTES:

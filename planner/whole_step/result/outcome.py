@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from planner.pipeline_ilp.stage_ilp import StageSolution
@@ -28,6 +29,15 @@ class StepSolution:
     def assignment(self) -> Assignment:
         assert self.stages.assignment is not None  # nothing else becomes a solution
         return self.stages.assignment
+
+
+def with_solution(solutions: Sequence[StepSolution], solution: StepSolution) -> list[StepSolution]:
+    """``solutions`` and ``solution``, fastest first; of several with one candidate only the fastest."""
+    previous = next((other for other in solutions if other.candidate == solution.candidate), None)
+    if previous is not None and previous.seconds <= solution.seconds:
+        return list(solutions)  # solved before, or under a sharding that is slower
+    others = [other for other in solutions if other is not previous]
+    return sorted([*others, solution], key=lambda entry: entry.seconds)
 
 
 @dataclass
