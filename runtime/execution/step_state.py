@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -218,15 +218,16 @@ class StepState:
         is_cut = any(shard_dim(info.placement[place]) is not None for place in places)
         return () if is_cut else self._piece_axes  # experts, one rank's alone
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole tensors under the names of the original's state dict, on every rank."""
+    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """Whole tensors under the names of the original's state dict (None: all of them), on every rank."""
         self.check()
         tensors = {}
+        requested = set(self.state_names if names is None else names)
         for info in self.everything():
-            if info.persistent:
+            if info.persistent and requested.intersection(info.names):
                 whole = self._assembled(info, lambda tensor: tensor)
                 tensors.update(dict.fromkeys(info.names, whole))
-        return {name: tensors[name] for name in self.state_names}
+        return {name: tensors[name] for name in self.state_names if name in requested}
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU; every rank must call this."""

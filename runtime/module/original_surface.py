@@ -52,6 +52,11 @@ class OriginalSurface:
             ) from None
 
     @property
+    def original(self) -> torch.nn.Module:
+        """The model that it was made from, its modules and settings without data; to be read, not changed."""
+        return self._engine.model
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the first floating-point parameter (with a ``precision`` of its own: that of the masters)."""
         parameters = (info.owner_dtype for info in self._engine.state.everything() if info.is_parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -27,6 +27,7 @@ from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
+from runtime.weight_files.peft_adapters import has_adapters, save_adapters
 from runtime.zero.norm import clip_gradients
 
 #: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
@@ -313,10 +314,14 @@ class ParallelModule(OriginalSurface, Unwrappable, nn.Module):
         self.plan.save(target)
         self.program.save(target.with_suffix(".py"))
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The original's state dict, with whole tensors, on every rank (all ranks must call it)."""
+    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """The original's state dict, with whole tensors, on every rank (all ranks must call it).
+
+        Args:
+            names: of the tensors to gather; None for all.
+        """
         self._engine.calls.check("calls full_state_dict")
-        return self._state.full_state_dict()
+        return self._state.full_state_dict(names)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take this rank's part of a state dict of the original model (all ranks must call it).
@@ -359,7 +364,8 @@ class ParallelModule(OriginalSurface, Unwrappable, nn.Module):
     def save_pretrained(self, path: str | FilePath, *, dtype: torch.dtype | None = None) -> None:
         """Save the weights as Hugging Face does, with the model's config if it has one (all ranks must call it).
 
-        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share.
+        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share. Of a PEFT model
+        the first rank writes the adapters, for ``PeftModel.from_pretrained``.
 
         Args:
             dtype: of floating-point tensors in the files; None to keep each one's own.
@@ -367,6 +373,9 @@ class ParallelModule(OriginalSurface, Unwrappable, nn.Module):
         Raises:
             ValueError: on all ranks, if tensors are still on meta or the directory is not shared.
         """
+        if has_adapters(self._engine.model):
+            save_adapters(self._engine.model, path, self.full_state_dict, dtype=dtype)
+            return
         save_weights(self.owned(), path, order=self.state_names, dtype=dtype)
         save_config(self._engine.model, path, dtype=dtype)
 

@@ -1,0 +1,1 @@
+"""Other training frameworks on a plan: transformers' Trainer, accelerate, PEFT; each imported by its own name."""

@@ -1,0 +1,283 @@
+"""Hugging Face's ``Trainer`` on a plan: a script changes the import, and is started on several processes.
+
+    from planner.integrations import transformers as hf
+
+    trainer = hf.Trainer(model, args, train_dataset=…, eval_dataset=…)  # was: transformers.Trainer(…)
+
+Batches are those of ``transformers.Trainer`` on one process with ``per_device_train_batch_size`` × processes samples,
+and so are the losses, under whatever mesh; every process reads all samples and takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils import ModelOutput
+
+from planner.integrations.accelerate import Accelerator
+from planner.integrations.saved_training import SavedTraining
+from planner.integrations.short_batches import joined, pieces
+from planner.integrations.torch_compat.framework_internals import (
+    collator_for,
+    count_labels,
+    on_device,
+    train_batch_size,
+)
+from planner.targets import Target
+from planner.trainer.trainer_batches import example_batch
+from runtime.module.parallel_module import ParallelModule
+
+#: The name by which losses of transformers take the number of labels that they are divided by.
+COUNT = "num_items_in_batch"
+
+
+class TransformersTrainer(transformers.Trainer):
+    """``transformers.Trainer`` whose model is sharded as a plan says.
+
+    ``trainer.model`` is a ``ParallelModule`` from the first ``train``, ``evaluate`` or ``predict`` on; the model that
+    was handed over keeps its first weights.
+
+    Args:
+        args: of ``transformers.Trainer``, in the same order.
+        mesh: as in ``planner.compile``; None for the mesh that is best for the processes there are.
+        plan_options: other arguments of ``planner.compile``: ``fix``, ``constraints``, ``memory_limit``, …
+        kwargs: of ``transformers.Trainer``. A loss of the caller's own (``compute_loss`` overridden,
+            ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
+
+    Raises:
+        ValueError: for what is another way to split a model (fsdp, deepspeed), and for fp16.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(
+        self, *args: Any, mesh: Target | None = None, plan_options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self.mesh = mesh
+        self.plan_options = dict(plan_options or {})
+        self._accelerator_arguments: dict[str, Any] = {}
+        self._training = SavedTraining()
+        super().__init__(*args, **kwargs)
+        if self.args.fsdp or self.args.deepspeed or self.args.fp16:
+            raise ValueError(
+                "fsdp, deepspeed and fp16 are other ways to train than a plan's: leave them out (bf16 works)"
+            )
+        # Every process counts the labels of the whole batch.
+        self.args.average_tokens_across_devices = False
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """An accelerator that plans, in the place of accelerate's."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(**self._accelerator_arguments, mesh=self.mesh, plan_options=self.plan_options)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_arguments
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: shards are brought to their device when the model is planned."""
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The sharded model.
+
+        Raises:
+            ValueError: before the first ``train``, ``evaluate`` or ``predict``.
+        """
+        if not isinstance(self.model, ParallelModule):
+            raise ValueError("the model is planned by the first train, evaluate or predict: call one of them before")
+        return self.model
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """By the modules of the original."""
+        return super().get_decay_parameter_names(model.original if isinstance(model, ParallelModule) else model)
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._plan_with(self.train_dataset, train_batch_size(self))
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.model = self.model_wrapped = self.callback_handler.model = prepared[0]
+        return prepared
+
+    def _plan_with(self, dataset: Any, batch_size: int) -> None:
+        """Let the accelerator plan for a whole batch of ``dataset``."""
+        if isinstance(self.model, ParallelModule):
+            return
+        with torch.random.fork_rng():
+            batch = example_batch(dataset, batch_size * self.accelerator.num_processes, collator_for(self))
+        options: dict[str, Any] = {"example_inputs": self._with_count(dict(batch))}
+        if self._has_own_loss():
+            options["loss_fn"] = self._loss_of_outputs
+        self.accelerator.plan_options = {**self.plan_options, **options}
+        self.model.train()
+
+    def _with_count(self, batch: dict[str, Any], count: Any = None) -> dict[str, Any]:
+        """The batch with what losses are divided by, where they take it."""
+        count = count_labels(self, batch) if count is None else count
+        return batch if count is None else {**batch, COUNT: torch.as_tensor(count).round().long()}
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training or isinstance(self.model, ParallelModule):
+            own: nn.Module = self.model
+            return own
+        if self.train_dataset is not None:
+            self._plan_with(self.train_dataset, train_batch_size(self))
+        else:
+            self._plan_with(self._evaluated, self.args.eval_batch_size)
+        parallel = self.accelerator.prepare_model(self.model)
+        self.model = self.model_wrapped = parallel
+        return parallel
+
+    @property
+    def _original(self) -> nn.Module:
+        original: nn.Module = self.model.original if isinstance(self.model, ParallelModule) else self.model
+        return original
+
+    # -- losses ---------------------------------------------------------------------------------------------------
+
+    def _has_own_loss(self) -> bool:
+        overridden = type(self).compute_loss is not TransformersTrainer.compute_loss
+        return overridden or self.compute_loss_func is not None or self.label_smoother is not None
+
+    def _loss_of_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """The loss that the script computes, of outputs that are there already."""
+        inputs = {name: value for name, value in batch.items() if name != COUNT}
+        answer: Any = _Answer(outputs, self._original)
+        loss = self.compute_loss(answer, inputs, num_items_in_batch=batch.get(COUNT))
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one global batch, under any plan."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        batch = self._with_count(on_device(self, inputs), num_items_in_batch)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = (self.model_accepts_loss_kwargs and COUNT in batch) or self.compute_loss_func is not None
+        weight = 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
+        losses = [
+            self.parallel.train_step(**piece, weight=weight * share) * (weight * share)
+            for piece, _, share in pieces(batch, train_batch_size(self) * self.accelerator.num_processes)
+        ]
+        return sum(losses[1:], losses[0])
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.parallel.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.parallel.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', with losses weighed by the samples of a global batch."""
+        self._evaluated = dataloader.dataset
+        size = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = size * self.accelerator.num_processes
+        try:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.args.per_device_eval_batch_size = size
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Outputs and loss of a global batch, whole on every process."""
+        batch = self._with_count(on_device(self, inputs)) if self._has_own_loss() else None
+        size = self.args.eval_batch_size
+        whole = _WholeOutputs(self.parallel, batch, batch_size=size, loss_alone=prediction_loss_only)
+        return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)  # type: ignore[arg-type]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = str(output_dir if output_dir is not None else self.args.output_dir)
+        if not isinstance(self.model, ParallelModule):
+            super()._save(folder, state_dict)
+            return
+        self.model.save_pretrained(folder)
+        if not self.args.should_save:
+            return
+        generation = getattr(self.model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._training.save(output_dir, self.parallel, self.optimizer, self.lr_scheduler, step=self.state.global_step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._training.load(checkpoint, self.accelerator.prepared_model, self.optimizer, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if isinstance(self.model, ParallelModule):
+            self.model.load_pretrained(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self.parallel.load_pretrained(self.state.best_model_checkpoint)
+
+
+Trainer = TransformersTrainer
+
+
+class _Answer:
+    """Stands for a model that has been called: whoever calls it gets its outputs."""
+
+    def __init__(self, outputs: Any, stands_for: nn.Module) -> None:
+        self._outputs, self.stands_for = outputs, stands_for
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outputs
+
+
+class _WholeOutputs:
+    """A parallel module to evaluate, whose outputs are whole, and in a container of transformers'.
+
+    Args:
+        batch: all that the loss of the script's own needs; None where the model computes it.
+        batch_size: samples in a full batch.
+        loss_alone: whether to leave what nobody reads where it is.
+    """
+
+    def __init__(
+        self, parallel: ParallelModule, batch: dict[str, Any] | None, *, batch_size: int, loss_alone: bool
+    ) -> None:
+        self._parallel, self._batch, self.stands_for = parallel, batch, parallel.original
+        self._batch_size, self._loss_alone = batch_size, loss_alone
+
+    def __call__(self, **inputs: Any) -> Any:
+        if inputs.get(COUNT) is not None:
+            inputs[COUNT] = torch.as_tensor(inputs[COUNT]).round().long()
+        batch = inputs if self._batch is None else self._batch
+        outputs = [(self._outputs(piece), count, share) for piece, count, share in pieces(batch, self._batch_size)]
+        if not isinstance(outputs[0][0], Mapping):
+            return outputs[0][0]
+        return ModelOutput(**(outputs[0][0] if len(outputs) == 1 else joined(outputs, self._batch_size)))
+
+    def _outputs(self, batch: dict[str, Any]) -> Any:
+        outputs = self._parallel(**batch)
+        if self._batch is not None:
+            return outputs.outputs
+        if self._loss_alone and isinstance(outputs, Mapping) and "loss" in outputs:
+            return {"loss": outputs["loss"]}
+        return outputs

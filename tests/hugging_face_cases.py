@@ -1,0 +1,156 @@
+"""Scripts with a ``transformers.Trainer``, as their authors wrote them: run with it, and with ours in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import DataLoaderConfiguration
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainingArguments
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+#: Samples of a global batch.
+BATCH = 8
+
+
+def config(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, **changes)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config())
+
+
+def regression() -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config(num_labels=1, problem_type="regression"))
+
+
+def lora() -> PeftModel:
+    """Adapters beside frozen weights; both of their matrices are far from zero."""
+    torch.manual_seed(1)
+    options = {"r": 4, "lora_dropout": 0.0, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    return get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], **options))
+
+
+def samples(count: int, *, values: bool = False) -> list[dict[str, Any]]:
+    """Sequences of tokens with some labels ignored, or with a number each."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index in range(count):
+        tokens = torch.randint(1, 64, (6,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 4] = -100
+        rows.append({"input_ids": tokens, "labels": tokens.float().mean() / 64 if values else labels, "name": "unused"})
+    return rows
+
+
+def arguments(folder: str | Path, batch_size: int, **changes: Any) -> TrainingArguments:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size,
+        "gradient_accumulation_steps": 2, "num_train_epochs": 2, "max_grad_norm": 0.5, "learning_rate": 1e-2,
+        "weight_decay": 0.1, "warmup_steps": 1, "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "epoch",
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error",
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **{**options, **changes})
+
+
+def figures(trainer: Any) -> list[float]:
+    """All that was logged: losses, norms, learning rates, evaluations."""
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_mean")
+    return [record[name] for record in trainer.state.log_history for name in names if name in record]
+
+
+def metrics(predicted: Any) -> dict[str, float]:
+    return {"mean": float(abs(predicted.predictions).mean()), "rows": len(predicted.predictions)}
+
+
+def script(trainer_class: Any, folder: str, batch_size: int, resume: str | None = None, **options: Any) -> Any:
+    """Language modelling: the last batch is short, accumulation is over two batches, norms are clipped."""
+    changes = options.pop("changes", {})
+    trainer = trainer_class(
+        options.pop("model", None) or llama(),
+        arguments(folder, batch_size, **changes),
+        train_dataset=samples(21),
+        eval_dataset=samples(13),
+        compute_metrics=metrics,
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def regression_script(trainer_class: Any, folder: str, batch_size: int, **options: Any) -> Any:
+    """Numbers as labels, two groups of the script's own optimizer, evaluated first, the best weights at the end."""
+    model = regression()
+    head = [*model.score.parameters()]
+    groups = [{"params": head, "lr": 1e-2}, {"params": [*model.model.parameters()], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    trainer = trainer_class(
+        model,
+        arguments(folder, batch_size, load_best_model_at_end=True, num_train_epochs=1),
+        train_dataset=samples(21, values=True),
+        eval_dataset=samples(13, values=True),
+        optimizers=(optimizer, schedule),
+        **options,
+    )
+    trainer.train()
+    trainer.evaluate()
+    return trainer
+
+
+def accelerated(
+    accelerator_class: Any, *, folder: str | None = None, resume: str | None = None, **options: Any
+) -> tuple[list[float], int]:
+    """A loop of accelerate's: losses of an epoch, and how many predictions its evaluation has."""
+    loading = DataLoaderConfiguration(split_batches=True)
+    accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading, **options)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in samples(21)]
+    torch.manual_seed(2)
+    loader = DataLoader(rows, batch_size=BATCH, shuffle=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if resume is not None:
+        accelerator.load_state(resume)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+    if folder is not None:
+        accelerator.save_state(folder)
+    predictions = 0
+    with torch.no_grad():
+        for batch in accelerator.prepare(DataLoader(rows, batch_size=BATCH)):
+            predictions += len(accelerator.gather_for_metrics(model(**batch).logits))
+    return losses, predictions
+
+
+def with_own_loss(trainer_class: Any) -> Any:
+    """A subclass as scripts have them."""
+
+    class OwnLoss(trainer_class):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+            loss = loss / num_items_in_batch + 1e-3 * outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return OwnLoss

@@ -1,0 +1,99 @@
+"""One rank of the tests of Hugging Face's scripts on plans; rank 0 says what was logged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import default_data_collator
+
+import planner
+from planner.integrations import transformers as hf
+from planner.integrations.accelerate import Accelerator
+from runtime.mesh.communication_counter import CommunicationCounter
+from runtime.parameters import local_of
+from tests.hugging_face_cases import (
+    BATCH,
+    accelerated,
+    figures,
+    lora,
+    regression_script,
+    samples,
+    script,
+    with_own_loss,
+)
+from tests.ranks import answer, task
+
+
+def adapters(mesh: str) -> dict[str, Any]:
+    """LoRA under a plan beside one device: how far apart they are, and bytes."""
+    batch = default_data_collator([{name: row[name] for name in ("input_ids", "labels")} for row in samples(BATCH)])
+    alone = lora()
+    parallel = planner.compile(lora(), mesh, example_inputs=batch, fix={"zero": 0})
+    trained = [[one for one in module.parameters() if one.requires_grad] for module in (parallel, alone)]
+    optimizers = [torch.optim.AdamW(parameters, lr=1e-2) for parameters in trained]
+    apart = []
+    for _ in range(3):
+        loss = alone(**batch).loss
+        loss.backward()
+        with CommunicationCounter(parallel.device_mesh) as counter:
+            apart.append(float((parallel.train_step(**batch) - loss).abs() / loss))
+        graded = sum(one.grad is not None for one in parallel.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = parallel.full_state_dict()
+    apart += [float((weights[name] - tensor).abs().max()) for name, tensor in alone.state_dict().items()]
+    own = [local_of(one) for one in trained[0]]
+    states = [value for state in optimizers[0].state.values() for value in state.values() if value.dim()]
+    return {
+        "apart": max(apart),
+        "graded": [graded, len(own)],
+        "adapters": num_bytes(own),
+        "states": num_bytes([state.to_local() for state in states]),
+        "reduced": sum(count[1] for (kind, axis, _), count in counter.counts.items() if axis == "dp"),
+    }
+
+
+def num_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+if __name__ == "__main__":
+    folder = task()
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    batch_size = BATCH // dist.get_world_size()
+    checkpoint = str(Path(folder) / "dp" / "checkpoint-2")
+
+    def run(name: str, **options: Any) -> Any:
+        return script(hf.Trainer, str(Path(folder) / name), batch_size, **options)
+
+    logged: dict[str, Any] = {}
+    first = run("dp", mesh="dp=2")
+    logged["dp=2"] = figures(first)
+    logged["axes"] = first.parallel.plan.step.axes
+    for mesh in ("tp=2", "pp=2"):
+        logged[f"resumed on {mesh}"] = figures(run(mesh, mesh=mesh, resume=checkpoint))
+    once = {"num_train_epochs": 1, "save_strategy": "no"}
+    logged["bf16"] = figures(run("bf16", changes={**once, "bf16": True}))
+    smooth = {**once, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
+    logged["smoothed labels"] = figures(run("smooth", mesh="dp=2", changes=smooth))
+    own = with_own_loss(hf.Trainer)
+    trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
+    logged["own loss"] = figures(trainer)
+    logged["regression"] = figures(regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2"))
+    logged["adapters"] = {mesh: adapters(mesh) for mesh in ("pp=1,dp=2", "pp=1,tp=2", "pp=2")}
+    trained = run("lora", mesh="pp=2", model=lora(), changes={**once, "save_strategy": "epoch"})
+    logged["lora"] = figures(trained)
+    logged["lora resumed"] = figures(
+        run("lora2", mesh="tp=2", model=lora(), resume=str(Path(folder) / "lora" / "checkpoint-2"))
+    )
+    state = str(Path(folder) / "state")
+    logged["accelerate"] = accelerated(Accelerator, folder=state)
+    example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}
+    planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example}}
+    logged["accelerate again"] = accelerated(Accelerator, resume=state, **planned)
+    answer(logged)

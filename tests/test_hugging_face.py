@@ -1,0 +1,107 @@
+"""``transformers.Trainer``'s scripts log under a plan what they log on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+
+from planner.integrations import transformers as hf
+from planner.integrations.accelerate import Accelerator
+from planner.integrations.saved_training import SavedTraining
+from tests.hugging_face_cases import (
+    BATCH,
+    accelerated,
+    arguments,
+    figures,
+    llama,
+    lora,
+    regression_script,
+    script,
+    with_own_loss,
+)
+from tests.ranks import run_on_ranks
+
+ONCE = {"num_train_epochs": 1, "save_strategy": "no"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def logged(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = run_on_ranks("hugging_face_worker", 2, str(folder))
+    return result
+
+
+def close(actual: list[float], expected: list[float], tolerance: float) -> None:
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=tolerance, atol=tolerance / 100)
+
+
+def test_a_script_logs_the_same_on_every_mesh(logged: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """With gradient accumulation, clipping, a short last batch and evaluations; resumed on other meshes."""
+    alone = script(transformers.Trainer, str(tmp_path), BATCH)
+    for name in ("dp=2", "resumed on tp=2", "resumed on pp=2"):
+        close(logged[name], figures(alone), 2e-6)
+    assert logged["axes"]["dp"] == 2
+    saved = transformers.LlamaForCausalLM.from_pretrained(folder / "dp" / "checkpoint-4")
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_script_in_bf16(logged: dict[str, Any], tmp_path: Path) -> None:
+    alone = script(transformers.Trainer, str(tmp_path), BATCH, changes={**ONCE, "bf16": True})
+    close(logged["bf16"], figures(alone), 1e-2)
+
+
+def test_losses_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:
+    """Label smoothing, and ``compute_loss`` overridden: with a pipeline, too."""
+    changes = {**ONCE, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
+    close(logged["smoothed labels"], figures(script(transformers.Trainer, str(tmp_path), BATCH, changes=changes)), 2e-6)
+    own = with_own_loss(transformers.Trainer)
+    close(logged["own loss"], figures(script(own, str(tmp_path), BATCH, changes=ONCE)), 2e-6)
+
+
+def test_numbers_as_labels_and_an_optimizer_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluated after the best weights came back; nothing tells the loss to ignore what fills up a batch."""
+    alone = regression_script(transformers.Trainer, str(tmp_path), BATCH)
+    close(logged["regression"], figures(alone), 2e-6)
+
+
+def test_a_loop_of_accelerates(logged: dict[str, Any], tmp_path: Path) -> None:
+    """Planned at its first call; its state goes on on another mesh."""
+    first = accelerated(accelerate.Accelerator, folder=str(tmp_path))
+    again = accelerated(accelerate.Accelerator, resume=str(tmp_path))
+    for name, (losses, predictions) in (("accelerate", first), ("accelerate again", again)):
+        close(logged[name][0], losses, 2e-6)
+        assert logged[name][1] == predictions == 21
+
+
+def test_other_ways_to_split_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="another way to split a model"):
+        Accelerator(cpu=True, parallelism_config=accelerate.ParallelismConfig())
+    trainer = hf.Trainer(llama(), arguments(tmp_path, BATCH, eval_strategy="no"))
+    with pytest.raises(ValueError, match="planned by the first train, evaluate or predict"):
+        _ = trainer.parallel
+    (tmp_path / "optimizer.pt").touch()
+    with pytest.raises(ValueError, match="as one process holds it"):
+        SavedTraining().load(tmp_path, trainer.model, None, None)
+
+
+def test_adapters_alone_are_trained_reduced_and_saved(logged: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    for measured in logged["adapters"].values():
+        assert measured["apart"] <= 1e-6, measured
+        assert measured["graded"][0] == measured["graded"][1]
+        assert measured["states"] == 2 * measured["adapters"]  # both moments of AdamW
+    data_parallel = logged["adapters"]["pp=1,dp=2"]
+    # Beside the adapters' gradients the loss, and counts of one number each.
+    assert 0 <= data_parallel["reduced"] - data_parallel["adapters"] <= 16
+    alone = script(transformers.Trainer, str(tmp_path), BATCH, model=lora())
+    close(logged["lora"], figures(alone)[: len(logged["lora"])], 2e-6)
