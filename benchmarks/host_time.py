@@ -4,8 +4,9 @@
 
 Every fused operator, chain, collective and unit of weights against the eager operators that it replaces, forward and
 backward apart; whole training steps of tiny models against the models' own ``model(**batch).loss.backward()``.
-Contestants take turns, and of each the quickest round counts: whatever else the machine does only adds. On a machine
-with a GPU the tensors of operators, chains and steps lie there, and kernels are only launched.
+Contestants take turns. Times are those of the quickest round: whatever else the machine does only adds. The ratio is
+the median over pairs of neighbouring rounds, with the quartiles beside it. On a machine with a GPU the tensors of
+operators, chains and steps lie there, and kernels are only launched.
 
 Goals: a call of a fused operator takes at most 30 microseconds longer each way than the operators that it replaces, a
 step no longer than the model's own.
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 #: Goals: microseconds of a fused operator each way beyond what it replaces; a step over the model's own.
@@ -56,7 +58,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of a call: ours and the other's, forward and backward (None where there is none)."""
+    """Microseconds of a call: ours and the other's, forward and backward (None where there is none).
+
+    Attributes:
+        paired: ours over the other in each pair of neighbouring rounds, ascending.
+    """
 
     kind: str
     name: str
@@ -65,10 +71,13 @@ class Row:
     backward: float | None
     other_forward: float
     other_backward: float | None
+    paired: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
-        """Ours over the other, both passes."""
+        """Ours over the other, both passes: in the middle of the pairs, which a busy machine slows both alike."""
+        if self.paired:
+            return median(self.paired)
         return (self.forward + (self.backward or 0.0)) / (self.other_forward + (self.other_backward or 0.0))
 
 
@@ -84,8 +93,11 @@ def measure(comparison: Comparison, *, rounds: int, calls: int) -> Row:
     (forward, backward), (other_forward, other_backward) = (
         (min(one for one, _ in some), min(other for _, other in some)) for some in times
     )
+    paired = sorted(sum(one) / sum(other) for one, other in zip(*times, strict=True))
     two = [None if one.backward is None else value for one, value in zip(contestants, (backward, other_backward))]
-    return Row(comparison.kind, comparison.name, comparison.other, forward, two[0], other_forward, two[1])
+    return Row(
+        comparison.kind, comparison.name, comparison.other, forward, two[0], other_forward, two[1], tuple(paired)
+    )
 
 
 def _microseconds(contestant: Contestant, calls: int) -> tuple[float, float]:
@@ -130,8 +142,8 @@ def run(kinds: Sequence[str], *, rounds: int, calls: int = CALLS, steps: int = S
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = [
-        "| what | name | forward, µs | backward, µs | instead of | forward, µs | backward, µs | ratio |",
-        "|---|---|---:|---:|---|---:|---:|---:|",
+        "| what | name | forward, µs | backward, µs | instead of | forward, µs | backward, µs | ratio | quartiles |",
+        "|---|---|---:|---:|---|---:|---:|---:|---|",
         *(_line(row) for row in rows),
     ]
     return "\n".join(lines)
@@ -142,8 +154,14 @@ def _line(row: Row) -> str:
         "" if value is None else f"{value:.1f}"
         for value in (row.forward, row.backward, row.other_forward, row.other_backward)
     ]
-    cells = [row.kind, row.name, *times[:2], row.other, *times[2:], f"{row.ratio:.2f}"]
+    cells = [row.kind, row.name, *times[:2], row.other, *times[2:], f"{row.ratio:.2f}", _middle_half(row.paired)]
     return f"| {' | '.join(cells)} |"
+
+
+def _middle_half(paired: Sequence[float]) -> str:
+    """From the first to the third quartile of ascending ratios."""
+    quarter = len(paired) // 4
+    return f"{paired[quarter]:.2f}–{paired[-1 - quarter]:.2f}" if paired else ""
 
 
 def beyond_goals(rows: Sequence[Row]) -> list[str]:
@@ -161,7 +179,7 @@ def _longer(row: Row) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=KINDS, help="what to measure (default: all)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which the quickest counts")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds, of which the quickest is the time")
     parser.add_argument("--markdown", type=Path, help="file to write the table to")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args(arguments)

@@ -31,7 +31,8 @@ from runtime.zero.unit import Unit, UnitWeight
 
 #: So small that operators do nothing but be called.
 SMALLEST = Size("smallest", 16, 32, 32, heads=2, groups=2, head=8, batch=1, length=4)
-MODELS = ("tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5")
+MODELS = ("tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-whisper", "tiny-clip", "tiny-opt",
+          "tiny-bloom", "tiny-siglip")  # fmt: skip
 SAMPLES, TOKENS = 2, 4
 LAYERS, WIDTH = 7, 8
 

@@ -29,6 +29,11 @@ def test_backward_takes_all_results_of_a_round() -> None:
     row = measure(Comparison("operator", "", counting, Contestant(lambda: None)), rounds=2, calls=5)
     assert rounds == [3, 5, 5]
     assert row.backward is not None and row.other_backward is None
+    assert len(row.paired) == 2
+
+
+def test_the_ratio_is_that_of_pairs_of_which_one_was_disturbed() -> None:
+    assert Row("step", "", "", 1.0, None, 4.0, None, paired=(0.5, 0.9, 3.0)).ratio == 0.9
 
 
 def test_goals_are_about_operators_each_way_and_about_steps() -> None:
