@@ -31,6 +31,7 @@ from runtime.execution.mixed_precision import cast_floats
 from tests.communication.counting import unlike_plan
 from tests.communication.recorder import Call, Recorder, recorded
 from tests.communication.rules import broken_rules
+from tests.device_thread import backward_on_its_own_thread
 from tests.expert_families import FAMILIES, family_batch, family_model, in_loops
 from tests.parity_worker import build
 from tests.ranks import answer, task
@@ -91,7 +92,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE, eps=epsilon)
         found = []
         for step in range(STEPS):
-            with recorded() if step == 1 else nullcontext() as recorder:
+            backward_thread = backward_on_its_own_thread() if case.get("device_thread") else nullcontext()
+            with backward_thread, recorded() if step == 1 else nullcontext() as recorder:
                 loss = parallel.train_step(*args, **kwargs)
             if recorder is not None:
                 calls = calls_of_all(recorder)

@@ -22,23 +22,34 @@ def two_layers(model: str, name: str, **fix: Any) -> Case:
     return {**case(model, name, **fix), "layers": 2}
 
 
+def on_device_thread(case: Case) -> Case:
+    """Backward passes run on a thread of their own, as on a GPU: see ``tests.device_thread``."""
+    return {**case, "device_thread": True}
+
+
 CASES: tuple[Case, ...] = (
     two_layers("tiny-gpt2", "tied weights on two stages", **PIPELINE, dp=2, schedule="1f1b", zero=1),
     two_layers("tiny-llama", "zero bubbles and split tensors", **PIPELINE, tp=2, schedule="zbv", chunks_per_rank=2),
-    two_layers(
-        "tiny-llama",
-        "several chunks, all recomputed",
-        **PIPELINE,
-        dp=2,
-        schedule="interleaved_1f1b",
-        chunks_per_rank=2,
-        zero=3,
-        recompute="full",
+    on_device_thread(
+        two_layers(
+            "tiny-llama",
+            "several chunks, all recomputed",
+            **PIPELINE,
+            dp=2,
+            schedule="interleaved_1f1b",
+            chunks_per_rank=2,
+            zero=3,
+            recompute="full",
+        )
     ),
     case("tiny-t5", "encoder and decoder on two stages", **PIPELINE, dp=2, schedule="1f1b"),
     two_layers("tiny-vit", "an image model on two stages", **PIPELINE, tp=2, schedule="zb_h1"),
-    two_layers("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=2, recompute="selective"),
-    two_layers("tiny-llama", "loss in chunks", dp=2, tp=2, num_microbatches=2, zero=3, recompute="chunked_loss"),
+    on_device_thread(
+        two_layers("tiny-llama", "split sequences", cp=2, dp=2, num_microbatches=2, zero=2, recompute="selective")
+    ),
+    on_device_thread(
+        two_layers("tiny-llama", "loss in chunks", dp=2, tp=2, num_microbatches=2, zero=3, recompute="chunked_loss")
+    ),
     two_layers(
         "tiny-gpt2", "loss in chunks behind a pipeline", **PIPELINE, tp=2, schedule="zb_h1", recompute="chunked_loss"
     ),
