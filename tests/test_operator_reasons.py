@@ -9,6 +9,7 @@ import pytest
 import planner
 from cost_models import Cluster
 from planner.inspection.operator_reasons import explain
+from tests.expert_models import mixture, mixture_batch
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, PLANS, plan_of
 
@@ -41,6 +42,17 @@ def test_a_rival_costs_what_a_plan_that_is_pinned_to_it_takes_more() -> None:
         pinned = planner.plan(Mlp(layers=4), cluster, **CALL, **PLANS["mesh"], constraints=demands)
         change = pinned.certificate.objective - plan.certificate.objective
         assert rivals[strategy] == pytest.approx(change, rel=1e-6, abs=1e-9 * plan.certificate.objective)
+
+
+def test_experts_are_said_to_lie_over_their_axis() -> None:
+    model, batch = mixture(layers=3), mixture_batch(batch=16)
+    cluster = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    plan = planner.plan(model, cluster, example_inputs=batch, fix={"ep": 2, "dp": 2})
+    reasons = explain(plan, "*", model=model, example_inputs=batch)
+    assert sum(reasons.prices.values()) == pytest.approx(plan.certificate.objective, rel=1e-9)
+    (experts,) = (reason for reason in reasons.operators if "meshwright.experts" in reason.key)
+    assert experts.strategy == "experts over ep"
+    assert {reason.strategy for reason in reasons.operators} <= {"experts over ep", "samples over dp, ep", "not cut"}
 
 
 def test_a_name_that_stands_for_nothing_is_told_what_is_like_it() -> None:

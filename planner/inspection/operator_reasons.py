@@ -11,6 +11,7 @@ from cost_models import Cluster
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
+from passes.rules.expert_rules import is_experts
 from passes.rules.rule import INVARIANT, REPLICATE
 from planner.auditing.graph_walk import Charge
 from planner.inspection.objective_ledger import ObjectiveLedger, objective_ledger
@@ -226,7 +227,7 @@ class _Explainer:
                 what = self._conversion_text(charge, node)
                 conversions[what] = conversions.get(what, 0.0) + seconds
         planned = self.plan.nodes[node.key]
-        strategy = self._strategy(tuple(planned.strategy))
+        strategy = self._strategy(node, tuple(planned.strategy))
         reason = OperatorReason(node.key, node.op, copies, strategy, here, tuple(conversions.items()), None)
         if program is None:
             return reason
@@ -243,13 +244,19 @@ class _Explainer:
         ]
         return f"{'what it gives' if made else 'what it takes'}: {', '.join(changes)}"
 
-    def _strategy(self, labels: tuple[str, ...]) -> str:
-        cuts = [
-            f"{axis}: {label.removeprefix('cut ')}"
+    def _strategy(self, node: Node, labels: tuple[str, ...]) -> str:
+        """What the axes cut; of those that always divide samples only that they do, where no other axis cuts."""
+        cuts = {
+            axis: label.removeprefix("cut ")
             for axis, label, size in zip(self.plan.mesh.names, labels, self.plan.mesh.sizes)
-            if size > 1 and axis not in self.settled and label not in (REPLICATE, INVARIANT)
-        ]
-        return ", ".join(cuts) or "not cut"
+            if size > 1 and label not in (REPLICATE, INVARIANT)
+        }
+        experts = ["experts over ep"] if is_experts(node) and EXPERT in self.settled and EXPERT in cuts else []
+        searched = [f"{axis}: {cut}" for axis, cut in cuts.items() if axis not in self.settled]
+        samples = [axis for axis in cuts if axis in self.settled and not (experts and axis == EXPERT)]
+        if experts or searched or not samples:
+            return ", ".join([*experts, *searched]) or "not cut"
+        return f"samples over {', '.join(samples)}"
 
     # -- what there might be ------------------------------------------------------------------------------------
 
@@ -258,8 +265,8 @@ class _Explainer:
         element = program.problem.elements.get(node.name)
         by_strategy: dict[str, list[Option]] = {}
         for option in () if element is None else element.options:
-            by_strategy.setdefault(self._strategy(option.labels), []).append(option)
-        by_strategy.pop(self._strategy(tuple(self.plan.nodes[node.key].strategy)), None)
+            by_strategy.setdefault(self._strategy(node, option.labels), []).append(option)
+        by_strategy.pop(self._strategy(node, tuple(self.plan.nodes[node.key].strategy)), None)
         assert element is not None or not by_strategy
         own = self._conversions_of(program, None)
         first_look = []
