@@ -74,8 +74,8 @@ class Problem:
     """Elements and streams by name; ``runs`` are the repeated blocks that are folded.
 
     ``settled``: axes (by index) on which nothing is left to choose: a value that everybody takes alike stays so.
-    ``sampled``: axes outside of those that are searched on which the same holds of values that are cut: gathering one
-    there never makes a conversion on an inner axis cheaper.
+    ``sampled``: axes outside of those that are searched on which the same holds of a value that is cut alike at all its
+    ends, which no gathering there makes cheaper to convert on an inner axis, or whole at all of them.
     Element names: the node's name for operators, the value's name for sources, the key for carries and outputs.
     """
 

@@ -33,10 +33,10 @@ integral by itself; w is integer because trees with three or more ends are not a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from passes.ir.types import Placement, R, shard_dim
+from passes.ir.types import I, Placement, R, SpmdType, shard_dim
 from planner.sharding_ilp.lattice import Lattice, Lattices, types_used
 from planner.sharding_ilp.sharding_problem import Problem, Use, ValueStream
 from planner.solvers.linear import LinearProgram
@@ -107,6 +107,11 @@ def stream_lattice(problem: Problem, stream: ValueStream, lattices: Lattices, *,
     return _lattice(problem, stream, problem.produced(stream), _needs(problem, stream), lattices, detours=detours)
 
 
+def _stays(types: Collection[SpmdType]) -> bool:
+    """Whether a value with ``types`` at its ends on one axis is cut alike, or whole, at all of them."""
+    return set(types) <= {R, I} or (len(types) == 1 and all(shard_dim(each) is not None for each in types))
+
+
 def _needs(problem: Problem, stream: ValueStream) -> list[list[Placement]]:
     """What each use of a stream needs under each option of its element."""
     return [problem.needed(use) for use in stream.uses]
@@ -122,8 +127,7 @@ def _lattice(
     detours: bool = False,
 ) -> Lattice:
     ends = set(roots).union(*needs)
-    cut_alike = {axis for axis in problem.sampled if all(shard_dim(where[axis]) is not None for where in ends)}
-    settled = problem.settled | {axis for axis in cut_alike if len({where[axis] for where in ends}) == 1}
+    settled = problem.settled | {axis for axis in problem.sampled if _stays({where[axis] for where in ends})}
     types = types_used(stream.value, ends, settled=settled)
     live = any(use.live for use in stream.uses)
     return lattices.of(stream.value, types, settled=settled, live=live, saved=stream.saved, detours=detours)
