@@ -198,7 +198,7 @@ def steps(device: torch.device) -> Iterator[Comparison]:
         torch.manual_seed(0)
         model = build_model(config, device="cpu").to(device)
         batch = random_batch(config, batch_size=SAMPLES, seq_len=TOKENS)
-        own = {key: tensor.to(device) for key, tensor in batch.items()}
+        own = {key: one.to(device) if isinstance(one, torch.Tensor) else one for key, one in batch.items()}
         eager = _training(model, lambda model=model, own=own: model(**own).loss.backward())
         fix = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "num_microbatches": 1, "recompute": "none"}
         for label, target, options in (("mesh", "dp=1", {}), ("step", slow_devices(1), {"fix": fix})):

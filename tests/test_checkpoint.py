@@ -44,6 +44,18 @@ def test_training_goes_on_with_the_same_losses(tmp_path: Path) -> None:
         assert again.losses(range(step, step + 2)) == wanted
 
 
+def test_what_lies_on_the_host_does_so_whatever_the_default_device(tmp_path: Path) -> None:
+    """A script on GPUs may say ``torch.set_default_device("cuda")``; tensors of meta have no bytes to read into."""
+    first, again = (Training("dp=1") for _ in range(2))
+    manager = CheckpointManager(tmp_path)
+    first.losses(range(1))
+    again.losses(range(1, 2))
+    with torch.device("meta"):
+        manager.save(first.parallel, first.optimizer, step=1, scheduler=first.scheduler)
+        manager.load(again.parallel, again.optimizer, scheduler=again.scheduler)
+    assert again.losses(range(1, 3)) == first.losses(range(1, 3))
+
+
 def test_data_extra_and_random_states_come_back(tmp_path: Path) -> None:
     class Data:
         position = 3

@@ -162,6 +162,17 @@ def test_one_launch_for_each_dtype(implementation: str, monkeypatch: pytest.Monk
     assert launches == [5, 4, 5, 4, 5, 5]
 
 
+def test_what_the_host_counts_is_there_whatever_the_default_device() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    parameter.grad = torch.ones(5)
+    optimizer = kernels.AdamW([parameter], lr=0.1, weight_decay=0.0)
+    adamw_kernels._blocks.cache_clear()
+    with torch.device("meta"):  # as ``torch.set_default_device("cuda")``, but without a GPU
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), torch.full((5,), 0.9))
+    assert float(optimizer.state[parameter]["step"]) == 1.0
+
+
 def test_options_without_a_kernel_are_refused() -> None:
     for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         with pytest.raises(ValueError, match=option):

@@ -256,7 +256,7 @@ class StoredCheckpoint:
     def _empty(self, name: str) -> Piece:
         stored: Any = self.metadata.state_dict_metadata[name]
         shape = tuple(stored.size)
-        return Piece(torch.empty(shape, dtype=stored.properties.dtype), shape, (0,) * len(shape))
+        return Piece(torch.empty(shape, dtype=stored.properties.dtype, device="cpu"), shape, (0,) * len(shape))
 
     def opened(self, file: str) -> BlockReader:
         """A file of the checkpoint."""
@@ -314,7 +314,7 @@ def _read_piece(reader: BlockReader, place: StoredPlace, item: ReadItem, planner
     stored: Any = planner.metadata.state_dict_metadata[item.storage_index.fqn]  # type: ignore[attr-defined]
     dtype: torch.dtype = stored.properties.dtype
     direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-    buffer = target if direct else torch.empty(target.shape, dtype=dtype)
+    buffer = target if direct else torch.empty(target.shape, dtype=dtype, device="cpu")
     memory, width = bytes_of(buffer), dtype.itemsize
     length, starts = runs(place.sizes, tuple(item.storage_offsets), tuple(item.lengths))
     for number, start in enumerate(starts):

@@ -111,7 +111,8 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
                 place = TENSORS if isinstance(value, torch.Tensor) else NUMBERS
                 # Python's numbers have 64 bits.
                 dtype = torch.float64 if isinstance(value, float) else None
-                scalar = torch.as_tensor(value, dtype=dtype).detach().reshape(())
+                device = value.device if isinstance(value, torch.Tensor) else "cpu"
+                scalar = torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(())
                 content[place + name] = Piece(scalar, (), ())
     return content
 

@@ -110,7 +110,7 @@ class AdamW(torch.optim.AdamW):
         state = self.state[param]
         dtype = torch.float32 if param.dtype in _NARROW else param.dtype
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
         if param.dtype in _NARROW and "master" not in state:

@@ -119,8 +119,8 @@ def adamw_launch(
         rows.append([*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), size, first])
         factors.append(_factors(float(entry.step), lr, betas, eps, weight_decay))
     aligned = all(address % 16 == 0 for row in rows for address in row[:_ADDRESSES])
-    columns = torch.tensor(rows, dtype=torch.int64)
-    table = torch.cat([columns, torch.tensor(factors, dtype=torch.float64).view(torch.int64)], 1)
+    columns = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    table = torch.cat([columns, torch.tensor(factors, dtype=torch.float64, device="cpu").view(torch.int64)], 1)
     launch_table(
         table,
         owners,
@@ -157,8 +157,8 @@ def in_order_of(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=64)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Which tensor each block is of (int32, on the device), and the first block of each tensor."""
-    counts = torch.tensor([-(-size // BLOCK) for size in sizes])
-    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    counts = torch.tensor([-(-size // BLOCK) for size in sizes], device="cpu")
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
     return owners.to(device), (counts.cumsum(0) - counts).tolist()
 
 

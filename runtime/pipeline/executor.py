@@ -103,7 +103,7 @@ class PipelineExecutor:
         losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.loss_weight = loss_weight
-        target = torch.empty(self._pipeline.num_microbatches)
+        target = torch.empty(self._pipeline.num_microbatches, device="cpu")
         try:
             self._schedule.step(target=target, losses=losses, return_outputs=False)
             for stage in self._stages:

@@ -192,7 +192,7 @@ def _read_piece(descriptor: int, source: _FileSource, target: torch.Tensor) -> i
     """Read a rectangle into ``target``; the number of bytes."""
     stored, owned = source.stored, source.owned
     direct = target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous()
-    buffer = target if direct else torch.empty(target.shape, dtype=stored.dtype)
+    buffer = target if direct else torch.empty(target.shape, dtype=stored.dtype, device="cpu")
     if buffer.numel() == 0:
         return 0
     memory, width = bytes_of(buffer), stored.dtype.itemsize
