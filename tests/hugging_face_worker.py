@@ -86,11 +86,9 @@ if __name__ == "__main__":
     logged["own loss"] = figures(trainer)
     logged["regression"] = figures(regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2"))
     logged["adapters"] = {mesh: adapters(mesh) for mesh in ("pp=1,dp=2", "pp=1,tp=2", "pp=2")}
-    trained = run("lora", mesh="pp=2", model=lora(), changes={**once, "save_strategy": "epoch"})
-    logged["lora"] = figures(trained)
-    logged["lora resumed"] = figures(
-        run("lora2", mesh="tp=2", model=lora(), resume=str(Path(folder) / "lora" / "checkpoint-2"))
-    )
+    logged["lora"] = figures(run("lora", mesh="pp=2", model=lora()))
+    adapted = str(Path(folder) / "lora" / "checkpoint-2")
+    logged["lora resumed"] = figures(run("lora2", mesh="tp=2", model=lora(), resume=adapted))
     state = str(Path(folder) / "state")
     logged["accelerate"] = accelerated(Accelerator, folder=state)
     example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}
