@@ -58,8 +58,8 @@ def forked(name: str, folder: Path) -> str:
     num_ranks, mesh = MESHES.get(name, (4, ""))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    arguments = ("--mesh", mesh) if mesh else ()
-    script = ROOT / "examples" / f"{name}.py"
+    arguments = (name, *(("--mesh", mesh) if mesh else ()))
+    script = ROOT / "tests" / "example_worker.py"
     return run_script(script, environments, folder=folder, timeout=PATIENCE, arguments=arguments)[0]
 
 
