@@ -10,14 +10,11 @@ and every weight is listed, or why a layout is refused. An interrupted run goes 
 
 from __future__ import annotations
 
-import argparse
-import re
-import tempfile
+import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.parity import TOLERANCES, Case, recorded, run, table
+from benchmarks.parity import Case, run_command
 from tests.expert_families import FAMILIES
 
 #: Layouts: axes, and what else is fixed.
@@ -41,40 +38,10 @@ def all_cases() -> Iterator[Case]:
     """Every model under every layout."""
     for model in FAMILIES:
         for axes, more in LAYOUTS:
-            ranks = 1
-            for size in axes.values():
-                ranks *= size
             fix = {"pp": 1, "dp": 1, "ep": 1, "cp": 1, "tp": 1, "recompute": "none", "zero": 0, **axes, **more}
-            words = [*(f"{name}={size}" for name, size in (*axes.items(), *more.items()))]
-            yield {"name": f"{model} {' '.join(words)}", "model": model, "fix": fix, "ranks": ranks}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
-    parser.add_argument("--record", type=Path, help="add every answer to this file; what is in it is not run again")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    arguments = parser.parse_args()
-    cases = [case for case in all_cases() if re.search(arguments.only, case["name"])]
-    with tempfile.TemporaryDirectory() as folder:
-        record = arguments.record or Path(folder) / "experts.jsonl"
-        earlier = recorded(record)
-        run([case for case in cases if case["name"] not in earlier], record)
-        answers = recorded(record)
-    results = {case["name"]: answers[case["name"]] for case in cases}
-    errors = [entry.get("error", float("inf")) for entry in results.values() if "refused" not in entry]
-    refused = sum("refused" in entry for entry in results.values())
-    wrong = sum(not error <= TOLERANCES["float64"] for error in errors)
-    summary = (
-        f"{len(results)} cases: {len(errors) - wrong} within {TOLERANCES['float64']:.0e} (largest "
-        f"{max(errors, default=0.0):.1e}), {wrong} not, {refused} refused."
-    )
-    print(table(results) + summary)
-    if arguments.markdown:
-        text = "# Mixtures of experts on real processes against one device\n\n"
-        text += f"`python -m benchmarks.expert_parity --markdown PATH`. {summary}\n\n{table(results)}"
-        arguments.markdown.write_text(text, encoding="utf-8")
+            words = [f"{name}={size}" for name, size in (*axes.items(), *more.items())]
+            yield {"name": f"{model} {' '.join(words)}", "model": model, "fix": fix, "ranks": math.prod(axes.values())}
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, "Mixtures of experts on real processes against one device", list(all_cases()))

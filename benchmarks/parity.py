@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,41 +220,46 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(found: dict[str, dict[str, Any]], tolerances: dict[str, float]) -> str:
-    """The table under what it shows."""
-    largest = []
+def page(title: str, command: str, cases: list[Case], answers: dict[str, dict[str, Any]]) -> tuple[str, int]:
+    """The table under how many cases are within which tolerance, and the number of those that are not."""
+    parts, wrong = [], 0
     for dtype, tolerance in TOLERANCES.items():
-        errors = [found[name].get("error", float("inf")) for name in found if tolerances[name] == tolerance]
-        if errors:
-            largest.append(f"{len(errors)} cases in {dtype} (allowed {tolerance:.0e}, largest {max(errors):.1e})")
-    return (
-        "# Steps on real processes against one device\n\n"
-        "`python -m benchmarks.parity --markdown PATH`: three AdamW steps on gloo processes and alone; the largest\n"
-        "relative error of losses, all gradients and all weights. Batches have uneven numbers of valid labels;\n"
-        f"operators are fused. {' and '.join(largest)}.\n\n{table(found)}"
-    )
+        chosen = [answers[entry["name"]] for entry in cases if entry.get("dtype", "float64") == dtype]
+        errors = [answer.get("error", float("inf")) for answer in chosen if "refused" not in answer]
+        beyond = sum(not error <= tolerance for error in errors)
+        wrong += beyond
+        if chosen:
+            parts.append(
+                f"{len(chosen)} cases in {dtype}: {len(errors) - beyond} within {tolerance:.0e} (largest "
+                f"{max(errors, default=0.0):.1e}), {beyond} not, {len(chosen) - len(errors)} refused."
+            )
+    return f"# {title}\n\n`{command} --markdown PATH`. {' '.join(parts)}\n\n{table(answers)}", wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_command(description: str, title: str, cases: list[Case]) -> None:
+    """Run the cases that the command's options name, print their page, and exit with 1 if one is beyond tolerance.
+
+    Args:
+        description: a module's docstring; its second paragraph is the command.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
     parser.add_argument("--record", type=Path, help="add every answer to this file; what is in it is not run again")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     arguments = parser.parse_args()
-    chosen = [entry for entry in all_cases() if re.search(arguments.only, entry["name"])]
+    chosen = [entry for entry in cases if re.search(arguments.only, entry["name"])]
     with tempfile.TemporaryDirectory() as folder:
         record = arguments.record or Path(folder) / "parity.jsonl"
-        done = recorded(record)
-        run([entry for entry in chosen if entry["name"] not in done], record)
+        earlier = recorded(record)
+        run([entry for entry in chosen if entry["name"] not in earlier], record)
         answers = recorded(record)
-    found = {entry["name"]: answers[entry["name"]] for entry in chosen}
-    print(table(found))
-    tolerances = {entry["name"]: TOLERANCES[entry.get("dtype", "float64")] for entry in chosen}
-    wrong = [name for name, entry in found.items() if not entry.get("error", 1.0) <= tolerances[name]]
-    print(f"{len(found)} cases, {len(wrong)} beyond tolerance ({TOLERANCES}): {wrong}")
+    command = description.split("\n\n")[1].split("[")[0].strip()
+    text, wrong = page(title, command, chosen, {entry["name"]: answers[entry["name"]] for entry in chosen})
+    print(text)
     if arguments.markdown:
-        arguments.markdown.write_text(page(found, tolerances), encoding="utf-8")
+        arguments.markdown.write_text(text, encoding="utf-8")
+    sys.exit(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, "Steps on real processes against one device", all_cases())
