@@ -13,6 +13,7 @@ from passes.capture import keep_float64
 from planner.verification.verify_model import slow_devices
 from runtime.checkpoint import CheckpointManager
 from tests.parity_worker import build
+from tests.patience import PATIENCE
 from tests.ranks import answer, task
 from tests.tracing import traced_once
 
@@ -40,7 +41,7 @@ def main() -> None:
                 loss_fn=loss_fn,
                 example_inputs=args or kwargs,
                 fix=fix,
-                time_limit=10.0,
+                time_limit=PATIENCE,
             )
             optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
             if not losses:

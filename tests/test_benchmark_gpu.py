@@ -70,7 +70,7 @@ def test_what_fails_crashes_or_hangs_leaves_the_others_alone(tmp_path: Path) -> 
 def test_a_part_whose_time_is_spent_is_cut_off(tmp_path: Path) -> None:
     # The server of processes has done its imports by then, however long they take.
     assert run_part(Part("first", "First", PATIENCE, (item("good"),)), TINY, tmp_path / "first")[0].holds
-    part = Part("late", "Late", 3.0, (item("hanging"), item("good")))
+    part = Part("late", "Late", 8.0, (item("hanging"), item("good")))
     statuses = [outcome.status for outcome in run_part(part, TINY, tmp_path)]
     assert statuses == ["cut off: the part's time was spent", "left out: the part's time was spent"]
 

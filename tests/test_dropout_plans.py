@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def results() -> dict[str, float]:
-    found: dict[str, float] = run_on_ranks("dropout_worker", 4, CASES, timeout=600)
+    found: dict[str, float] = run_on_ranks("dropout_worker", 4, CASES)
     return found
 
 

@@ -16,6 +16,7 @@ import planner
 from passes.capture import keep_float64
 from planner.verification.verify_model import slow_devices
 from runtime.checkpoint import CheckpointManager
+from tests.patience import PATIENCE
 from tests.ranks import answer, task
 from tests.tracing import traced_once
 
@@ -64,7 +65,7 @@ def train(case: dict[str, Any], manager: CheckpointManager, folder: Path) -> dic
     torch.manual_seed(3)
     alone = OddModel(tied=case["tied"]).double()
     parallel = planner.compile(
-        copy.deepcopy(alone), slow_devices(4), example_inputs=BATCH, fix=case["fix"], time_limit=10.0
+        copy.deepcopy(alone), slow_devices(4), example_inputs=BATCH, fix=case["fix"], time_limit=PATIENCE
     )
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (parallel, alone)]
     differences: dict[str, float] = {}
