@@ -4,7 +4,7 @@ Start at ``Cluster`` (what there is) and ``CostModel`` (what things cost there u
 """
 
 from cost_models.cluster import Cluster
-from cost_models.collectives import collective_seconds, send_recv
+from cost_models.collectives import collective_seconds
 from cost_models.cost_model import CostModel
 from cost_models.efficiency import Curve, Efficiency, Tiling
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
@@ -23,6 +23,5 @@ __all__ = [
     "StateBytes",
     "Tiling",
     "collective_seconds",
-    "send_recv",
     "state_bytes",
 ]

@@ -236,11 +236,6 @@ def collective_seconds(
     return seconds_over(collective, num_bytes=num_bytes, spans=spans)
 
 
-def send_recv(*, num_bytes: float, latency: float, bandwidth: float) -> float:
-    """Seconds to pass ``num_bytes`` from one device to another."""
-    return collective_seconds("send_recv", num_bytes=num_bytes, group_size=2, latency=latency, bandwidth=bandwidth)
-
-
 def _protocols(spans: Sequence[Span], collective: str) -> list[tuple[Protocol, ...]]:
     """For each protocol of the innermost level, what it is on every level (the level's first where it has none)."""
     size = group_size(spans)

@@ -23,7 +23,7 @@ MASTER_COPY_DTYPES = frozenset(dtype for dtype, size in ITEM_SIZE.items() if "fl
 
 
 #: Share of a device's memory that plans leave to what they do not count: 3% is what the caching allocator loses to
-#: fragmentation (``Allocator``), the rest is for buffers of communicators (NCCL holds some hundred MiB for each),
+#: fragmentation in training runs, the rest is for buffers of communicators (NCCL holds some hundred MiB for each),
 #: workspaces, and pools of CUDA graphs.
 HEADROOM = 0.06
 
@@ -127,44 +127,3 @@ def zero_state_bytes(
     return StateBytes(
         parameter_bytes(parameters, stored), gradient_bytes(gradients, gradient_dtype or stored), optimizer_state
     )
-
-
-@dataclass(frozen=True)
-class Allocator:
-    """How a caching allocator rounds and wastes; the defaults are those of PyTorch's for CUDA.
-
-    Attributes:
-        rounding: bytes that every tensor's memory is a multiple of.
-        small, small_segment: tensors of up to ``small`` bytes share segments of ``small_segment`` bytes.
-        medium, medium_segment: larger ones of less than ``medium`` bytes share segments of ``medium_segment`` bytes.
-        large_rounding: segments of still larger ones are multiples of this.
-        fragmentation: share of what tensors take that is reserved but not usable. Not a constant of the allocator but
-            what well-behaved training runs show: their reserved memory is a few percent over the allocated.
-    """
-
-    rounding: int = 512
-    small: int = 1 << 20
-    small_segment: int = 2 << 20
-    medium: int = 10 << 20
-    medium_segment: int = 20 << 20
-    large_rounding: int = 2 << 20
-    fragmentation: float = 0.03
-
-    def tensor_bytes(self, num_bytes: float) -> int:
-        """Memory that one tensor of ``num_bytes`` takes of its segment: at least one rounding unit, unless empty."""
-        return _rounded_up(num_bytes, self.rounding)
-
-    def segment_bytes(self, num_bytes: float) -> int:
-        """Memory reserved for one tensor for which no cached segment has room."""
-        block = self.tensor_bytes(num_bytes)
-        if block <= self.small:
-            return self.small_segment if block else 0
-        return self.medium_segment if block < self.medium else _rounded_up(block, self.large_rounding)
-
-    def reserved_bytes(self, peak_bytes: float) -> int:
-        """Memory reserved by a run whose tensors take ``peak_bytes`` at their peak."""
-        return _rounded_up(peak_bytes * (1.0 + self.fragmentation), self.large_rounding)
-
-
-def _rounded_up(num_bytes: float, unit: int) -> int:
-    return math.ceil(num_bytes / unit) * unit

@@ -118,11 +118,6 @@ def simulate(step: PipelineStep, *, timeline: bool = False, memory: bool = False
     )
 
 
-def mfu(*, flops: float, seconds: float, num_devices: int, peak_flops: float) -> float:
-    """Model flops utilisation: the model's flops of one step over what the devices could do in ``seconds``."""
-    return flops / (seconds * num_devices * peak_flops)
-
-
 def _rank_report(
     player: Player,
     curve: list[tuple[float, float]],

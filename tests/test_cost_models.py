@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, CostModel, LinkLevel, collective_seconds, send_recv, state_bytes
+from cost_models import Cluster, CostModel, LinkLevel, collective_seconds, state_bytes
 from cost_models.dtypes import ITEM_SIZE, item_size
 from cost_models.hardware import crossed_levels
 from cost_models.memory import optimizer_bytes
@@ -35,7 +35,7 @@ def test_collectives_equal_their_closed_forms(collective, expected, num_devices)
 def test_latency_and_bandwidth_enter_where_they_should():
     link = {"latency": 1e-5, "bandwidth": 1e9}
     assert collective_seconds("all_gather", num_bytes=1e9, group_size=4, **link) == pytest.approx(1e-5 + 0.75)
-    assert send_recv(num_bytes=2e9, **link) == pytest.approx(1e-5 + 2)
+    assert collective_seconds("send_recv", num_bytes=2e9, group_size=2, **link) == pytest.approx(1e-5 + 2)
 
 
 def test_one_device_communicates_nothing():

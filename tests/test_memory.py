@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.memory import Allocator, StateBytes, state_bytes, zero_state_bytes
-
-MIB = 1 << 20
+from cost_models.memory import StateBytes, state_bytes, zero_state_bytes
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (1, 1, 2))])
@@ -67,25 +65,3 @@ def test_what_does_not_exist_is_refused():
         zero_state_bytes(10, "float32", stage=4, group_size=2)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         zero_state_bytes(10, "float32", stage=1, group_size=0)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "block", "segment"),
-    [
-        (0, 0, 0),
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB + 1, 11 * MIB + 512, 12 * MIB),
-    ],
-)
-def test_rounding_of_the_cuda_caching_allocator(num_bytes: int, block: int, segment: int):
-    assert Allocator().tensor_bytes(num_bytes) == block
-    assert Allocator().segment_bytes(num_bytes) == segment
-
-
-def test_reserved_memory_is_a_few_percent_over_the_peak():
-    assert Allocator().reserved_bytes(100 * MIB) == 104 * MIB
-    assert Allocator(fragmentation=0.0).reserved_bytes(100 * MIB) == 100 * MIB

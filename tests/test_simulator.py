@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cost_models.pipeline_play import programs
 from cost_models.schedules import SCHEDULES, in_flight, rank_of_chunk
-from cost_models.simulator import Event, mfu, simulate
+from cost_models.simulator import Event, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 from cost_models.step_time import layer_sum
 from cost_models.streams import Streams, action_map, layer_tasks, play
@@ -173,10 +173,6 @@ def test_receives_delay_the_receiver_not_the_sender() -> None:
 def test_optimizer_waits_for_all_gradients_and_gathers_after() -> None:
     report = simulate(equal_step("1f1b", num_ranks=2, num_microbatches=2, update_step=0.5, gather_step=0.25))
     assert report.seconds == pytest.approx(report.pipeline_seconds + 0.75)
-
-
-def test_model_flops_utilisation() -> None:
-    assert mfu(flops=6e15, seconds=2.0, num_devices=3, peak_flops=1e15) == 1.0
 
 
 steps = st.sampled_from(list(SCHEDULES)).flatmap(lambda schedule: any_steps(schedule, 2, 4))

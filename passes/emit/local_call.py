@@ -92,11 +92,6 @@ class Writer:
         return tuple(name for name, choice, _ in self.axes if choice.factor is not None and P in choice.outputs)
 
     @property
-    def sharded_axes(self) -> tuple[str, ...]:
-        """Mesh axes on which the output is sharded."""
-        return tuple(name for name, _, place in self.axes if shard_dim(self.output.placement[place]) is not None)
-
-    @property
     def takes_partial(self) -> bool:
         """Whether an operand is a partial sum on some axis."""
         return any(tensor.placement[place] == P for tensor in self.call.inputs for _, _, place in self.axes)

@@ -15,8 +15,6 @@ from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Var
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
 from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures, unit_figures
 
-_REST = "rest"
-
 
 @dataclass(frozen=True)
 class Sharded:
