@@ -20,7 +20,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
-from cost_models.memory import Allocator
+from cost_models.memory import reserved_bytes
 from passes.plan.step_plan import StepPlan
 from planner import planning
 from planner.library import load_config
@@ -109,7 +109,7 @@ def split_by_rule(run: PublishedRun, tensor: Splitter, config: Any, cluster: Clu
 def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> Comparison:
     tokens = run.global_batch * run.seq_len
     seconds = published_seconds(run, step, config, num_devices)
-    reserved = Allocator().reserved_bytes(max(rank.total for rank in step.memory))
+    reserved = reserved_bytes(max(rank.total for rank in step.memory))
     return Comparison(
         run=run,
         predicted_speed=tokens / step.costs.simulated / num_devices,

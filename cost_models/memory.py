@@ -23,7 +23,7 @@ MASTER_COPY_DTYPES = frozenset(dtype for dtype, size in ITEM_SIZE.items() if "fl
 
 
 #: Share of a device's memory that plans leave to what they do not count: 3% is what the caching allocator loses to
-#: fragmentation in training runs, the rest is for buffers of communicators (NCCL holds some hundred MiB for each),
+#: fragmentation (``reserved_bytes``), the rest is for buffers of communicators (NCCL holds some hundred MiB for each),
 #: workspaces, and pools of CUDA graphs.
 HEADROOM = 0.06
 
@@ -127,3 +127,12 @@ def zero_state_bytes(
     return StateBytes(
         parameter_bytes(parameters, stored), gradient_bytes(gradients, gradient_dtype or stored), optimizer_state
     )
+
+
+def reserved_bytes(peak_bytes: float) -> int:
+    """Memory that a caching allocator reserves in a run whose tensors take ``peak_bytes`` at their peak.
+
+    Segments of PyTorch's for CUDA are multiples of 2 MiB, and well-behaved training runs reserve a few percent more
+    than they allocate.
+    """
+    return math.ceil(peak_bytes * 1.03 / (2 << 20)) * (2 << 20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.memory import StateBytes, state_bytes, zero_state_bytes
+from cost_models.memory import StateBytes, reserved_bytes, state_bytes, zero_state_bytes
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (1, 1, 2))])
@@ -65,3 +65,7 @@ def test_what_does_not_exist_is_refused():
         zero_state_bytes(10, "float32", stage=4, group_size=2)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         zero_state_bytes(10, "float32", stage=1, group_size=0)
+
+
+def test_reserved_memory_is_a_few_percent_over_the_peak():
+    assert reserved_bytes(100 * 2**20) == 104 * 2**20
