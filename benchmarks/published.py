@@ -1,193 +1,110 @@
-"""Published training runs, each planned with everything fixed as its source says: predicted against published.
+"""Published training runs, predicted against published, and the medians by family before and after.
 
-    python -m benchmarks.published                 # all runs of published_runs.toml
-    python -m benchmarks.published titan MPT-7B    # those whose name contains one of these
+    python -m benchmarks.published                          # all runs of published_runs/, some minutes
+    python -m benchmarks.published titan MPT-7B             # those whose name contains one of these
+    python -m benchmarks.published MPT --write              # store their predictions, and results/published.md
+    python -m benchmarks.published --no-runs                # only the medians, of what is stored
+    python -m benchmarks.published --before old.json        # medians against another revision's stored predictions
 
-A row's ratios are predicted / published: speed (tokens/s of a device, whatever the source states converted to it), and
-memory of the fullest device, as a caching allocator reserves it. Memory does not bind unless the row says so: what a
-run needs is what is compared. Efficiency curves are one set a device; ``use`` says which runs were looked at for them.
+"Before" is what is stored in results/published_predictions.json unless ``--before`` says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from cost_models import Cluster
-from cost_models.hardware import DeviceGroup
-from cost_models.memory import reserved_bytes
-from passes.plan.step_plan import StepPlan
-from planner import planning
-from planner.library import load_config
-from planner.whole_step.best_first import Search
-from planner.whole_step.candidates.demands import Demands, read_demands
-from planner.whole_step.candidates.expert_layouts import BaselineSpace, Splitter
-from planner.whole_step.plan_step import plan_step
-from planner.whole_step.result.plan_of_solution import extract, judge
+from benchmarks.published_scores import (
+    RECENT,
+    Predictions,
+    as_prediction,
+    coverage,
+    falls_behind,
+    read_predictions,
+    score_table,
+    scoreboard_errors,
+    write_predictions,
+    write_residuals,
+)
+from benchmarks.published_table import Comparison, PublishedRun, compare, published_runs, table_row
 
-RUNS_FILE = Path(__file__).with_name("published_runs.toml")
-#: Memory for devices of which too much is asked: the comparison is with what the run needs.
-AMPLE_BYTES = 1e13
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """One run; fields as ``published_runs.toml`` explains them."""
-
-    name: str
-    use: str
-    source: str
-    model: str
-    cluster: str
-    global_batch: int
-    seq_len: int
-    compiled: bool
-    fix: Mapping[str, Any]
-    published: Mapping[str, float]
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    network_gbps: float | None = None
-    memory_binds: bool = False
-    tensor: Splitter | None = None
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Predicted and published: tokens/s of one device, GiB of the fullest; None where the source says nothing."""
-
-    run: PublishedRun
-    predicted_speed: float
-    published_speed: float | None
-    predicted_gib: float
-    published_gib: float | None
-
-    @property
-    def speed_ratio(self) -> float | None:
-        return None if self.published_speed is None else self.predicted_speed / self.published_speed
-
-    @property
-    def memory_ratio(self) -> float | None:
-        return None if self.published_gib is None else self.predicted_gib / self.published_gib
-
-
-def published_runs() -> tuple[PublishedRun, ...]:
-    """All runs of the table."""
-    entries = tomllib.loads(RUNS_FILE.read_text(encoding="utf-8"))["runs"]
-    return tuple(PublishedRun(**entry) for entry in entries)
-
-
-def compare(run: PublishedRun, *, gap: float = Demands.gap) -> Comparison:
-    """Plan ``run``, to ``gap`` of the best, and set its step beside what was published."""
-    config = config_of(run)
-    cluster = cluster_of(run)
-    if run.tensor is None:
-        # Their own software ran these, without our kernels, and what ran fitted: no headroom.
-        graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
-        demands = read_demands(run.fix, compiled=run.compiled, headroom=0.0, gap=gap)
-        step = plan_step(graph, cluster, demands).step
-    else:
-        step = split_by_rule(run, run.tensor, config, cluster)
-    assert step is not None
-    return comparison(run, step, config, cluster.num_devices)
-
-
-def split_by_rule(run: PublishedRun, tensor: Splitter, config: Any, cluster: Cluster) -> StepPlan | None:
-    """The step with layers split as the run's software splits them, where the planner would split otherwise."""
-    graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
-    level_one = BaselineSpace(graph, config=config, compiled=run.compiled).level_one(tensor, cluster)
-    search = Search(level_one, cluster, read_demands(run.fix, compiled=run.compiled))
-    outcome = search.run()
-    best = min((judge(solution) for solution in outcome.solutions), key=lambda each: each.report.seconds)
-    return extract(search, outcome, best, [], cluster=cluster, constraints={}).step
-
-
-def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> Comparison:
-    tokens = run.global_batch * run.seq_len
-    seconds = published_seconds(run, step, config, num_devices)
-    reserved = reserved_bytes(max(rank.total for rank in step.memory))
-    return Comparison(
-        run=run,
-        predicted_speed=tokens / step.costs.simulated / num_devices,
-        published_speed=None if seconds is None else tokens / seconds / num_devices,
-        predicted_gib=reserved / 2**30,
-        published_gib=run.published.get("gib"),
-    )
-
-
-def published_seconds(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> float | None:
-    """Seconds of a step, from whatever measure of speed the source gives."""
-    found = run.published
-    if "seconds" in found:
-        return found["seconds"]
-    if "tokens_per_second" in found:
-        return run.global_batch * run.seq_len / (found["tokens_per_second"] * num_devices)
-    if "tflops" in found:
-        return step.costs.flops / (found["tflops"] * 1e12 * num_devices)
-    if "hardware_tflops" in found:
-        return recomputed_flops(run, config) / (found["hardware_tflops"] * 1e12 * num_devices)
-    return None
-
-
-def recomputed_flops(run: PublishedRun, config: Any) -> float:
-    """96·B·s·l·h²·(1 + s/6h + V/16lh): a step with all layers recomputed (Narayanan et al. 2021, equation 3)."""
-    layers, width, vocabulary = config.num_hidden_layers, config.hidden_size, config.vocab_size
-    share = 1 + run.seq_len / (6 * width) + vocabulary / (16 * layers * width)
-    return float(96 * run.global_batch * run.seq_len * layers * width**2 * share)
-
-
-def config_of(run: PublishedRun) -> Any:
-    """The library's config with the run's overrides."""
-    config = load_config(run.model)
-    for name, value in run.overrides.items():
-        setattr(config, name, value)
-    return config
-
-
-def cluster_of(run: PublishedRun) -> Cluster:
-    """The run's cluster, with its own network, and ample memory unless memory binds."""
-    cluster = Cluster.parse(run.cluster)
-    groups = cluster.groups
-    if not run.memory_binds:
-        groups = tuple(
-            DeviceGroup(dataclasses.replace(group.device, memory_bytes=AMPLE_BYTES), group.count) for group in groups
-        )
-    levels = cluster.levels
-    if run.network_gbps is not None:
-        levels = (*levels[:-1], dataclasses.replace(levels[-1], bandwidth=run.network_gbps * 1e9 / 8))
-    return dataclasses.replace(cluster, groups=groups, levels=levels)
-
-
-def table_row(result: Comparison) -> str:
-    """One line of the table."""
-    run = result.run
-    speed, memory = (_cell(*pair) for pair in _pairs(result))
-    return f"{run.name:24} {run.use:12} {speed:>26} {memory:>22}  {run.source}{'; ' * bool(run.why)}{run.why}"
-
-
-def _pairs(result: Comparison) -> tuple[tuple[float, float | None], tuple[float, float | None]]:
-    speed = (result.predicted_speed, result.published_speed)
-    return speed, (result.predicted_gib, result.published_gib)
-
-
-def _cell(predicted: float, published: float | None) -> str:
-    if published is None:
-        return f"{predicted:,.1f} /      -     -"
-    return f"{predicted:,.1f} / {published:,.1f} {predicted / published:5.2f}"
+RESULTS_FILE = Path(__file__).parent / "results" / "published.md"
 
 
 def main() -> None:
+    arguments = parse_arguments()
+    before = read_predictions() if arguments.before is None else read_predictions(arguments.before)
+    results = [] if arguments.no_runs else list(printed(arguments.names))
+    after = {**read_predictions(), **{result.run.name: as_prediction(result) for result in results}}
+    if arguments.write:
+        after = dict(write_predictions(results))
+        write_residuals(after)
+        RESULTS_FILE.write_text(results_page(after), encoding="utf-8")
+    print(score_table(published_runs(), before, after))
+    print(covered_text(after))
+    for name, error in scoreboard_errors(after).items():
+        print(f"mean error of {name} runs: {error:.4f}")
+    for sentence in falls_behind(after):
+        print(f"worse than the scoreboard allows: {sentence}")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="runs whose name contains one of these (default: all)")
-    names = parser.parse_args().names
-    print(f"{'run':24} {'use':12} {'tokens/s a device':>26} {'GiB':>22}  source")
+    parser.add_argument("--no-runs", action="store_true", help="predict nothing, report what is stored")
+    parser.add_argument("--before", type=Path, help="a file of stored predictions to compare with")
+    parser.add_argument("--write", action="store_true", help="store predictions and results/published.md")
+    return parser.parse_args()
+
+
+def printed(names: list[str]) -> Iterator[Comparison]:
+    """Predict the runs that ``names`` choose, and print each as it is done."""
+    print(f"{'run':34} {'half':11} {'tokens/s a device':>26} {'GiB':>22}  source")
     for run in published_runs():
         if not names or any(name in run.name for name in names):
-            print(table_row(compare(run)), flush=True)
+            result = compare(run)
+            print(table_row(result), flush=True)
+            yield result
+
+
+def results_page(predictions: Predictions) -> str:
+    """``results/published.md``: the scores, and every run with its ratios."""
+    runs = published_runs()
+    lines = [
+        "# Published runs: predicted over published",
+        "",
+        f"{len(runs)} runs of `benchmarks/published_runs/`, written by `python -m benchmarks.published --write`. A"
+        " speed above 1 is too fast. Halves are",
+        "decided by a hash of a run's name; calibration runs may set constants, test runs judge them.",
+        "",
+        score_table(runs, {}, predictions),
+        "",
+        covered_text(predictions),
+        "",
+        "| run | half | family | software | speed | memory | open | likely reason |",
+        "|---|---|---|---:|---:|---:|---|---|",
+        *(_page_row(run, predictions) for run in runs if run.name in predictions),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def covered_text(predictions: Predictions) -> str:
+    """How many runs lie in their nominal 90% intervals: of the test half, and of its recent ones."""
+    tests = [run for run in published_runs() if run.split == "test"]
+    recent = [run for run in tests if run.software >= RECENT]
+    (inside, total), (inside_recent, total_recent) = (coverage(runs, predictions) for runs in (tests, recent))
+    return (
+        f"Intervals of nominal 90% cover {inside} of {total} test runs ({inside / max(1, total):.0%}), of those with"
+        f" software of {RECENT} on {inside_recent} of {total_recent} ({inside_recent / max(1, total_recent):.0%})."
+    )
+
+
+def _page_row(run: PublishedRun, predictions: Predictions) -> str:
+    ratios = [predictions[run.name][name] for name in ("speed", "memory")]
+    speed, memory = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    family = f"{run.family}, {run.device}"
+    return f"| {run.name} | {run.split} | {family} | {run.software} | {speed} | {memory} | {run.open} | {run.why} |"
 
 
 if __name__ == "__main__":

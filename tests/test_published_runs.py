@@ -6,19 +6,30 @@ import functools
 
 import pytest
 
-from benchmarks.published import Comparison, PublishedRun, compare, published_runs, recomputed_flops
+from benchmarks.published_scores import (
+    CHIPS,
+    falls_behind,
+    read_predictions,
+    residual_quantiles,
+    scoreboard_errors,
+    speed_ratios,
+)
+from benchmarks.published_table import Comparison, PublishedRun, compare, published_runs, recomputed_flops
+from cost_models.step_interval import published_residuals
 from planner.library import load_config
 
 RUNS = {run.name: run for run in published_runs()}
 #: What was asked of predictions: within 15% of the measurement.
 TOLERANCE = 0.15
-#: Runs that no curve was set by, and how near they come.
+#: Runs of the test half, and how near predictions come.
 UNSEEN = {
-    "titan 405B, tp=8 on 128": 0.10,
-    "Megatron 175B on 1,024": 0.10,
-    "Megatron 1T on 512": 0.15,
-    "titan 70B, tp=8 on 256": 0.10,
+    "Megatron 175B on 768": 0.10,
+    "Megatron 3.6B on 64": 0.15,
+    "titan 70B, A100": 0.15,
+    "MPT-1B on 8, A100": 0.15,
 }
+#: Small runs of both halves and families: their stored predictions must be today's.
+PRICED_AGAIN = (*UNSEEN, "titan 8B on 8", "titan 8B on 128")
 
 
 @functools.cache
@@ -41,7 +52,7 @@ def test_llama_405b_on_16384_reaches_the_published_flops() -> None:
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_runs_that_no_curve_was_set_by(name: str) -> None:
-    assert RUNS[name].use == "test"
+    assert RUNS[name].split == "test"
     assert result_of(name).speed_ratio == pytest.approx(1.0, abs=UNSEEN[name])
 
 
@@ -62,11 +73,59 @@ def test_runs_far_off_say_why() -> None:
     assert all(run.why for run in published_runs() if run.name.startswith(("OPT", "BLOOM")) or "eager" in run.name)
 
 
+@pytest.mark.parametrize("name", PRICED_AGAIN)
+def test_stored_predictions_are_those_of_today(name: str) -> None:
+    """Else prices have changed: ``python -m benchmarks.published --write``, and say what became of the medians."""
+    assert result_of(name).speed_ratio == pytest.approx(read_predictions()[name]["speed"], rel=0.01)
+
+
+def test_no_change_makes_predictions_worse_or_loses_a_run() -> None:
+    assert falls_behind(read_predictions()) == []
+
+
+def test_scoreboard_names_the_family_that_became_worse_and_the_run_that_was_lost() -> None:
+    stored = dict(read_predictions())
+    del stored["titan 8B on 8"]
+    (lost,) = falls_behind(stored)
+    assert "'titan 8B on 8'" in lost
+    slower = {
+        name: {**row, "speed": None if row["speed"] is None else row["speed"] * 1.15}
+        for name, row in read_predictions().items()
+        if RUNS[name].family == "fully sharded"
+    }
+    sentences = falls_behind({**read_predictions(), **slower})
+    assert [sentence.split(" runs")[0] for sentence in sentences] == [
+        "the mean error of total",
+        "the mean error of fully sharded",
+    ]
+    assert scoreboard_errors(read_predictions())["replicated"] > 0.0
+
+
+def test_halves_are_decided_by_name_and_stay() -> None:
+    halves = {"Megatron 145B on 1,536": "test", "MPT-7B, H100": "test", "FMS 34B on 128, A100": "calibration"}
+    assert {name: RUNS[name].split for name in halves} == halves
+    assert RUNS["Megatron 22B on 8"].split == "calibration"  # curves were set with a look at it
+    assert len(RUNS) >= 60
+
+
+def test_shipped_residuals_are_of_the_calibration_half_and_cover_the_other() -> None:
+    quantiles = residual_quantiles(read_predictions())
+    assert quantiles == published_residuals()
+    test_half = [run for run in RUNS.values() if run.split == "test"]
+    inside = [
+        quantiles[run.device].low <= ratio <= quantiles[run.device].high
+        for run in test_half
+        for ratio in speed_ratios([run], read_predictions())
+    ]
+    assert 0.85 <= sum(inside) / len(inside) <= 0.97
+    assert set(quantiles) == set(CHIPS)
+
+
 def test_every_run_says_what_it_was_used_for_and_what_was_measured() -> None:
     measures = {"tokens_per_second", "seconds", "tflops", "hardware_tflops", "gib"}
     assert len({run.name for run in published_runs()}) == len(published_runs())
     for run in published_runs():
         assert isinstance(run, PublishedRun)
-        assert run.use in ("calibration", "test")
+        assert run.split in ("calibration", "test")
         assert run.published.keys() <= measures
         assert run.published

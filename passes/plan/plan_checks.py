@@ -108,6 +108,8 @@ def check_step(plan: PlanData) -> None:
     for name, size in plan.mesh.as_dict().items():
         if step.axes[name] != size:
             raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
+    if step.interval is not None and not 0.0 <= step.interval[0] <= step.interval[1] < math.inf:
+        raise ValueError(f"step.interval: expected two finite seconds in order, got {step.interval}")
     if not step.decides_units:
         _check_one_chunk(step)
         return

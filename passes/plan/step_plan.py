@@ -118,6 +118,8 @@ class StepPlan:
         memory: by pipeline rank; ``memory_limit``: bytes that were allowed, without ``headroom``, the share of a
             device that was left to the allocator, communicators and CUDA graphs.
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
+        interval: seconds between which nine of ten measured steps lie, by runs published of such devices; None where
+            there are none, or the optimizer's time is not predicted.
     """
 
     axes: dict[str, int]
@@ -136,6 +138,7 @@ class StepPlan:
     search: dict[str, int] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
     headroom: float = 0.0
+    interval: tuple[float, float] | None = None
 
     @property
     def sample_groups(self) -> int:

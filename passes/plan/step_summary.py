@@ -10,7 +10,13 @@ from cost_models.hardware import crossed_levels
 from passes.plan.plan_data import PlanData
 from passes.plan.stage_table import memory_table, stage_table
 from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
-from passes.plan.text_tables import format_bytes, format_list, format_seconds, format_table
+from passes.plan.text_tables import (
+    format_bytes,
+    format_list,
+    format_seconds,
+    format_seconds_between,
+    format_table,
+)
 
 #: A rank this full says that memory shapes the plan.
 NEARLY_FULL = 0.9
@@ -40,10 +46,11 @@ def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
 def brief_step(plan: PlanData, step: StepPlan) -> str:
     """What matters first, in ten lines: time, mesh on its links, batch, what is recomputed, memory, the next best."""
     costs, certificate = step.costs, plan.certificate
+    simulated = format_seconds_between(costs.simulated, step.interval)
     sizes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items() if size > 1) or "nothing divided"
     lines = [
         f"{plan.model} on {step.num_devices:,} devices of {plan.cluster.get('name', 'an unnamed cluster')}: {sizes}",
-        f"{format_seconds(costs.simulated)} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
+        f"{simulated} a step as simulated ({format_seconds(costs.seconds)} by the objective)",
         f"{_throughput(plan, step)}",
         f"model flops utilisation {costs.utilisation:.1%}; lower bound {format_seconds(certificate.bound)}, gap "
         f"{certificate.gap:.2%}",
@@ -80,12 +87,13 @@ def _brief_links(plan: PlanData, step: StepPlan) -> Iterator[str]:
 
 def _headline(plan: PlanData, step: StepPlan) -> str:
     costs, certificate = step.costs, plan.certificate
+    simulated = format_seconds_between(costs.simulated, step.interval)
     axes = ",".join(f"{name}={size}" for name, size in step.axes.items())
     kind = "a training step" if plan.training else "an inference step"
     cluster = plan.cluster.get("name", "an unnamed cluster")
     lines = [
         f"{plan.model}: {kind} on {step.num_devices:,} devices of {cluster} ({axes})",
-        f"{format_seconds(costs.simulated)} a step as simulated, {format_seconds(costs.seconds)} by the objective",
+        f"{simulated} a step as simulated, {format_seconds(costs.seconds)} by the objective",
         f"{_throughput(plan, step)}; model flops utilisation {costs.utilisation:.1%}",
         f"lower bound {format_seconds(certificate.bound)}, gap {certificate.gap:.3%} ({certificate.status})",
     ]

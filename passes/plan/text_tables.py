@@ -23,6 +23,15 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
 
 
+def format_seconds_between(seconds: float, interval: tuple[float, float] | None) -> str:
+    """``1.03 s (0.96–1.12)``: the interval in the unit of ``seconds``; without one as ``format_seconds``."""
+    if interval is None:
+        return format_seconds(seconds)
+    unit = next((unit for unit, _ in _SECONDS if seconds >= unit), _SECONDS[-1][0])
+    low, high = (f"{bound / unit:.{2 if bound < 10 * unit else 1 if bound < 100 * unit else 0}f}" for bound in interval)
+    return f"{format_seconds(seconds)} ({low}–{high})"
+
+
 def format_bytes(num_bytes: float) -> str:
     """``1.5 GiB``."""
     for unit, name in _BYTES:

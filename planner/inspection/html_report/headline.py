@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from passes.plan import Plan
 from passes.plan.step_summary import tokens_per_sample
-from passes.plan.text_tables import format_bytes, format_seconds
+from passes.plan.text_tables import format_bytes, format_seconds, format_seconds_between
 
 
 class Card(NamedTuple):
@@ -25,7 +25,12 @@ def headline(plan: Plan, *, device_hour_price: float | None) -> tuple[Card, ...]
 
 def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     step, costs, certificate = plan.step, plan.step.costs, plan.certificate
-    yield Card("Step", format_seconds(costs.simulated), f"simulated; closed form {format_seconds(costs.seconds)}")
+    covered = "; in brackets, nine of ten runs published of such devices" if step.interval else ""
+    yield Card(
+        "Step",
+        format_seconds_between(costs.simulated, step.interval),
+        f"simulated; closed form {format_seconds(costs.seconds)}{covered}",
+    )
     tokens = tokens_per_sample(plan)
     name, rate = ("tokens", costs.samples_per_second * tokens) if tokens else ("samples", costs.samples_per_second)
     yield Card(f"{name.capitalize()} per second", _grouped(rate), f"{_grouped(rate / step.num_devices)} a device")

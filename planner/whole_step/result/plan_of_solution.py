@@ -11,6 +11,7 @@ from cost_models.memory import StateBytes
 from cost_models.schedules import rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import PipelineStep
+from cost_models.step_interval import step_interval
 from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
@@ -74,7 +75,7 @@ def extract(
         certificate=certificate,
         cluster=cluster.to_dict(),
         constraints=dict(constraints),
-        step=_step_plan(search, outcome, best, others),
+        step=_step_plan(search, outcome, best, others, cluster),
     )
     layout = candidate.layout
     mesh = MeshShape(variant.cut.mesh.names, tuple(layout.sizes[axis] for axis in variant.cut.mesh.names))
@@ -98,8 +99,10 @@ def _uncalibrated(cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged]) -> StepPlan:
+def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judged], cluster: Cluster) -> StepPlan:
     candidate, demands = best.solution.candidate, search.demands
+    costs = _costs(search, best)
+    is_trained = search.level_one.space.graph.training
     counts = {**outcome.counts, "shardings searched": search.level_one.solved}
     return StepPlan(
         axes=candidate.layout.sizes,
@@ -112,10 +115,11 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         optimizer=demands.training.optimizer,
         gradient_dtype=demands.training.gradient_dtype or "",
         compiled=demands.compiled,
-        costs=_costs(search, best),
+        costs=costs,
         memory=memory_by_rank(search, best.solution, best.step),
         memory_limit=search.memory,
         headroom=demands.headroom,
+        interval=step_interval(costs.simulated, cluster.groups) if is_trained else None,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),
     )

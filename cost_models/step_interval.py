@@ -1,0 +1,60 @@
+"""The interval of a predicted step: how far published runs on such devices were from their predictions.
+
+``presets/residuals/published_runs.toml`` has, for each chip, the quantiles of measured over predicted seconds of the
+calibration half of ``benchmarks/published_runs``; ``python -m benchmarks.published --write`` fits and writes it, and
+says how many runs of the other half lie inside.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from cost_models.hardware import DeviceGroup
+
+#: Share of measured steps that is meant to lie in an interval.
+NOMINAL_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class ResidualQuantiles:
+    """Of one kind of chip: measured over predicted seconds.
+
+    Attributes:
+        devices: parts of the names of devices that have the chip.
+        low, high: the quantiles that ``NOMINAL_SHARE`` of the runs lie between.
+        runs: how many they were taken from.
+    """
+
+    devices: tuple[str, ...]
+    low: float
+    high: float
+    runs: int
+
+
+@cache
+def published_residuals() -> Mapping[str, ResidualQuantiles]:
+    """Chip → quantiles of its published runs."""
+    file = resources.files("cost_models.presets") / "residuals" / "published_runs.toml"
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {chip: ResidualQuantiles(**{**row, "devices": tuple(row["devices"])}) for chip, row in table.items()}
+
+
+def step_interval(seconds: float, groups: Iterable[DeviceGroup]) -> tuple[float, float] | None:
+    """Seconds between which nine of ten measured steps lie, by the runs published of the chips of ``groups``.
+
+    Of several chips the widest. None where a chip has no published runs.
+    """
+    quantiles = [_residuals_of(group.device.name) for group in groups]
+    chips = [chip for chip in quantiles if chip is not None]
+    if not chips or len(chips) < len(quantiles):
+        return None
+    return seconds * min(chip.low for chip in chips), seconds * max(chip.high for chip in chips)
+
+
+def _residuals_of(device: str) -> ResidualQuantiles | None:
+    rows = published_residuals().values()
+    return next((row for row in rows if any(part in device for part in row.devices)), None)

@@ -1,0 +1,64 @@
+"""The interval of a predicted step: quantiles of published runs on such devices, in the plan, its file and texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from cost_models import Cluster
+from cost_models.step_interval import published_residuals, step_interval
+from passes.plan import Plan
+from passes.plan.text_tables import format_seconds_between
+from planner.inspection.html_report.headline import headline
+from planner.library import load_config
+from planner.planning import capture_for_planning
+from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.plan_step import plan_step
+
+
+def plan_on(cluster: Cluster) -> Plan:
+    graph = capture_for_planning(load_config("tiny-llama"), batch_size=16, seq_len=32)
+    return plan_step(graph, cluster, read_demands({"tp": 1, "pp": 1, "cp": 1, "zero": 3, "recompute": "none"}))
+
+
+def test_plan_on_h100s_prints_and_saves_its_interval() -> None:
+    plan = plan_on(Cluster.parse("dgx-h100"))
+    residuals = published_residuals()["H100"]
+    seconds = plan.step.costs.simulated
+    assert plan.step.interval == (seconds * residuals.low, seconds * residuals.high)
+    text = format_seconds_between(seconds, plan.step.interval)
+    assert text in plan.summary() and text in plan.brief() and text.endswith(")")
+    card = next(iter(headline(plan, device_hour_price=None)))
+    assert card.figure == text and "nine of ten runs published" in card.remark
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+
+
+def test_interval_is_in_the_unit_of_the_seconds() -> None:
+    assert format_seconds_between(1.03, (0.96, 1.12)) == "1.03 s (0.96–1.12)"
+    assert format_seconds_between(0.97, (0.9, 1.1)) == "970 ms (900–1100)"
+    assert format_seconds_between(1.03, None) == "1.03 s"
+
+
+def test_devices_without_published_runs_have_no_interval() -> None:
+    assert step_interval(1.0, Cluster.parse("cpu-local:2").groups) is None
+    mixed = (*Cluster.parse("dgx-h100").groups, *Cluster.parse("cpu-local:2").groups)
+    assert step_interval(1.0, mixed) is None
+    both = step_interval(2.0, (*Cluster.parse("dgx-h100").groups, *Cluster.parse("dgx-a100-80g").groups))
+    a100, h100 = published_residuals()["A100"], published_residuals()["H100"]
+    assert both == (2.0 * min(a100.low, h100.low), 2.0 * max(a100.high, h100.high))
+
+
+@pytest.mark.parametrize("interval", [[2.0, 1.0], [-1.0, 1.0], [1.0, float("inf")]])
+def test_files_with_impossible_intervals_are_refused(interval: list[float]) -> None:
+    plan = plan_on(Cluster.parse("dgx-h100"))
+    data = json.loads(plan.to_json())
+    data["step"]["interval"] = interval
+    with pytest.raises(ValueError, match=r"step\.interval: expected two finite seconds in order"):
+        Plan.from_dict(data)
+    older = dataclasses.asdict(plan)
+    del older["step"]["interval"]
+    assert Plan.from_dict(json.loads(json.dumps(older))).step.interval is None
