@@ -21,7 +21,7 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 
 #: Model, cluster, samples in a step, tokens in a sample.
 PLANS = (
@@ -43,7 +43,7 @@ PLANS = (
 def searched(graph: Graph, cluster: Cluster, plan: Plan) -> float:
     """Seconds of the best plan on a cluster, by the objective; infinite if nothing fits."""
     space = ShardingSpace.of(graph)
-    level_one = LevelOne(cluster, space, KeptSpace.of(space, compiled=False))
+    level_one = LevelOne(cluster, space, StepUnits.of(space, compiled=False))
     solutions = Search(level_one, cluster, read_demands(headroom=plan.step.headroom)).run().solutions
     return solutions[0].seconds if solutions else float("inf")
 

@@ -133,8 +133,8 @@ def _flat() -> Graph:
     x, y = (maker.input(name, (4096, 14336), "bfloat16") for name in "xy")
     labels = maker.input("labels", (4096, 14336), "int64")
     value = maker.call("relu", maker.call("add.Tensor", x, y))
-    known = maker.call("ne.Scalar", labels, -100)
-    return maker.graph(maker.call("where.ScalarOther", known, maker.call("mul.Tensor", value, value), 0.0))
+    valid = maker.call("ne.Scalar", labels, -100)
+    return maker.graph(maker.call("where.ScalarOther", valid, maker.call("mul.Tensor", value, value), 0.0))
 
 
 def _odd() -> Graph:

@@ -48,14 +48,14 @@ class Row:
     cluster: str
     fixed: Mapping[str, Any]
     share: float | None
-    found: StepSolution | None
+    optima: StepSolution | None
     best: Best
     search_seconds: float
     enumeration_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.found.seconds if self.found is not None else math.inf
+        return self.optima.seconds if self.optima is not None else math.inf
 
     @property
     def agrees(self) -> bool:
@@ -72,9 +72,9 @@ class Row:
             f"{self.best.num_assignments:,}",
             f"{self.search_seconds:.1f}",
             f"{self.enumeration_seconds:.1f}",
-            "nothing fits" if self.found is None else f"{self.seconds * 1e3:.6g}",
+            "nothing fits" if self.optima is None else f"{self.seconds * 1e3:.6g}",
             "yes" if self.agrees else f"NO: {self.best.seconds * 1e3:.9g}, {self.best.candidate}",
-            "" if self.found is None else str(self.found.candidate),
+            "" if self.optima is None else str(self.optima.candidate),
         )
 
 
@@ -122,38 +122,38 @@ def rows(num_cases: int, seed: int) -> Iterator[Row]:
 
 def row(model: str, cluster: str, fixed: Mapping[str, Any], share: float | None, *, seed: int) -> Row:
     """One case; its memory is a share of what the fastest step takes (all if there is none)."""
-    known = level_one(model, cluster)
+    level = level_one(model, cluster)
 
     def searched(limit: float | None) -> tuple[Search, StepSolution | None]:
         demands = read_demands(fixed, gap=0.0, time_limit=3600.0, memory_limit=limit)
-        search = Search(known, known.cluster, demands)
+        search = Search(level, level.cluster, demands)
         return search, next(iter(search.run().solutions), None)
 
     start = time.process_time()
-    search, found = searched(None)
-    if share is not None and found is not None:
-        search, found = searched(share * max(step_memory(as_step(found.problem, found.assignment))))
+    search, optima = searched(None)
+    if share is not None and optima is not None:
+        search, optima = searched(share * max(step_memory(as_step(optima.problem, optima.assignment))))
     middle = time.process_time()
     best = fastest_of_all(search, seed=seed)
-    return Row(model, cluster, fixed, share, found, best, middle - start, time.process_time() - middle)
+    return Row(model, cluster, fixed, share, optima, best, middle - start, time.process_time() - middle)
 
 
-def summary(found: Sequence[Row]) -> str:
+def summary(optima: Sequence[Row]) -> str:
     """How many agree, and how much was tried."""
-    agree, fit = sum(each.agrees for each in found), sum(each.found is not None for each in found)
-    ways = sum(each.best.num_assignments for each in found)
-    candidates = sum(each.best.num_candidates for each in found)
+    agree, fit = sum(each.agrees for each in optima), sum(each.optima is not None for each in optima)
+    ways = sum(each.best.num_assignments for each in optima)
+    candidates = sum(each.best.num_candidates for each in optima)
     return (
-        f"{agree} of {len(found)} cases agree to {TOLERANCE:g} ({fit} of them with a step that fits): "
+        f"{agree} of {len(optima)} cases agree to {TOLERANCE:g} ({fit} of them with a step that fits): "
         f"{candidates:,} candidates and {ways:,} ways to run their units priced"
     )
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(optima: Sequence[Row]) -> str:
     """The summary and every case in a table."""
-    lines = ["# The search against everything tried", "", summary(found) + ".", ""]
+    lines = ["# The search against everything tried", "", summary(optima) + ".", ""]
     lines += [f"| {' | '.join(HEADERS)} |", "|---|---|---|---:|---:|---:|---:|---:|---|---|"]
-    lines += [f"| {' | '.join(each.cells())} |" for each in found]
+    lines += [f"| {' | '.join(each.cells())} |" for each in optima]
     return "\n".join(lines) + "\n"
 
 
@@ -163,13 +163,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     arguments = parser.parse_args()
-    found: list[Row] = []
+    optima: list[Row] = []
     for each in rows(arguments.cases, arguments.seed):
         print("  ".join(each.cells()), flush=True)
-        found.append(each)
+        optima.append(each)
         if arguments.markdown:
-            arguments.markdown.write_text(markdown(found))
-    print(summary(found))
+            arguments.markdown.write_text(markdown(optima))
+    print(summary(optima))
 
 
 if __name__ == "__main__":

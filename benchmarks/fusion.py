@@ -38,9 +38,9 @@ class Row:
     def cells(self) -> list[str]:
         """The row of the table."""
         matches = ", ".join(f"{entry.count} {entry.pattern}" for entry in self.fusion.matches)
-        operators, kept = self.fusion.operators, self.fusion.saved_bytes
-        counts, sizes = (f"{count:,}" for count in operators), (f"{size / MIB:,.1f}" for size in kept)
-        return [self.model, *counts, _share(*operators), *sizes, _share(*kept), matches]
+        operators, operator_bytes = self.fusion.operators, self.fusion.saved_bytes
+        counts, sizes = (f"{count:,}" for count in operators), (f"{size / MIB:,.1f}" for size in operator_bytes)
+        return [self.model, *counts, _share(*operators), *sizes, _share(*operator_bytes), matches]
 
 
 HEADINGS = ["model", "operators", "fused", "fewer", "kept, MiB", "fused, MiB", "less", "fused operators"]

@@ -53,7 +53,7 @@ def operators(device: torch.device) -> Iterator[Comparison]:
 def _differentiated(run: Run) -> Contestant:
     def backward(results: list[tuple[torch.Tensor, ...]]) -> None:
         outputs = [output for result in results for output in result]
-        torch.autograd.grad(outputs, run.wanted, run.grads * len(results))
+        torch.autograd.grad(outputs, run.leaves, run.grads * len(results))
 
     return Contestant(run.forward, backward)
 

@@ -61,7 +61,7 @@ def jobs(arguments: argparse.Namespace, results: Results, clock: Clock) -> list[
     rows = TINY_CASES
     if clock.on_gpu:
         rows = EVERY if arguments.all_shapes else QUICK if arguments.quick else DEFAULT
-    found: list[Job] = [(case.label, partial(add_case, case)) for case in cases(rows, only)]
+    facts: list[Job] = [(case.label, partial(add_case, case)) for case in cases(rows, only)]
     others: list[Job] = []
     if not only or kernels_layer.NAME in only:
         size = kernels_layer.LLAMA_3_8B if clock.on_gpu else kernels_layer.TINY_LAYER
@@ -72,8 +72,8 @@ def jobs(arguments: argparse.Namespace, results: Results, clock: Clock) -> list[
         for dtype in ("bf16", "fp32"):
             measure = partial(kernels_adamw.measure_adamw, size_of, dtype, clock, backend=backend)
             others.append((f"adamw {size_of.name} {dtype}", partial(add, measure)))
-    first = sum(1 for label, _ in found if label.endswith(f"{LLAMA_8B.name} bf16"))
-    return found[:first] + others + found[first:]
+    first = sum(1 for label, _ in facts if label.endswith(f"{LLAMA_8B.name} bf16"))
+    return facts[:first] + others + facts[first:]
 
 
 def run(arguments: argparse.Namespace) -> Results:
@@ -117,17 +117,17 @@ def _cluster(device: torch.device) -> Cluster | None:
 
 def machine(device: torch.device) -> dict[str, str]:
     """What this runs on."""
-    found = {"device": platform.processor() or platform.machine()}
+    facts = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
-        found = {"device": torch.cuda.get_device_name(device), "driver": _driver(), "CUDA": str(torch.version.cuda)}
+        facts = {"device": torch.cuda.get_device_name(device), "driver": _driver(), "CUDA": str(torch.version.cuda)}
     implementation = "Triton" if runs_triton(torch.empty(0, device=device)) else "ATen"
-    found |= {"ours in": implementation, "torch": torch.__version__, "Python": platform.python_version()}
+    facts |= {"ours in": implementation, "torch": torch.__version__, "Python": platform.python_version()}
     for package in ("triton", "liger-kernel", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            facts[package] = "not installed"
+    return facts
 
 
 def _driver() -> str:

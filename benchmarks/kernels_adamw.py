@@ -88,8 +88,8 @@ def _found(
     except Exception as problem:  # whatever a compiler raises: the others go on
         return {"note": f"failed: {type(problem).__name__}: {problem}".splitlines()[0][:200]}
     moved = sum(param.numel() for param in params) * MOVED[dtype]
-    found = {"seconds": timing.median, "low": timing.low, "high": timing.high}
-    return {**found, "num_bytes": moved, "peak_bytes": peak, "error": error}
+    figures = {"seconds": timing.median, "low": timing.low, "high": timing.high}
+    return {**figures, "num_bytes": moved, "peak_bytes": peak, "error": error}
 
 
 def _params(size: Size, dtype: str, device: torch.device) -> list[torch.Tensor]:
@@ -106,9 +106,9 @@ def _params(size: Size, dtype: str, device: torch.device) -> list[torch.Tensor]:
         (width, inner),
     ]
     generator = torch.Generator(device).manual_seed(0)
-    made = []
+    param_list = []
     for shape in [*shapes, (width,), (width,)]:
         param, grad = (torch.randn(shape, dtype=DTYPES[dtype], device=device, generator=generator) for _ in range(2))
         param.grad = grad
-        made.append(param)
-    return made
+        param_list.append(param)
+    return param_list

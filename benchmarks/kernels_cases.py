@@ -165,18 +165,17 @@ class Case:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        return tuple(name for name, given in self.operator.inputs.items() if given.trained)
+        return tuple(name for name, spec in self.operator.inputs.items() if spec.trained)
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Its inputs, the same at every call."""
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
-        made = {
-            name: _tensor(given, self.size, self.dtype, device, generator)
-            for name, given in self.operator.inputs.items()
+        operands = {
+            name: _tensor(spec, self.size, self.dtype, device, generator) for name, spec in self.operator.inputs.items()
         }
-        if "sin" in made:
-            made |= {"cos": made["cos"].cos(), "sin": made["sin"].sin()}
-        return {name: tensor.requires_grad_(self.operator.inputs[name].trained) for name, tensor in made.items()}
+        if "sin" in operands:
+            operands |= {"cos": operands["cos"].cos(), "sin": operands["sin"].sin()}
+        return {name: tensor.requires_grad_(self.operator.inputs[name].trained) for name, tensor in operands.items()}
 
     def bytes_moved(self, inputs: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[str, int]:
         """Bytes that each pass must move; a scalar output counts as nothing."""
@@ -190,12 +189,12 @@ class Case:
 
 
 def _tensor(
-    given: Input, size: Size, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+    spec: Input, size: Size, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
 ) -> torch.Tensor:
-    shape = [getattr(size, dim) for dim in given.dims]
-    order = given.order or tuple(range(len(shape)))
+    shape = [getattr(size, dim) for dim in spec.dims]
+    order = spec.order or tuple(range(len(shape)))
     lying = [shape[dim] for dim in order]
-    tensor = _VALUES[given.values](lying, size, dtype, device, generator)
+    tensor = _VALUES[spec.values](lying, size, dtype, device, generator)
     return tensor.permute([order.index(dim) for dim in range(len(shape))])
 
 

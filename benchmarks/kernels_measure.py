@@ -63,14 +63,14 @@ class Run:
         self.grads = [_gradient_of(output, case.dtype, place) for place, output in enumerate(self.forward())]
         # Again: some overwrite what they are given.
         self.inputs = make()
-        self.wanted = [self.inputs[name] for name in case.trained]
+        self.leaves = [self.inputs[name] for name in case.trained]
 
     def forward(self, _: Any = None) -> Tensors:
         results = self.function(*self.inputs.values())
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
     def backward(self, outputs: Tensors) -> Tensors:
-        return torch.autograd.grad(outputs, self.wanted, self.grads)
+        return torch.autograd.grad(outputs, self.leaves, self.grads)
 
     def both(self, _: Any = None) -> tuple[Tensors, Tensors]:
         outputs = self.forward()
@@ -164,7 +164,7 @@ def _measured(contestant: Contestant, case: Case, clock: Clock, truth: tuple[Ten
     return rows
 
 
-def _row(contestant: Contestant, case: Case, what: str, **found: Any) -> Row:
+def _row(contestant: Contestant, case: Case, what: str, **figures: Any) -> Row:
     operator = case.operator
     return Row(
         operator.name,
@@ -174,7 +174,7 @@ def _row(contestant: Contestant, case: Case, what: str, **found: Any) -> Row:
         what,
         contestant.name,
         comparable=contestant.splits or what == BOTH,
-        **found,
+        **figures,
     )
 
 

@@ -80,14 +80,14 @@ def cluster_of(device: torch.device) -> Cluster:
 def predictions(measured: Iterable[tuple[Case, Sequence[Row]]], cluster: Cluster) -> list[Prediction]:
     """One for each pass of ours that was timed."""
     prices = CostModel(cluster, {"dp": cluster.num_devices})
-    found = []
+    compared = []
     for case, rows in measured:
         times = {row.what: row.seconds for row in rows if row.contestant == OURS}
         for what, (seconds, traffic) in predicted(case, prices).items():
             actual = times.get(what)
             if actual is not None:
-                found.append(Prediction(case.label, what, kind_of(node_of(case)[0]), seconds, actual, traffic))
-    return found
+                compared.append(Prediction(case.label, what, kind_of(node_of(case)[0]), seconds, actual, traffic))
+    return compared
 
 
 def predicted(case: Case, prices: CostModel) -> dict[str, tuple[float, float]]:
@@ -109,23 +109,23 @@ def predicted(case: Case, prices: CostModel) -> dict[str, tuple[float, float]]:
 
 def node_of(case: Case) -> tuple[Node, dict[str, Value]]:
     """The operator as it stands in the planner's graph."""
-    given = case.tensors(torch.device("meta"))
-    values = {name: _value(name, tensor) for name, tensor in given.items()}
-    first = next(iter(given.values())) if case.operator.name != "embedding" else given["weight"]
+    meta_tensors = case.tensors(torch.device("meta"))
+    values = {name: _value(name, tensor) for name, tensor in meta_tensors.items()}
+    first = next(iter(meta_tensors.values())) if case.operator.name != "embedding" else meta_tensors["weight"]
     outputs = tuple(
         Value(f"output_{place}", shape, _dtype_name(first), requires_grad=True)
-        for place, shape in enumerate(_output_shapes(case, given))
+        for place, shape in enumerate(_output_shapes(case, meta_tensors))
     )
-    return Node("call", case.operator.op, (), {name: Ref(name) for name in given}, outputs), values
+    return Node("call", case.operator.op, (), {name: Ref(name) for name in meta_tensors}, outputs), values
 
 
-def _output_shapes(case: Case, given: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+def _output_shapes(case: Case, meta_tensors: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
     name = case.operator.name
     if name in ("cross_entropy", "linear_cross_entropy"):
-        return [tuple(given["target"].shape)]
+        return [tuple(meta_tensors["target"].shape)]
     if name == "embedding":
-        return [(*given["indices"].shape, given["weight"].shape[1])]
-    shapes = [tuple(tensor.shape) for tensor in given.values()]
+        return [(*meta_tensors["indices"].shape, meta_tensors["weight"].shape[1])]
+    shapes = [tuple(tensor.shape) for tensor in meta_tensors.values()]
     return shapes[:2] if name.startswith("add_") or name == "rotary_pair" else shapes[:1]
 
 
@@ -137,12 +137,12 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def median_error(found: Sequence[Prediction]) -> float | None:
+def median_error(compared: Sequence[Prediction]) -> float | None:
     """Median of the sizes of the relative errors."""
-    return statistics.median(abs(one.error) for one in found) if found else None
+    return statistics.median(abs(one.error) for one in compared) if compared else None
 
 
-def fitted_curves(found: Iterable[Prediction], bandwidth: float) -> dict[str, Curve]:
+def fitted_curves(compared: Iterable[Prediction], bandwidth: float) -> dict[str, Curve]:
     """For each kind of work that memory bounds, the curve of efficiency by bytes that fits best.
 
     Points are made monotone by pooling neighbours that violate the order (Ayer et al., "An empirical distribution
@@ -152,7 +152,7 @@ def fitted_curves(found: Iterable[Prediction], bandwidth: float) -> dict[str, Cu
         bandwidth: bytes per second that the device's efficiency is relative to.
     """
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for one in found:
+    for one in compared:
         if one.kind != MATMUL and one.traffic:
             points[one.kind].append((one.traffic, min(1.0, one.traffic / bandwidth / one.measured)))
     return {kind: Curve(_limited(_pooled(sorted(pairs)))) for kind, pairs in sorted(points.items())}
@@ -177,15 +177,15 @@ def _middle(pool: list[tuple[float, float]], entry: int) -> float:
 
 def _limited(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Rounded to what a file should hold; from the largest size down, each is raised until the next may follow it."""
-    kept: list[tuple[float, float]] = []
+    curve_points: list[tuple[float, float]] = []
     for size, efficiency in reversed([(float(f"{size:.3g}"), efficiency) for size, efficiency in points]):
-        if kept:
-            larger, above = kept[-1]
+        if curve_points:
+            larger, above = curve_points[-1]
             if size >= larger:
                 continue
             efficiency = min(above, max(efficiency, above / (1.0 + math.log(larger / size))))
-        kept.append((size, min(1.0, math.ceil(efficiency * 1000) / 1000)))
-    return tuple(reversed(kept))
+        curve_points.append((size, min(1.0, math.ceil(efficiency * 1000) / 1000)))
+    return tuple(reversed(curve_points))
 
 
 def as_toml(curves: dict[str, Curve]) -> str:

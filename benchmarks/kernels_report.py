@@ -223,12 +223,12 @@ def _held(goal: str, values: dict[str, float], least: float, shown: str, *, fail
     return Verdict(goal, not low and not failed, details)
 
 
-def _prediction_table(found: Sequence[Prediction]) -> str:
+def _prediction_table(compared: Sequence[Prediction]) -> str:
     lines = ["| case | pass | kind | predicted, ms | measured, ms | error |", "|---|---|---|---|---|---|"]
-    for one in found:
+    for one in compared:
         times = f"{one.predicted * 1e3:.4f} | {one.measured * 1e3:.4f}"
         lines.append(f"| {one.label} | {one.what} | {one.kind} | {times} | {one.error:+.0%} |")
-    median = median_error(found)
+    median = median_error(compared)
     return "\n".join(lines) + ("" if median is None else f"\n\nMedian of the errors' sizes: {median:.1%}.")
 
 

@@ -102,10 +102,10 @@ class Clock:
 
     def _tried(self, call: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[float, float]:
         """Seconds of the host until one run was launched, and until it was done."""
-        given = prepare()
+        operands = prepare()
         self.synchronize()
         start = time.perf_counter()
-        call(given)
+        call(operands)
         launched = time.perf_counter() - start
         self.synchronize()
         return launched, time.perf_counter() - start
@@ -124,19 +124,19 @@ class Clock:
 
     def _queued(self, call: Callable[[Any], Any], prepare: Callable[[], Any], flushes: int) -> tuple[Any, Any]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        given = prepare()
+        operands = prepare()
         for _ in range(flushes):
             self._cover.zero_()
         start.record()
-        call(given)
+        call(operands)
         end.record()
         return start, end
 
     @staticmethod
     def _clocked(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> float:
-        given = prepare()
+        operands = prepare()
         start = time.perf_counter()
-        call(given)
+        call(operands)
         return time.perf_counter() - start
 
 

@@ -59,8 +59,8 @@ def scenario(name: str, training: int, saving: int, *, num_ranks: int = 2, **fix
     return Scenario(name, run, training, saving)
 
 
-def with_noise(given: Scenario, *, dropout: float = 0.0, noise: float = 0.0) -> Scenario:
-    return replace(given, run=replace(given.run, dropout=dropout, noise=noise))
+def with_noise(case: Scenario, *, dropout: float = 0.0, noise: float = 0.0) -> Scenario:
+    return replace(case, run=replace(case.run, dropout=dropout, noise=noise))
 
 
 SCENARIOS = (
@@ -157,14 +157,16 @@ def last_of(folder: Path) -> Path:
 
 def unfinished(folder: Path) -> dict[tuple[str, int, int], int]:
     """Folders of checkpoints being written (or left behind), by name, inode and time of change: their steps."""
-    found = {}
+    observed = {}
     for entry in last_of(folder).glob(folders.UNFINISHED + "*"):
         try:
             stat = entry.stat()
         except FileNotFoundError:
             continue
-        found[entry.name, stat.st_ino, stat.st_ctime_ns] = folders.step_of(entry.name.removeprefix(folders.UNFINISHED))
-    return found
+        observed[entry.name, stat.st_ino, stat.st_ctime_ns] = folders.step_of(
+            entry.name.removeprefix(folders.UNFINISHED)
+        )
+    return observed
 
 
 @dataclass(frozen=True)
@@ -259,18 +261,18 @@ def complete_step(folder: Path) -> int:
     return 0 if name is None else folders.step_of(name)
 
 
-def killed_again_and_again(given: Scenario, folder: Path, generator: random.Random) -> Iterator[Kill]:
+def killed_again_and_again(case: Scenario, folder: Path, generator: random.Random) -> Iterator[Kill]:
     """All kills of a scenario; the last start trains to the end.
 
     Raises:
         RuntimeError: if losses or weights are not those of the uninterrupted run.
     """
-    run = given.run
+    run = case.run
     losses, weights, pace = uninterrupted(run, folder / "uninterrupted")
-    print(f"{given.name}: a step {pace.step:.3f} s, a save {pace.save:.3f} s", flush=True)
+    print(f"{case.name}: a step {pace.step:.3f} s, a save {pace.save:.3f} s", flush=True)
     assert sorted(losses) == list(range(1, run.num_steps + 1))
     killed = folder / "killed"
-    kinds = ["training"] * given.training + ["saving"] * given.saving
+    kinds = ["training"] * case.training + ["saving"] * case.saving
     pending: Kill | None = None
     for step, kind in moments(len(kinds), run, generator, kinds):
         at: int | None = None
@@ -290,24 +292,24 @@ def killed_again_and_again(given: Scenario, folder: Path, generator: random.Rand
             yield check(pending, killed, losses)
         left, complete = state_after(killed)
         victim = "all" if len(victims) > 1 else f"rank {victims[0]}"
-        pending = Kill(given.name, kind, victim, at, left, complete, ended, wrong=0)
+        pending = Kill(case.name, kind, victim, at, left, complete, ended, wrong=0)
     finish(start(run, killed), killed)
     if pending is not None:
         yield check(pending, killed, losses)
     if (killed / "weights").read_text() != weights:
-        raise RuntimeError(f"{given.name}: other weights at the end than those of the uninterrupted run")
+        raise RuntimeError(f"{case.name}: other weights at the end than those of the uninterrupted run")
     if (killed / "plan.json").read_text() != (folder / "uninterrupted" / "plan.json").read_text():
-        raise RuntimeError(f"{given.name}: another plan was found")
+        raise RuntimeError(f"{case.name}: another plan was found")
 
 
 def check(kill: Kill, folder: Path, losses: dict[int, str]) -> Kill:
     """Compare what the start after a kill wrote down."""
     file = newest(folder)
     assert file is not None
-    found = losses_of(file)
-    steps = [step for step, _ in found]
+    observed = losses_of(file)
+    steps = [step for step, _ in observed]
     expected = range(kill.resumed_from + 1, kill.resumed_from + 1 + len(steps))
-    wrong = sum(losses[step] != loss for step, loss in found) if steps == list(expected) else len(steps)
+    wrong = sum(losses[step] != loss for step, loss in observed) if steps == list(expected) else len(steps)
     return replace(kill, wrong=wrong)
 
 
@@ -321,10 +323,10 @@ def on_other_meshes(folder: Path) -> Iterator[Resumed]:
         finish(start(run, place), place)
         file = newest(place)
         assert file is not None
-        found = {step: float.fromhex(loss) for step, loss in losses_of(file)}
-        assert list(found) == list(range(SAVED_AT + 1, BASE.num_steps + 1))
-        wanted = {step: float.fromhex(losses[step]) for step in found}
-        yield name, len(found), max(abs(found[step] / wanted[step] - 1) for step in found)
+        observed = {step: float.fromhex(loss) for step, loss in losses_of(file)}
+        assert list(observed) == list(range(SAVED_AT + 1, BASE.num_steps + 1))
+        wanted = {step: float.fromhex(losses[step]) for step in observed}
+        yield name, len(observed), max(abs(observed[step] / wanted[step] - 1) for step in observed)
 
 
 def table(head: str, rows: Sequence[Sequence[object]]) -> str:
@@ -368,9 +370,9 @@ def row_of(kill: Kill) -> tuple[object, ...]:
 
 def kills_of(number: int, seed: int, folder: Path) -> list[Kill]:
     """All kills of one scenario."""
-    given = SCENARIOS[number]
-    generator = random.Random(f"{seed}/{given.name}")
-    return shown(killed_again_and_again(given, folder / str(number), generator))
+    case = SCENARIOS[number]
+    generator = random.Random(f"{seed}/{case.name}")
+    return shown(killed_again_and_again(case, folder / str(number), generator))
 
 
 def meshes(folder: Path) -> list[Resumed]:
@@ -379,11 +381,11 @@ def meshes(folder: Path) -> list[Resumed]:
 
 def shown(rows: Iterator[Row]) -> list[Row]:
     """All rows; each is printed as it comes."""
-    found = []
+    observed = []
     for row in rows:
         print(f"  {row}", flush=True)
-        found.append(row)
-    return found
+        observed.append(row)
+    return observed
 
 
 def main() -> None:
@@ -394,7 +396,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = [number for number, given in enumerate(SCENARIOS) if arguments.only in given.name]
+    chosen = [number for number, case in enumerate(SCENARIOS) if arguments.only in case.name]
     pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("fork"))
     with tempfile.TemporaryDirectory() as name, pool:
         running = [pool.submit(kills_of, number, arguments.seed, Path(name)) for number in chosen]

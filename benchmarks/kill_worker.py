@@ -86,14 +86,14 @@ class Run:
 def samples() -> list[dict[str, torch.Tensor]]:
     """Counting modulo the vocabulary, from and by numbers that differ; each sample ignores another number of labels."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    results = []
     for index in range(NUM_SAMPLES):
         first, by = torch.randint(VOCABULARY, (2,), generator=generator).tolist()
         row = (first + by % 5 * torch.arange(LENGTH + 1)) % VOCABULARY
         labels = row[1:].clone()
         labels[: index % 5] = IGNORED
-        found.append({"tokens": row[:-1], "labels": labels})
-    return found
+        results.append({"tokens": row[:-1], "labels": labels})
+    return results
 
 
 def trainer_of(run: Run, folder: Path) -> planner.Trainer:

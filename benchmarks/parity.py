@@ -147,12 +147,12 @@ def contexts(model: str) -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """The whole matrix."""
-    found = [*meshes("tiny-llama", 8), *meshes("tiny-gpt2", 8)]
+    rows = [*meshes("tiny-llama", 8), *meshes("tiny-gpt2", 8)]
     for model, pp in itertools.product(("tiny-t5", "tiny-vit"), (2, 4)):
-        found.append(case(model, f"{model} pp={pp}", pp=pp, num_microbatches=4, schedule="1f1b"))
-    found += [*schedules("tiny-llama"), *schedules("tiny-gpt2"), *states("tiny-llama"), *contexts("tiny-llama")]
-    found += [*mixtures(), *chunked_losses(), *single_precision()]
-    return found
+        rows.append(case(model, f"{model} pp={pp}", pp=pp, num_microbatches=4, schedule="1f1b"))
+    rows += [*schedules("tiny-llama"), *schedules("tiny-gpt2"), *states("tiny-llama"), *contexts("tiny-llama")]
+    rows += [*mixtures(), *chunked_losses(), *single_precision()]
+    return rows
 
 
 def run(cases: list[Case], record: Path) -> None:
@@ -204,10 +204,10 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in map(json.loads, lines)}
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(rows: dict[str, dict[str, Any]]) -> str:
     """The answers as Markdown."""
     lines = ["| case | plan | largest relative error | worst |", "|---|---|---|---|"]
-    for name, entry in found.items():
+    for name, entry in rows.items():
         for problem in ("refused", "failed"):
             if problem in entry:
                 lines.append(f"| {name} | {problem} | | {entry[problem]} |")

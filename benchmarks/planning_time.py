@@ -105,7 +105,7 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
     def note(report: Report) -> None:
         began.setdefault(report.phase, time.process_time())
 
-    made = plan(
+    new_plan = plan(
         config,
         cluster,
         global_batch=point.global_batch,
@@ -115,19 +115,19 @@ def plan_one(point: Point, *, time_limit: float) -> Measured:
     )
     done = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        made.save(Path(folder) / "plan.json")
-    assert made.step is not None
+        new_plan.save(Path(folder) / "plan.json")
+    assert new_plan.step is not None
     return Measured(
         seconds=0.0,
         processor_seconds=time.process_time(),
         search_seconds=done - began[ANALYSING],
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
-        step_seconds=made.step.costs.seconds,
-        gap=made.certificate.gap,
-        status=made.certificate.status,
-        enumerated=made.step.search["enumerated"],
+        step_seconds=new_plan.step.costs.seconds,
+        gap=new_plan.certificate.gap,
+        status=new_plan.certificate.status,
+        enumerated=new_plan.step.search["enumerated"],
         shapes=sum(1 for _ in layouts(cluster, {})),
-        shardings=made.step.search["shardings searched"],
+        shardings=new_plan.step.search["shardings searched"],
     )
 
 
@@ -136,14 +136,14 @@ def name_of(point: Point) -> str:
     return f"{point.model} × {point.layers} layers" if point.layers else point.model
 
 
-def line(point: Point, found: Measured) -> str:
+def line(point: Point, timed: Measured) -> str:
     """One row for the terminal."""
-    verdict = "" if point.limit is None else f"  (≤ {point.limit:g} s: {found.seconds <= point.limit})"
+    verdict = "" if point.limit is None else f"  (≤ {point.limit:g} s: {timed.seconds <= point.limit})"
     name = f"{name_of(point):28} {8 * point.nodes:6} devices"
-    processor = f"processor {found.processor_seconds:6.1f} s  search {found.search_seconds:6.1f} s"
-    time_taken = f"{found.seconds:6.1f} s  {processor}  {found.peak_bytes / 2**30:5.2f} GiB"
-    quality = f"step {found.step_seconds:8.3f} s  gap {found.gap:6.2%} {found.status:10}"
-    size = f"{found.shapes:5} mesh shapes  {found.enumerated:6} candidates  {found.shardings:4} shardings"
+    processor = f"processor {timed.processor_seconds:6.1f} s  search {timed.search_seconds:6.1f} s"
+    time_taken = f"{timed.seconds:6.1f} s  {processor}  {timed.peak_bytes / 2**30:5.2f} GiB"
+    quality = f"step {timed.step_seconds:8.3f} s  gap {timed.gap:6.2%} {timed.status:10}"
+    size = f"{timed.shapes:5} mesh shapes  {timed.enumerated:6} candidates  {timed.shardings:4} shardings"
     return f"{name}  {time_taken}  {quality}  {size}{verdict}"
 
 
@@ -157,12 +157,12 @@ def markdown(results: Results) -> str:
     lines = ["# Seconds to plan", "", "Processor seconds, one thread, but for the column by the clock."]
     for name, rows in results.items():
         lines += ["", f"## {name.capitalize()}", "", f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
-        for point, found in rows:
+        for point, timed in rows:
             cells = (
-                name_of(point), f"{8 * point.nodes}", f"{found.shapes}", f"{found.enumerated}", f"{found.shardings}",
-                f"{found.seconds:.1f}", f"{found.processor_seconds:.1f}", f"{found.search_seconds:.1f}",
-                f"{1e3 * found.search_seconds / found.shapes:.0f}", f"{found.peak_bytes / 2**30:.2f}",
-                f"{found.step_seconds:.3f}", f"{found.gap:.2%}" + (f" ({found.status})" if found.gap > GAP else ""),
+                name_of(point), f"{8 * point.nodes}", f"{timed.shapes}", f"{timed.enumerated}", f"{timed.shardings}",
+                f"{timed.seconds:.1f}", f"{timed.processor_seconds:.1f}", f"{timed.search_seconds:.1f}",
+                f"{1e3 * timed.search_seconds / timed.shapes:.0f}", f"{timed.peak_bytes / 2**30:.2f}",
+                f"{timed.step_seconds:.3f}", f"{timed.gap:.2%}" + (f" ({timed.status})" if timed.gap > GAP else ""),
             )  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
         lines += ["", growth(name, rows)]
@@ -172,7 +172,7 @@ def markdown(results: Results) -> str:
 def growth(name: str, rows: Sequence[tuple[Point, Measured]]) -> str:
     """How the search's seconds grow from the least point of a sweep to its largest, beside what they may grow with."""
     if name == "fast":
-        within = sum(found.seconds <= point.limit for point, found in rows if point.limit is not None)
+        within = sum(timed.seconds <= point.limit for point, timed in rows if point.limit is not None)
         return f"{within} of {len(rows)} within their limits by the clock."
     (first, least), (last, most) = rows[0], rows[-1]
     took = most.search_seconds / least.search_seconds
@@ -194,11 +194,11 @@ def draw(results: Results, path: Path) -> None:
     for axis, (name, label) in zip(axes, (("layers", "layers"), ("devices", "devices"))):
         rows = results.get(name, [])
         across = [point.layers if name == "layers" else 8 * point.nodes for point, _ in rows]
-        axis.plot(across, [found.processor_seconds for _, found in rows], marker="o", label="config to saved plan")
-        axis.plot(across, [found.search_seconds for _, found in rows], marker="s", label="search")
+        axis.plot(across, [timed.processor_seconds for _, timed in rows], marker="o", label="config to saved plan")
+        axis.plot(across, [timed.search_seconds for _, timed in rows], marker="s", label="search")
         if name == "devices" and rows:
             scale = rows[0][1].search_seconds / rows[0][1].shapes
-            axis.plot(across, [scale * found.shapes for _, found in rows], "--", label="as mesh shapes grow")
+            axis.plot(across, [scale * timed.shapes for _, timed in rows], "--", label="as mesh shapes grow")
             axis.set_xscale("log", base=2)
         axis.set_xlabel(label)
         axis.set_ylabel("processor seconds")
@@ -214,9 +214,9 @@ def run(names: Iterable[str], *, time_limit: float, table: Path | None = None) -
     results: Results = {}
     for name in names:
         for point in sweep(name):
-            found = measure(point, time_limit=time_limit)
-            results.setdefault(name, []).append((point, found))
-            print(line(point, found), flush=True)
+            timed = measure(point, time_limit=time_limit)
+            results.setdefault(name, []).append((point, timed))
+            print(line(point, timed), flush=True)
             if table is not None:
                 table.write_text(markdown(results))
     return results
@@ -229,14 +229,16 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables")
     parser.add_argument("--time-limit", type=float, default=90.0, help="seconds for each search")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(asdict(plan_one(Point(**json.loads(given.one)), time_limit=given.time_limit))))
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(asdict(plan_one(Point(**json.loads(arguments.one)), time_limit=arguments.time_limit))))
         gc.freeze()  # as the command line does
         return
-    results = run(given.sweep or ("fast", "layers", "devices"), time_limit=given.time_limit, table=given.markdown)
-    if given.plot:
-        draw(results, given.plot)
+    results = run(
+        arguments.sweep or ("fast", "layers", "devices"), time_limit=arguments.time_limit, table=arguments.markdown
+    )
+    if arguments.plot:
+        draw(results, arguments.plot)
 
 
 if __name__ == "__main__":

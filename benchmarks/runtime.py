@@ -80,8 +80,8 @@ def measure(comparisons: Sequence[str], *, num_ranks: int, rounds: int, size: Si
     with tempfile.TemporaryDirectory() as folder:
         arguments = (tuple(comparisons), num_ranks, rounds, size, Path(folder), keep)
         multiprocessing.spawn(_rank, args=arguments, nprocs=num_ranks)
-        found = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
-    return [Row(**row) for row in found]
+        timed_rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+    return [Row(**row) for row in timed_rows]
 
 
 def _rank(
@@ -103,10 +103,10 @@ def _rank(
         contestants: list[Any] = []
         for make in makers_of(comparison, num_ranks, size):
             contestants.append(make(model, inputs, contestants[0].parallel.plan if contestants else None))
-        found = take_turns(contestants, comparison, rounds=rounds, keep=keep)
+        timed_rows = take_turns(contestants, comparison, rounds=rounds, keep=keep)
         if rank == 0:
-            print(table(found), flush=True)
-        rows += found
+            print(table(timed_rows), flush=True)
+        rows += timed_rows
     if rank == 0:
         text = json.dumps([dataclasses.asdict(row) for row in rows])
         (folder / "rows.json").write_text(text, encoding="utf-8")

@@ -260,9 +260,9 @@ def emitted(fix: dict[str, Any], *, own_samples: bool = False, **options: Any) -
     """A plan with the decisions ``fix``; ``own_samples``: each data rank passes its own, as DDP does."""
 
     def make(model: nn.Module, batch: Batch, plan: Plan | None) -> Contestant:
-        given = {"recompute": "none", "zero": 0, "pp": 1, "dp": 1, "cp": 1, "tp": 1, "num_microbatches": 1, **fix}
+        layout = {"recompute": "none", "zero": 0, "pp": 1, "dp": 1, "cp": 1, "tp": 1, "num_microbatches": 1, **fix}
         parallel = planner.compile(
-            copy.deepcopy(model), slow_devices(dist.get_world_size()), example_inputs=batch, fix=given, **options
+            copy.deepcopy(model), slow_devices(dist.get_world_size()), example_inputs=batch, fix=layout, **options
         )
         inputs = _own_samples(batch) if own_samples else batch
 

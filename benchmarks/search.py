@@ -100,23 +100,23 @@ def main() -> None:
     parser.add_argument("--memory", type=float, help="GiB on each device")
     parser.add_argument("--baseline")
     parser.add_argument("--time-limit", type=float, default=120.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     problems: tuple[Problem, ...] = DEFAULT
-    if given.model:
+    if args.model:
         problems = (
             Problem(
-                given.model,
-                given.cluster,
-                given.mesh,
-                given.batch_size,
-                given.seq_len,
-                given.layers,
-                given.memory,
-                given.baseline,
+                args.model,
+                args.cluster,
+                args.mesh,
+                args.batch_size,
+                args.seq_len,
+                args.layers,
+                args.memory,
+                args.baseline,
             ),
         )
     for problem in problems:
-        print(measure(problem, time_limit=given.time_limit), flush=True)
+        print(measure(problem, time_limit=args.time_limit), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from planner.whole_step.candidates.demands import Demands, read_demands
 from planner.whole_step.costs import candidate_bounds as bounds
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 
 #: Seconds after which a search is stopped.
 LIMIT = 20.0
@@ -188,7 +188,7 @@ class Prepared:
         self.problem, self.cluster = problem, Cluster.parse(problem.cluster)
         self.demands: Demands = read_demands(dict(problem.fix), headroom=HEADROOM, time_limit=LIMIT)
         self.space = ShardingSpace.of(graph)
-        self.kept = KeptSpace.of(self.space, compiled=False)
+        self.step_units = StepUnits.of(self.space, compiled=False)
 
     def searched(self, off: str) -> Row:
         """One search from the beginning."""
@@ -197,7 +197,7 @@ class Prepared:
             for place, instead in TRICKS[off] if off else ():
                 stack.enter_context(mock.patch(place, instead))
             _count(stack, counts)
-            level_one = LevelOne(self.cluster, self.space, self.kept)
+            level_one = LevelOne(self.cluster, self.space, self.step_units)
             begin = time.process_time()
             # The search has the seconds of this process, however busy the machine is.
             stack.enter_context(mock.patch("time.monotonic", time.process_time))

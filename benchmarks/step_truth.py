@@ -148,12 +148,12 @@ def nodes_for(graph: Graph) -> int:
 
 def recorded(path: Path | None) -> dict[str, list[Row | str]]:
     """Model → its rows, of a file that ``record`` wrote; nothing if there is none yet."""
-    found: dict[str, list[Row | str]] = {}
+    truth_rows: dict[str, list[Row | str]] = {}
     if path is not None and path.exists():
         for text in path.read_text().splitlines():
             entry = json.loads(text)
-            found[entry["model"]] = [each if isinstance(each, str) else Row(**each) for each in entry["rows"]]
-    return found
+            truth_rows[entry["model"]] = [each if isinstance(each, str) else Row(**each) for each in entry["rows"]]
+    return truth_rows
 
 
 def record(path: Path, model: str, lines: Iterable[Row | str]) -> None:
@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all rows as a table")
     arguments = parser.parse_args()
     done = recorded(arguments.record)
-    wanted = arguments.models or config_names()
-    for number, model in enumerate(wanted):
+    model_names = arguments.models or config_names()
+    for number, model in enumerate(model_names):
         if model in done:
             continue
         start = time.process_time()
@@ -188,36 +188,36 @@ def main() -> None:
         if arguments.record:
             record(arguments.record, model, done[model])
         print(f"{model:20} {time.process_time() - start:.0f} s", flush=True)
-    found = [line for model in wanted for line in done[model] if isinstance(line, Row)]
-    without = [line for model in wanted for line in done[model] if isinstance(line, str)]
-    if found:
-        print("\n".join(summary(found)))
+    truth_rows = [line for model in model_names for line in done[model] if isinstance(line, Row)]
+    without = [line for model in model_names for line in done[model] if isinstance(line, str)]
+    if truth_rows:
+        print("\n".join(summary(truth_rows)))
         if arguments.markdown:
-            arguments.markdown.write_text(markdown(found, without))
+            arguments.markdown.write_text(markdown(truth_rows, without))
 
 
-def summary(found: Sequence[Row]) -> Iterator[str]:
+def summary(truth_rows: Sequence[Row]) -> Iterator[str]:
     """The worst deviations."""
-    apart = [each for each in found if each.hidden == 0]
-    worst = max(abs(each.difference) for each in found)
-    yield f"{len(found)} plans of {len({each.model for each in found})} models"
+    apart = [each for each in truth_rows if each.hidden == 0]
+    worst = max(abs(each.difference) for each in truth_rows)
+    yield f"{len(truth_rows)} plans of {len({each.model for each in truth_rows})} models"
     yield f"priced again: at most {worst:.1e} from the objective (≤ {TOLERANCE:.0e}: {worst <= TOLERANCE})"
-    yield f"memory again: at most {max(abs(each.memory) for each in found):.1e} from the plan"
+    yield f"memory again: at most {max(abs(each.memory) for each in truth_rows):.1e} from the plan"
     if apart:
         worst = max(abs(each.simulated) for each in apart)
         yield f"simulated, nothing hidden ({len(apart)} plans): at most {worst:.2%} from the objective"
-    yield f"simulated, all: {min(e.simulated for e in found):+.2%} to {max(e.simulated for e in found):+.2%}"
+    yield f"simulated, all: {min(e.simulated for e in truth_rows):+.2%} to {max(e.simulated for e in truth_rows):+.2%}"
 
 
-def markdown(found: Sequence[Row], without: Sequence[str]) -> str:
+def markdown(truth_rows: Sequence[Row], without: Sequence[str]) -> str:
     """The summary, every plan in a table, and the demands without one."""
-    lines = ["# Objective against the plan priced again", "", *(f"* {line}" for line in summary(found)), ""]
+    lines = ["# Objective against the plan priced again", "", *(f"* {line}" for line in summary(truth_rows)), ""]
     lines += ["| model | cluster | objective, s | priced again, s | difference | memory | simulated | hidden | plan |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|---:|---|"]
     lines += [
         f"| {each.model} | {each.cluster} | {each.objective:.12g} | {each.priced:.12g} | {each.difference:+.1e} "
         f"| {each.memory:+.1e} | {each.simulated:+.2%} | {each.hidden:.1%} | {each.what} |"
-        for each in found
+        for each in truth_rows
     ]
     if without:
         lines += ["", "Demands without a plan:", "", *(f"* {' '.join(line.split())}" for line in without)]

@@ -65,7 +65,7 @@ def main() -> None:
     )
     result = trainer.fit(train, held_out, num_steps=STEPS)
     predicted = torch.stack(trainer.predict(held_out[:100])).argmax(-1)
-    right = sum(int(found) == int(sample["labels"]) for found, sample in zip(predicted, held_out))
+    right = sum(int(guess) == int(sample["labels"]) for guess, sample in zip(predicted, held_out))
     if trainer.is_first:
         print(f"{right} of 100 digits read right")
         print(f"loss {result.best:.3f} (goal {GOAL})")

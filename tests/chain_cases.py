@@ -26,25 +26,25 @@ def broadcast(*shapes: tuple[int, ...]) -> bool:
 def graphs(draw: st.DrawFn) -> tuple[GraphMaker, tuple[Ref, ...]]:
     """Up to a dozen operators on what is there, products between them; some results are outputs."""
     maker = GraphMaker()
-    known = [maker.input(f"x{place}", shape) for place, shape in enumerate(SHAPES)]
+    tensors = [maker.input(f"x{place}", shape) for place, shape in enumerate(SHAPES)]
     weight = maker.weight("w", (4, 4))
     for _ in range(draw(st.integers(2, 12))):
         chosen = draw(st.sampled_from(("unary", "unary", "binary", "binary", "mask", "product", "row")))
-        one = draw(st.sampled_from(known[-6:]))
+        one = draw(st.sampled_from(tensors[-6:]))
         shape = maker.values[one.name].shape
-        others = [ref for ref in known if broadcast(shape, maker.values[ref.name].shape)]
+        others = [ref for ref in tensors if broadcast(shape, maker.values[ref.name].shape)]
         if chosen == "unary":
-            known.append(maker.call(draw(st.sampled_from(UNARY)), one))
+            tensors.append(maker.call(draw(st.sampled_from(UNARY)), one))
         elif chosen == "binary":
-            known.append(maker.call(draw(st.sampled_from(BINARY)), one, draw(st.sampled_from(others))))
+            tensors.append(maker.call(draw(st.sampled_from(BINARY)), one, draw(st.sampled_from(others))))
         elif chosen == "mask":
             mask = maker.call("gt.Scalar", one, 0.1)
-            known.append(maker.call("where.self", mask, one, draw(st.sampled_from(others))))
+            tensors.append(maker.call("where.self", mask, one, draw(st.sampled_from(others))))
         elif chosen == "product" and len(shape) > 1 and shape[-1] == 4:
-            known.append(maker.call("matmul", maker.call("tanh", one), weight))
+            tensors.append(maker.call("matmul", maker.call("tanh", one), weight))
         elif chosen == "row" and shape:
             operator = draw(st.sampled_from(("sum.dim_IntList", "mean.dim", "amax")))
-            known.append(maker.call(operator, one, [-1], draw(st.booleans())))
-    made = known[len(SHAPES) :] or [maker.call("exp", known[0])]
-    outputs = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True))
-    return maker, tuple(dict.fromkeys((*outputs, made[-1])))
+            tensors.append(maker.call(operator, one, [-1], draw(st.booleans())))
+    computed = tensors[len(SHAPES) :] or [maker.call("exp", tensors[0])]
+    outputs = draw(st.lists(st.sampled_from(computed), min_size=1, max_size=3, unique=True))
+    return maker, tuple(dict.fromkeys((*outputs, computed[-1])))

@@ -51,9 +51,9 @@ class GraphMaker:
         """``op`` is ``"mul.Tensor"`` and the like."""
         packet, _, overload = op.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        given = map_refs((args, kwargs), lambda ref: self._meta(self.values[ref.name]))
-        given = map_refs_of_dtypes(given)
-        result = operator(*given[0], **given[1])
+        argument = map_refs((args, kwargs), lambda ref: self._meta(self.values[ref.name]))
+        argument = map_refs_of_dtypes(argument)
+        result = operator(*argument[0], **argument[1])
         grad = result.is_floating_point() and any(self.values[ref.name].requires_grad for ref in _refs((args, kwargs)))
         name = name or f"{packet}_{len(self.nodes)}"
         value = Value(name, tuple(result.shape), str(result.dtype).removeprefix("torch."), "node", grad)
@@ -75,21 +75,21 @@ class GraphMaker:
         )
 
 
-def map_refs_of_dtypes(given: Any) -> Any:
+def map_refs_of_dtypes(argument: Any) -> Any:
     """Dtypes as the graph writes them are torch's."""
-    if isinstance(given, str) and given.startswith("dtype:"):
-        return getattr(torch, given.removeprefix("dtype:"))
-    if isinstance(given, (list, tuple)):
-        return type(given)(map_refs_of_dtypes(item) for item in given)
-    if isinstance(given, dict):
-        return {name: map_refs_of_dtypes(item) for name, item in given.items()}
-    return given
+    if isinstance(argument, str) and argument.startswith("dtype:"):
+        return getattr(torch, argument.removeprefix("dtype:"))
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map_refs_of_dtypes(item) for item in argument)
+    if isinstance(argument, dict):
+        return {name: map_refs_of_dtypes(item) for name, item in argument.items()}
+    return argument
 
 
-def _refs(given: Any) -> list[Ref]:
-    found: list[Ref] = []
-    map_refs(given, found.append)
-    return found
+def _refs(argument: Any) -> list[Ref]:
+    drawn_inputs: list[Ref] = []
+    map_refs(argument, drawn_inputs.append)
+    return drawn_inputs
 
 
 def sharded_of(graph: Graph) -> ShardedGraph:
@@ -155,31 +155,33 @@ def run(
     weights = WeightTree()
     for state in program.states:
         weights.put(state.path, leaves[state.path])
-    wanted = []
+    trained = []
     for spec in (*program.inputs, *program.states):
         name = spec.name if hasattr(spec, "name") else spec.path
         if getattr(spec, "requires_grad", getattr(spec, "trainable", False)):
-            wanted.append(leaves[name].requires_grad_())
+            trained.append(leaves[name].requires_grad_())
     entry = program.load()[ENTRY_POINT](weights)
     outputs = (around(entry) if around else entry)(*(leaves[spec.name] for spec in program.inputs))
     results = list(outputs.values())
     ends = [result for result in results if result.requires_grad]
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(end.shape, generator=generator, dtype=torch.float64).to(end.dtype) for end in ends]
-    found = torch.autograd.grad(ends, wanted, grads, allow_unused=True) if ends and wanted else ()
-    zeros = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found)]
+    drawn_inputs = torch.autograd.grad(ends, trained, grads, allow_unused=True) if ends and trained else ()
+    zeros = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(trained, drawn_inputs)]
     return [*results, *zeros]
 
 
 def random_tensors(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
     """A tensor for every input and state: normally distributed, truth values, or small whole numbers."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    drawn_inputs = {}
     for name, value in [
         *((value.name, value) for value in graph.inputs),
         *((state.path, state.value) for state in graph.states),
     ]:
         drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         kind = getattr(torch, value.dtype)
-        found[name] = drawn > 0 if kind is torch.bool else (drawn if kind.is_floating_point else drawn * 3).to(kind)
-    return found
+        drawn_inputs[name] = (
+            drawn > 0 if kind is torch.bool else (drawn if kind.is_floating_point else drawn * 3).to(kind)
+        )
+    return drawn_inputs

@@ -119,13 +119,13 @@ def trained_once(model: Pieces, *, learning_rate: float = 0.1) -> torch.optim.Op
 def state_is_right(model: Pieces, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's state is the part of one process's that it should be."""
     whole = Pieces(whole_pieces())
-    wanted = trained_once(whole).state
+    expected = trained_once(whole).state
     return all(
-        torch.equal(found["exp_avg"], part_of(wanted[whole.parameters[name]]["exp_avg"], rectangle))
-        and torch.equal(found["exp_avg_sq"], part_of(wanted[whole.parameters[name]]["exp_avg_sq"], rectangle))
-        and float(found["step"]) == 1.0
+        torch.equal(states["exp_avg"], part_of(expected[whole.parameters[name]]["exp_avg"], rectangle))
+        and torch.equal(states["exp_avg_sq"], part_of(expected[whole.parameters[name]]["exp_avg_sq"], rectangle))
+        and float(states["step"]) == 1.0
         for name, (rectangle, _) in model.held.items()
-        for found in [optimizer.state[model.parameters[name]]]
+        for states in [optimizer.state[model.parameters[name]]]
     )
 
 
@@ -170,11 +170,11 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
 
     def losses(self, steps: range) -> list[float]:
-        found = []
+        states = []
         for step in steps:
             loss = self.parallel.train_step(*mlp_data(step, self.dtype))
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
-            found.append(float(loss))
-        return found
+            states.append(float(loss))
+        return states

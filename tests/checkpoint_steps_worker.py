@@ -26,12 +26,12 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
 
     def steps(parallel: Any, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
-        found = []
+        results = []
         for _ in range(count):
-            found.append(float(parallel.train_step(*args, **kwargs)))
+            results.append(float(parallel.train_step(*args, **kwargs)))
             optimizer.step()
             optimizer.zero_grad()
-        return found
+        return results
 
     with keep_float64():
         for name, fix in payload["plans"].items():

@@ -28,9 +28,9 @@ from tests.tracing import traced_once
 
 def everywhere(right: bool) -> bool:
     """Whether it is so on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, right)
-    return all(found)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, right)
+    return all(gathered)
 
 
 def error_of(function: Callable[[], Any]) -> str:
@@ -73,8 +73,8 @@ def pieces_of_any_layout(folder: Path) -> bool:
         optimizer = trained_once(model)
         model.fill(seed=3)
         manager.save(model, optimizer, step=1)
-        for wanted in (*layouts(rank), whole_pieces()):
-            again = Pieces(wanted)
+        for expected in (*layouts(rank), whole_pieces()):
+            again = Pieces(expected)
             other = trained_once(again)
             for group in other.param_groups:
                 group.update(lr=9.0, weight_decay=9.0)
@@ -93,8 +93,8 @@ def files_of_any_layout(folder: Path) -> bool:
         model.fill(seed=3)
         files = save_weights(model.owned(), folder / str(number), order=tuple(SHAPES), max_file_bytes=200)
         right.append(len(files) > 1)
-        for wanted in (*layouts(rank), whole_pieces()):
-            again = Pieces(wanted, seed=None)
+        for expected in (*layouts(rank), whole_pieces()):
+            again = Pieces(expected, seed=None)
             load_weights(again.owned(), folder / str(number), names=model.state_names)
             right.append(again.holds(seed=3))
     return everywhere(all(right))
@@ -136,10 +136,12 @@ def dropout_goes_on(folder: Path) -> bool:
     manager = CheckpointManager(folder)
     first.losses(range(1))
     manager.save(first.parallel, first.optimizer, step=1, scheduler=first.scheduler)
-    wanted = first.losses(range(1, 3))
+    expected = first.losses(range(1, 3))
     manager.load(again.parallel, again.optimizer, scheduler=again.scheduler)
-    found = again.losses(range(1, 3))
-    return everywhere(all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(found, wanted, strict=True)))
+    gathered = again.losses(range(1, 3))
+    return everywhere(
+        all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(gathered, expected, strict=True))
+    )
 
 
 SCENARIOS = (

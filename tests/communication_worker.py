@@ -47,15 +47,15 @@ def never_batched(operations: list[Any]) -> list[Any]:
 
 
 def main() -> None:
-    found = {}
+    results = {}
     as_installed = torch_schedules._batch_p2p
     for schedule, num_microbatches, batching in ranks.task():
         torch_schedules._batch_p2p = as_installed if batching == "torch" else always_batched
         stage.issue_transfers = never_batched if batching == "only receives" else issue_transfers
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, record(schedule, num_microbatches))
-        found[f"{schedule}-{num_microbatches}-{batching}"] = everywhere
-    ranks.answer(found)
+        results[f"{schedule}-{num_microbatches}-{batching}"] = everywhere
+    ranks.answer(results)
 
 
 if __name__ == "__main__":

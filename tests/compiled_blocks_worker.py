@@ -86,9 +86,9 @@ def run(
     return [loss.detach(), *(weight.grad.clone() for weight in parallel.parameters() if weight.grad is not None)], sent
 
 
-def difference(given: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    assert len(given) == len(wanted)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(given, wanted))
+def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    assert len(actual) == len(expected)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(actual, expected))
 
 
 if __name__ == "__main__":

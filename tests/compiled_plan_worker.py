@@ -39,16 +39,16 @@ def compiled_step(mesh: str) -> dict[str, Any]:
     with mock.patch.object(runtime.execution.binding, "as_compiled", traced):
         parallel = planner.compile(seeded(TiedClassifier), mesh, example_inputs=batch, compiled=True)
         loss = parallel.train_step(**batch)
-    wanted = model(**batch)["loss"]
-    wanted.backward()
+    expected = model(**batch)["loss"]
+    expected.backward()
     gradients = parallel.full_gradients()
-    errors = [_error(loss, wanted.detach())]
+    errors = [_error(loss, expected.detach())]
     errors += [_error(gradients[name], weight.grad) for name, weight in model.named_parameters() if name in gradients]
     return {"error": max(errors), "compared": len(errors), "graphs": counters["stats"]["unique_graphs"]}
 
 
-def _error(given: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((given - wanted).abs().max() / wanted.abs().max())
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def checkpoints() -> dict[str, Any]:
@@ -62,15 +62,15 @@ def checkpoints() -> dict[str, Any]:
     try:
         planner.compile(seeded(Checkpointed), "dp=2", example_inputs={"x": x})
         refusal = ""
-    except ValueError as found:
-        refusal = str(found)
+    except ValueError as results:
+        refusal = str(results)
     return {"source": parallel.source, "error": error, "refusal": refusal}
 
 
 def main() -> None:
     meshes = task()
-    found: dict[str, Any] = {mesh: compiled_step(mesh) for mesh in meshes}
-    answer({**found, "checkpoints": checkpoints()})
+    results: dict[str, Any] = {mesh: compiled_step(mesh) for mesh in meshes}
+    answer({**results, "checkpoints": checkpoints()})
 
 
 if __name__ == "__main__":

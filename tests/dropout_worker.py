@@ -34,32 +34,32 @@ def dropping_gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def gradients_on_one_device(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Loss and gradients of every step, with masks from code that is not ours."""
-    found = []
+    gradients_of_steps = []
     for step in range(1, STEPS + 1):
         model.zero_grad()
         with keep_float64(), dropping_as_on_one_device(step=step, seed=SEED):
             loss = model(**batch).loss
         loss.backward()
         gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters() if tensor.grad is not None}
-        found.append({"loss": loss.detach(), **gradients})
-    return found
+        gradients_of_steps.append({"loss": loss.detach(), **gradients})
+    return gradients_of_steps
 
 
 def gradients_of_plan(parallel: ParallelModule, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The same of a parallel module, on every rank."""
     ops.seed(SEED)
-    found = []
+    gradients_of_steps = []
     for _ in range(STEPS):
         parallel.zero_grad()
         loss = parallel.train_step(**batch)
-        found.append({"loss": loss, **parallel.full_gradients()})
-    return found
+        gradients_of_steps.append({"loss": loss, **parallel.full_gradients()})
+    return gradients_of_steps
 
 
-def error_of(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> float:
+def error_of(gradients_of_steps: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> float:
     """Largest difference of a tensor, relative to the largest gradient (of the loss: to itself)."""
     errors = []
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(gradients_of_steps, expected, strict=True):
         assert one.keys() >= other.keys()
         largest = max(float(tensor.abs().max()) for name, tensor in other.items() if name != "loss")
         for name, tensor in other.items():
@@ -71,16 +71,16 @@ def error_of(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.
 def main() -> None:
     alone, num_ranks = os.environ["RANK"] == "0", int(os.environ["WORLD_SIZE"])
     model, batch = dropping_gpt2()
-    wanted = gradients_on_one_device(model, batch) if alone else []
-    found: dict[str, Any] = {}
+    expected = gradients_on_one_device(model, batch) if alone else []
+    gradients_of_steps: dict[str, Any] = {}
     for name, options in task().items():
         target = options.pop("mesh", None) or slow_devices(num_ranks)
         options |= {} if "fix" in options else {"cluster": slow_devices(num_ranks)}
         with keep_float64():
             parallel = planner.compile(copy.deepcopy(model), target, example_inputs=batch, **options)
             result = gradients_of_plan(parallel, batch)
-        found[name] = error_of(result, wanted) if wanted else None
-    answer(found)
+        gradients_of_steps[name] = error_of(result, expected) if expected else None
+    answer(gradients_of_steps)
 
 
 if __name__ == "__main__":

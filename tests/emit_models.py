@@ -84,8 +84,8 @@ class Experts(nn.Module):
         probabilities = self.router(x).softmax(-1)
         chosen = F.one_hot(probabilities.argmax(-1), 4).to(x.dtype) * probabilities
         hidden = F.gelu(torch.einsum("bsd,edh->besh", x, self.up))
-        given = torch.einsum("besh,ehd->besd", hidden, self.down)
-        return (x + torch.einsum("besd,bse->bsd", given, chosen)).square().mean()
+        expert_outputs = torch.einsum("besh,ehd->besd", hidden, self.down)
+        return (x + torch.einsum("besd,bse->bsd", expert_outputs, chosen)).square().mean()
 
 
 class Powered(nn.Module):

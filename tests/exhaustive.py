@@ -59,12 +59,12 @@ class Ways:
 
     def groups(self, index: int) -> tuple[tuple[int, int, int], ...]:
         """One way as part of an assignment."""
-        found = []
+        combined = []
         for run, counts, ahead in self.choices:
             first = int(ahead[index])
             order = [first, *(choice for choice in range(counts.shape[1]) if choice != first)]
-            found += [(run, choice, int(counts[index, choice])) for choice in order if counts[index, choice]]
-        return tuple(found)
+            combined += [(run, choice, int(counts[index, choice])) for choice in order if counts[index, choice]]
+        return tuple(combined)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
     """Mesh shapes, orders of their axes, micro-batches, schedules, chunks: as the demands allow and PyTorch can run."""
     level_one, demands = search.level_one, search.demands
     num_devices, batch = search.cluster.num_devices, level_one.global_batch
-    num_units = sum(unit.count for unit in level_one.kept.units)
+    num_units = sum(unit.count for unit in level_one.step_units.units)
     for sizes in itertools.product(range(1, num_devices + 1), repeat=len(AXES)):
         pipeline, data, expert, context, tensor = sizes
         if math.prod(sizes) != num_devices or pipeline > num_units or level_one.num_experts % expert:
@@ -132,10 +132,10 @@ def fastest_of_all(search: Search, *, seed: int = 0) -> Best:
             sharded = search.level_one.sharded(candidate.cut, candidate.layout, links, weight=weight)
             if sharded is None:
                 continue
-            found = fastest(search.problem(candidate, sharded), chooser)
-            problems, assignments = problems + 1, assignments + found.num_assignments
-            if found.seconds < best.seconds:
-                best = replace(found, candidate=candidate)
+            combined = fastest(search.problem(candidate, sharded), chooser)
+            problems, assignments = problems + 1, assignments + combined.num_assignments
+            if combined.seconds < best.seconds:
+                best = replace(combined, candidate=candidate)
     return replace(best, num_candidates=candidates, num_problems=problems, num_assignments=assignments)
 
 
@@ -160,24 +160,24 @@ def fastest(problem: StageProblem, chooser: random.Random) -> Best:
 def every_cut(problem: StageProblem) -> Iterator[list[Ways]]:
     """For every way to cut the units into chunks, the ways to run each chunk."""
     units = [run for run, each in enumerate(problem.runs) for _ in range(each.count)]
-    known: dict[tuple[tuple[int, ...], bool], Ways] = {}
+    ways_of_split: dict[tuple[tuple[int, ...], bool], Ways] = {}
     for cuts in itertools.combinations(range(1, len(units)), problem.num_chunks - 1):
         stretches = [tuple(units[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(units)))]
         keys = [(stretch, index == 0) for index, stretch in enumerate(stretches)]
         for stretch, first in keys:
-            if (stretch, first) not in known:
-                known[stretch, first] = ways_of_chunk(problem, stretch, first=first)
-        yield [known[key] for key in keys]
+            if (stretch, first) not in ways_of_split:
+                ways_of_split[stretch, first] = ways_of_chunk(problem, stretch, first=first)
+        yield [ways_of_split[key] for key in keys]
 
 
 def ways_of_chunk(problem: StageProblem, stretch: Sequence[int], *, first: bool) -> Ways:
     """Every way to run the units of ``stretch`` (runs of units in a row)."""
-    found: Ways | None = None
+    combined: Ways | None = None
     for run in dict.fromkeys(stretch):
-        more = _ways_of_run(problem, run, stretch.count(run), first=first and found is None)
-        found = more if found is None else _both(found, more)
-    assert found is not None
-    return found
+        more = _ways_of_run(problem, run, stretch.count(run), first=first and combined is None)
+        combined = more if combined is None else _both(combined, more)
+    assert combined is not None
+    return combined
 
 
 def _ways_of_run(problem: StageProblem, run: int, count: int, *, first: bool) -> Ways:
@@ -214,11 +214,11 @@ def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
 
 def _both(one: Ways, other: Ways) -> Ways:
     """Every way of ``one`` with every way of ``other``."""
-    left, right = (part.ravel() for part in numpy.indices((len(one), len(other))))
-    choices = [(run, counts[left], ahead[left]) for run, counts, ahead in one.choices]
+    remaining, right = (part.ravel() for part in numpy.indices((len(one), len(other))))
+    choices = [(run, counts[remaining], ahead[remaining]) for run, counts, ahead in one.choices]
     choices += [(run, counts[right], ahead[right]) for run, counts, ahead in other.choices]
-    peak = numpy.maximum(one.peak[left], other.peak[right])
-    return Ways(one.sums[left] + other.sums[right], peak, one.first[left], tuple(choices))
+    peak = numpy.maximum(one.peak[remaining], other.peak[right])
+    return Ways(one.sums[remaining] + other.sums[right], peak, one.first[remaining], tuple(choices))
 
 
 def _blocks(ways: list[Ways]) -> Iterator[list[Ways]]:
@@ -294,10 +294,10 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
 
 
 def _most(arrays: Sequence[Any]) -> Any:
-    found = arrays[0]
+    combined = arrays[0]
     for each in arrays[1:]:
-        found = numpy.maximum(found, each)
-    return found
+        combined = numpy.maximum(combined, each)
+    return combined
 
 
 def _assignment(ways: Sequence[Ways], at: Sequence[int]) -> Assignment:

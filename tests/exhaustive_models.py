@@ -15,7 +15,7 @@ from passes.ir.graph import Graph
 from planner.verification.verify_model import slow_devices
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
 
@@ -107,9 +107,9 @@ CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
 
 
 @functools.cache
-def space(model: str) -> tuple[ShardingSpace, KeptSpace]:
-    found = ShardingSpace.of(MODELS[model]())
-    return found, KeptSpace.of(found)
+def space(model: str) -> tuple[ShardingSpace, StepUnits]:
+    sharding_space = ShardingSpace.of(MODELS[model]())
+    return sharding_space, StepUnits.of(sharding_space)
 
 
 @functools.cache

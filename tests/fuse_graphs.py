@@ -53,7 +53,7 @@ def fused(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any
     return fuse(graph_of(function, *shapes, **options))
 
 
-def found(result: Fused) -> dict[str, int]:
+def fused_rows(result: Fused) -> dict[str, int]:
     """How often each pattern was matched."""
     return dict(Counter(match.pattern for match in result.matches))
 

@@ -170,7 +170,7 @@ class _Maker:
         return f"input:{self.input_names[name]}"
 
     def conversions(self, outputs: Mapping[str, Placement]) -> tuple[ConversionPlan, ...]:
-        found: dict[tuple[str, Placement], ConversionPlan] = {}
+        conversion_plans: dict[tuple[str, Placement], ConversionPlan] = {}
         inner = {name: run for run in self.runs for name in run.copies[0]}
         skipped = {name for run in self.runs for copy in run.copies[1:] for name in copy}
         first = {
@@ -187,22 +187,22 @@ class _Maker:
                 need = input_placement(self.choices(node), index)
                 if run is None:
                     name = first.get(name, name)
-                    self.walk(found, self.key(name), name, self.root(name), need, 1)
+                    self.walk(conversion_plans, self.key(name), name, self.root(name), need, 1)
                     continue
                 slots = [slot for slot, names in enumerate(run.carried) if names[0] == name]
                 if slots:
                     number = self.runs.index(run)
                     root = self.carried[number][slots[0]]
-                    self.walk(found, f"carry:{number}#{slots[0]}", name, root, need, run.num_copies)
+                    self.walk(conversion_plans, f"carry:{number}#{slots[0]}", name, root, need, run.num_copies)
                 else:
                     copies = 1 if name in run.shared else run.num_copies
-                    self.walk(found, self.key(name), name, self.root(name), need, copies)
+                    self.walk(conversion_plans, self.key(name), name, self.root(name), need, copies)
         for number, run in enumerate(self.runs):
             for slot, name in enumerate(run.carried_output):
                 carry = self.carried[number][slot]
-                self.walk(found, self.key(name), name, self.root(name), carry, run.num_copies - 1)
+                self.walk(conversion_plans, self.key(name), name, self.root(name), carry, run.num_copies - 1)
                 self.walk(
-                    found,
+                    conversion_plans,
                     self.key(run.carried[slot][0]),
                     run.carried[slot][0],
                     self.root(run.carried[slot][0]),
@@ -211,10 +211,10 @@ class _Maker:
                 )
         for path, name in self.graph.outputs.items():
             name = first.get(name, name)
-            self.walk(found, self.key(name), name, self.root(name), outputs[path], 1)
-        return tuple(found.values())
+            self.walk(conversion_plans, self.key(name), name, self.root(name), outputs[path], 1)
+        return tuple(conversion_plans.values())
 
-    def walk(self, found, key: str, name: str, root: Placement, target: Placement, copies: int) -> None:  # type: ignore[no-untyped-def]
+    def walk(self, conversion_plans, key: str, name: str, root: Placement, target: Placement, copies: int) -> None:  # type: ignore[no-untyped-def]
         value = self.values[name]
         for step in path(root, target, value.shape, self.mesh):
             forward, backward = step.collectives
@@ -223,9 +223,9 @@ class _Maker:
                 key, self.mesh.names[step.axis], step.source, step.target, copies, forward,
                 backward if value.requires_grad else None, size,
             )  # fmt: skip
-            known = found.get((key, step.target))
-            if known is None or known.copies < copies:
-                found[key, step.target] = planned
+            conversion = conversion_plans.get((key, step.target))
+            if conversion is None or conversion.copies < copies:
+                conversion_plans[key, step.target] = planned
 
 
 def path(root: Placement, target: Placement, shape: tuple[int, ...], mesh: MeshShape) -> list[Step]:

@@ -49,11 +49,11 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     remember(mesh)
     apply_adapters()  # as programs run: torch 2.11 has no all-to-all of lists on gloo
-    found: dict[str, Any] = {name: converted(name, mesh) for name in CONVERSIONS}
+    results: dict[str, Any] = {name: converted(name, mesh) for name in CONVERSIONS}
     with keep_float64():
-        found["model"] = trained()
+        results["model"] = trained()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, results)
     answer(everyone)
 
 

@@ -69,5 +69,5 @@ def _results(function: Function, arguments: Sequence[Any]) -> list[torch.Tensor]
     leaves = [_leaf(argument) for argument in arguments]
     results = function(*leaves)
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, [torch.ones_like(output) for output in outputs])]
+    trained = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, trained, [torch.ones_like(output) for output in outputs])]

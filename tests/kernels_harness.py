@@ -38,12 +38,12 @@ def check_accuracy(
         fused, definition: take the tensors, give a tensor or several.
         tensors: float64; gradients are compared for those of floating point, all at the values that ``dtype`` holds.
     """
-    given = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-    exact = _run(definition, [tensor.double() if tensor.is_floating_point() else tensor for tensor in given])
-    eager = _run(definition, given)
+    cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    exact = _run(definition, [tensor.double() if tensor.is_floating_point() else tensor for tensor in cast])
+    eager = _run(definition, cast)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, implementation)
-        ours = _run(fused, given)
+        ours = _run(fused, cast)
     assert len(ours) == len(exact)
     for place, (one, other, truth) in enumerate(zip(ours, eager, exact, strict=True)):
         assert one.shape == truth.shape, f"result {place}: {tuple(one.shape)}, expected {tuple(truth.shape)}"
@@ -57,11 +57,11 @@ def check_accuracy(
 def _run(function: Function, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs, and the gradients of every floating-point tensor for fixed random gradients of the outputs."""
     leaves = [tensor.detach().clone() for tensor in tensors]
-    wanted = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
+    trained = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
     results = function(*leaves)
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
     grads = [random_tensor(output.shape, 100 + place).to(output.dtype) for place, output in enumerate(outputs)]
-    return [*outputs, *torch.autograd.grad(outputs, wanted, grads)]
+    return [*outputs, *torch.autograd.grad(outputs, trained, grads)]
 
 
 def _error(one: torch.Tensor, truth: torch.Tensor) -> float:

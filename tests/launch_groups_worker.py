@@ -73,7 +73,7 @@ def main() -> None:
     tied = [(0, 3), (0, 1), (1, 2, 3), (0, 1, 2, 3)]
     checkpoints = CheckpointManager("unused")._group
     assert checkpoints is not None
-    found = {
+    answers = {
         "sums": sums == [{0: 2.0, 1: 4.0}[rank % 2], float(rank), {0: 1.0, 1: 5.0}[rank // 2], 6.0, 6.0],
         "time-outs": all(timeout_of(group) == PATIENT for group in (*groups.values(), checkpoints)),
         "another order": all(axes == (("tp", "dp"), [[0, 2], [1, 3]], sums[2], sums[0]) for axes in turned),
@@ -82,8 +82,8 @@ def main() -> None:
         "second mesh": [sum_of_ranks(again.get_group(name)) for name in ("dp", "tp")] == [sums[0], sums[2]],
     }
     seen: list[dict[str, bool]] = [{} for _ in range(4)]
-    dist.all_gather_object(seen, found)
-    answer({name: all(results[name] for results in seen) for name in found})
+    dist.all_gather_object(seen, answers)
+    answer({name: all(results[name] for results in seen) for name in answers})
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ def main() -> None:
     try:
         process = init(**json.loads(os.environ["MESHWRIGHT_TEST_INIT"]))
     except (LaunchError, ValueError) as error:
-        found = {"error": str(error), "kind": type(error).__name__}
+        results = {"error": str(error), "kind": type(error).__name__}
     else:
-        found = {"rank": process.rank, "local_rank": process.local_rank, "again": init().rank}
+        results = {"rank": process.rank, "local_rank": process.local_rank, "again": init().rank}
         ranks = [None] * process.world_size
         dist.all_gather_object(ranks, process.rank)
-        found["ranks"] = ranks
-    print(json.dumps(found), flush=True)
+        results["ranks"] = ranks
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -118,17 +118,17 @@ def allocations(profile: torch.profiler.profile) -> list[int]:
 
 def hooked_activations(case: Case) -> int:
     """Bytes of the distinct storages that autograd packs away, other than parameters, buffers and inputs."""
-    kept: dict[int, torch.Tensor] = {}
+    saved_bytes: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[_storage(tensor)] = tensor
+        saved_bytes[_storage(tensor)] = tensor
         return tensor
 
     own = {_storage(tensor) for tensor in (*case.model.parameters(), *case.model.buffers(), *case.batch.values())}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = case.loss()
     assert loss.grad_fn is not None
-    return sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in own)
+    return sum(tensor.untyped_storage().nbytes() for storage, tensor in saved_bytes.items() if storage not in own)
 
 
 def held_state(case: Case) -> StateBytes:
@@ -184,19 +184,19 @@ class Prediction:
     def __init__(self, case: Case) -> None:
         self.layers = case.layers
         self.graph: Graph = capture(case.model, kwargs=dict(case.batch))
-        self.known = Activations.of(self.graph, live_nodes(self.graph), kernels="cpu")
+        self.figures = Activations.of(self.graph, live_nodes(self.graph), kernels="cpu")
 
     def activations(self, policy: str) -> int:
-        return self.num_bytes([kept_under(self.known, nodes, used) for nodes, used in self.stretches(policy)])
+        return self.num_bytes([kept_under(self.figures, nodes, used) for nodes, used in self.stretches(policy)])
 
     def peak(self, policy: str) -> float:
         """While a stretch runs, those before it hold what they keep; those after are through with their backward."""
         stretches = self.stretches(policy)
-        parts = [kept_under(self.known, nodes, used) for nodes, used in stretches]
+        parts = [kept_under(self.figures, nodes, used) for nodes, used in stretches]
         return max(
             self.num_bytes(parts[: place + 1])
             + working_peak(
-                self.known,
+                self.figures,
                 nodes,
                 used,
                 local_bytes=lambda value: value.num_bytes,
@@ -208,22 +208,22 @@ class Prediction:
 
     def stretches(self, policy: str) -> list[tuple[list[str], str]]:
         """The graph cut into the layers, under ``policy``, and what is between them, under none; in order."""
-        found: list[tuple[list[str], str]] = []
+        policy_stretches: list[tuple[list[str], str]] = []
         current: str | None = ""
         for node in self.graph.nodes:
             if node.constant:
                 continue
             layer = next((path for path in self.layers if f"{node.module_path}.".startswith(f"{path}.")), None)
             if layer != current:
-                found.append(([], "none" if layer is None else policy))
+                policy_stretches.append(([], "none" if layer is None else policy))
                 current = layer
-            found[-1][0].append(node.name)
-        return found
+            policy_stretches[-1][0].append(node.name)
+        return policy_stretches
 
     def num_bytes(self, parts: list[Recompute]) -> int:
         values = held_constants(self.graph).union(*(part.values for part in parts))
-        made = sum(extra.num_bytes for part in parts for extra in part.extras)
-        return made + sum(self.known.values[name].num_bytes for name in values)
+        bytes_of_extras = sum(extra.num_bytes for part in parts for extra in part.extras)
+        return bytes_of_extras + sum(self.figures.values[name].num_bytes for name in values)
 
     def state(self) -> StateBytes:
         parts = [

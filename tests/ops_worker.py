@@ -17,8 +17,8 @@ VOCABULARY, HIDDEN = 8, 4
 def difference(local: torch.Tensor | None, whole: torch.Tensor | None, dim: int | None) -> float:
     """Largest difference of this rank's part (along ``dim``; None: a copy) on any rank."""
     assert local is not None and whole is not None
-    wanted = whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-    worst = (local - wanted).abs().max().detach()
+    expected = whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    worst = (local - expected).abs().max().detach()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
 
@@ -28,16 +28,16 @@ def losses() -> dict[str, float]:
     target = torch.randint(0, VOCABULARY, (3, 5))
     target[0, :2] = -100
     weight = torch.randn(3, 5, dtype=torch.float64)
-    found = {}
+    results = {}
     for smoothing in (0.0, 0.2):
         whole = F.cross_entropy(logits.mT, target, reduction="none", label_smoothing=smoothing)
-        (wanted,) = torch.autograd.grad((whole * weight).sum(), logits)
+        (expected,) = torch.autograd.grad((whole * weight).sum(), logits)
         local = logits.detach().chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous().requires_grad_()
         result = ops.cross_entropy(local, target, label_smoothing=smoothing, vocabulary=VOCABULARY, axes=("tp",))
         (result * weight).sum().backward()
-        found[f"loss {smoothing}"] = difference(result, whole, None)
-        found[f"loss gradient {smoothing}"] = difference(local.grad, wanted, -1)
-    return found
+        results[f"loss {smoothing}"] = difference(result, whole, None)
+        results[f"loss gradient {smoothing}"] = difference(local.grad, expected, -1)
+    return results
 
 
 def linear_losses() -> dict[str, float]:
@@ -50,15 +50,15 @@ def linear_losses() -> dict[str, float]:
     logits = F.linear(hidden, table, bias)
     whole = F.cross_entropy(logits.mT, target, reduction="none", label_smoothing=0.1)
     whole = whole + 0.01 * logits.logsumexp(-1).square() * (target != -100)
-    wanted = torch.autograd.grad((whole * weight).sum(), (hidden, table, bias))
+    expected = torch.autograd.grad((whole * weight).sum(), (hidden, table, bias))
     ranks, rank = dist.get_world_size(), dist.get_rank()
     cut = [tensor.detach().chunk(ranks)[rank].contiguous().requires_grad_() for tensor in (table, bias)]
     local = hidden.detach().requires_grad_(), *cut
     options = {"label_smoothing": 0.1, "z_loss": 0.01, "chunk_tokens": 4}
     result = ops.linear_cross_entropy(*local[:2], target, local[2], vocabulary=VOCABULARY, axes=("tp",), **options)
-    found = torch.autograd.grad((result * weight).sum(), local)
-    dist.all_reduce(found[0])
-    parts = zip(operands, found, wanted, (None, 0, 0))
+    results = torch.autograd.grad((result * weight).sum(), local)
+    dist.all_reduce(results[0])
+    parts = zip(operands, results, expected, (None, 0, 0))
     differences = {f"linear {name} gradient": difference(one, other, dim) for name, one, other, dim in parts}
     return {"linear loss": difference(result, whole, None), **differences}
 
@@ -68,12 +68,12 @@ def rows() -> dict[str, float]:
     indices = torch.randint(0, VOCABULARY, (3, 5))
     weight = torch.randn(3, 5, HIDDEN, dtype=torch.float64)
     whole = F.embedding(indices, table, padding_idx=int(indices[0, 0]))
-    (wanted,) = torch.autograd.grad((whole * weight).sum(), table)
+    (expected,) = torch.autograd.grad((whole * weight).sum(), table)
     local = table.detach().chunk(dist.get_world_size(), 0)[dist.get_rank()].contiguous().requires_grad_()
     part = ops.embedding(indices, local, vocabulary=VOCABULARY, padding_idx=int(indices[0, 0]), axes=("tp",))
     result = spmd.all_reduce(part, "tp", src=spmd.P, dst=spmd.I)
     (result * weight).sum().backward()
-    return {"rows": difference(result, whole, None), "rows gradient": difference(local.grad, wanted, 0)}
+    return {"rows": difference(result, whole, None), "rows gradient": difference(local.grad, expected, 0)}
 
 
 def masks() -> dict[str, float]:

@@ -54,7 +54,7 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
         alone = dist.get_rank() == 0
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
         single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE)
-        found = []
+        comparisons = []
         counted = None
         for step in range(STEPS):
             with CommunicationCounter(parallel.layout.device_mesh) as counter:
@@ -68,10 +68,12 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
             if alone:
                 wanted_loss = single_loss(single, args, kwargs, loss_fn)
                 wanted_loss.backward()
-                found.append(difference("loss", f"loss {step}", loss.detach(), wanted_loss))
+                comparisons.append(difference("loss", f"loss {step}", loss.detach(), wanted_loss))
                 if step == 0:
-                    wanted = gradients_of(single)
-                    found += differences("gradients", gradients, wanted, floor=NEGLIGIBLE * largest_of(wanted))
+                    expected = gradients_of(single)
+                    comparisons += differences(
+                        "gradients", gradients, expected, floor=NEGLIGIBLE * largest_of(expected)
+                    )
                 single_optimizer.step()
                 single_optimizer.zero_grad()
             optimizer.step()
@@ -79,13 +81,13 @@ def compare(name: str, mesh: str) -> dict[str, Any]:
         state = parallel.full_state_dict()
     if not alone:
         return {}
-    found += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
-    worst = max(found, key=lambda comparison: comparison.error)
+    comparisons += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
+    worst = max(comparisons, key=lambda comparison: comparison.error)
     return {
         "error": worst.error,
         "worst": f"{worst.what}: {worst.name}",
         "as_planned": set(counted or ()) == {entry for entry in parallel.plan.collectives if entry.count},
-        "tensors": len(found),
+        "tensors": len(comparisons),
     }
 
 

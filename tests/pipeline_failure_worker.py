@@ -20,13 +20,13 @@ def messages(group: Any, schedule: str, *, failing: int) -> dict[str, Any]:
     executor = PipelineExecutor([chunk], **pipeline, group=group, device=torch.device("cpu"))
     executor.train()
     chunk.fails_at = 2 if rank == failing else None
-    found = []
+    results = []
     for _ in range(2):
         try:
             executor.train()
         except RuntimeError as error:
-            found.append(str(error))
-    return {"messages": found}
+            results.append(str(error))
+    return {"messages": results}
 
 
 def main() -> None:

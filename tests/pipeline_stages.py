@@ -54,8 +54,8 @@ class Weights(torch.autograd.Function):
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_matmul = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Chunk:
@@ -94,9 +94,9 @@ class Chunk:
         if not received:
             received = first_inputs(microbatch)
         x, skip, ids, scale, spare = received
-        x, made = self._remembered(self._body)(x, ids, scale)
+        x, memory = self._remembered(self._body)(x, ids, scale)
         if self.index == 0:
-            skip, spare = made, made[0, :2] * 2
+            skip, spare = memory, memory[0, :2] * 2
         if self.index == self.num_chunks - 1:
             return (((x - target(microbatch, x)) ** 2).sum() / 7 + (skip * skip * scale).sum(),)
         return x, skip, ids, scale, spare
@@ -113,10 +113,10 @@ class Chunk:
         weights = Weights.apply(self.token, self.weights) if self.variant.startswith("token") else self.weights
         gain, up, bias, square, table, side = weights
         normed = x * gain
-        made = torch.tanh(F.linear(normed, side))
+        memory = torch.tanh(F.linear(normed, side))
         h = torch.tanh(F.linear(normed, up, bias)) * scale + F.embedding(ids, table)
         h = h + torch.tanh(F.linear(F.linear(h * bias, square), square)) * bias
-        return h.t().contiguous().t(), made
+        return h.t().contiguous().t(), memory
 
 
 def first_inputs(microbatch: int) -> tuple[torch.Tensor, ...]:

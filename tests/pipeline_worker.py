@@ -19,10 +19,10 @@ STEPS = 2
 CPU = torch.device("cpu")
 
 
-def relative_error(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+def relative_error(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 
 def planned_bytes(case: list[Any], num_ranks: int, rank: int) -> dict[tuple[int, int], int]:
@@ -54,10 +54,10 @@ def run(case: list[Any], group: dist.ProcessGroup) -> dict[str, Any]:
     errors, orders, sent = [0.0], [], []
     planned = planned_bytes(case, num_ranks, rank)
     for step in range(1, (STEPS if variant == "plain" else 1) + 1):
-        found = executor.train()
+        actual = executor.train()
         holds_last = num_chunks - 1 in mine
-        assert len(found) == (num_microbatches if holds_last else 0)
-        errors += [relative_error(a, b) for a, b in zip(found, losses)]
+        assert len(actual) == (num_microbatches if holds_last else 0)
+        errors += [relative_error(a, b) for a, b in zip(actual, losses)]
         for chunk in chunks:
             for owner, expected in zip(chunk.weights, gradients[chunk.index]):
                 errors.append(relative_error(owner.grad, None if expected is None else step * expected))

@@ -53,13 +53,13 @@ def record(plan: Plan | str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    found = []
+    results = []
     for plan in ranks.task():
         calls = record(plan if isinstance(plan, str) else Plan.from_dict(plan))
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, calls)
-        found.append(everywhere)
-    ranks.answer(found)
+        results.append(everywhere)
+    ranks.answer(results)
 
 
 if __name__ == "__main__":

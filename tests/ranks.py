@@ -27,14 +27,14 @@ def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float =
     tests of a module are dealt out to several processes of pytest, the first to ask runs it and the others read.
     """
     text = json.dumps(payload)
-    with _one_at_a_time(f"{worker} {world_size} {text}") as kept:
-        if not kept.exists():
+    with _one_at_a_time(f"{worker} {world_size} {text}") as answer_file:
+        if not answer_file.exists():
             try:
                 answered = {"result": json.loads(_answer_of_ranks(worker, world_size, text, timeout))}
             except AssertionError as error:  # not tried again for every test that asks
                 answered = {"failure": str(error)}
-            kept.write_text(json.dumps(answered), encoding="utf-8")
-    answered = json.loads(kept.read_text(encoding="utf-8"))
+            answer_file.write_text(json.dumps(answered), encoding="utf-8")
+    answered = json.loads(answer_file.read_text(encoding="utf-8"))
     assert "failure" not in answered, answered["failure"]
     return answered["result"]
 
@@ -43,10 +43,10 @@ def run_on_ranks(worker: str, world_size: int, payload: Any, *, timeout: float =
 def _one_at_a_time(question: str) -> Iterator[Path]:
     """The file in which the answer to ``question`` is kept for this run of the tests, locked."""
     folder = Path(os.environ["MESHWRIGHT_TEST_RUN"])
-    kept = folder / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
-    with kept.with_suffix(".lock").open("w") as lock:
+    answer_file = folder / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
+    with answer_file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield kept
+        yield answer_file
 
 
 def _answer_of_ranks(worker: str, world_size: int, payload: str, timeout: float) -> str:

@@ -132,9 +132,9 @@ def run(function: Function, policy: str | None) -> tuple[list[torch.Tensor], Cou
     with CommunicationCounter(MESH) as counter:
         with spmd.set_current_mesh(MESH):
             outputs = []
-            for given in (x, 0.5 * x):
+            for actual in (x, 0.5 * x):
                 ops.begin_step(training=True)
-                outputs.append(region(given))
+                outputs.append(region(actual))
             drawn = ops.get_random_state()
         sum(output.square().sum() for output in outputs).backward()
     assert ops.get_random_state() == drawn
@@ -147,16 +147,16 @@ def run(function: Function, policy: str | None) -> tuple[list[torch.Tensor], Cou
 
 def compare(function: Function) -> dict[str, Any]:
     """By policy: the largest relative difference from the plain function, and what one call sends more than it."""
-    wanted, forward, backward = run(function, None)
-    found: dict[str, Any] = {}
+    expected, forward, backward = run(function, None)
+    figures: dict[str, Any] = {}
     for policy in POLICIES:
-        given, forward_sent, backward_sent = run(function, policy)
-        assert len(given) == len(wanted) and forward_sent == forward
-        error = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(given, wanted))
+        actual, forward_sent, backward_sent = run(function, policy)
+        assert len(actual) == len(expected) and forward_sent == forward
+        error = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(actual, expected))
         again = {name: count / 2 for name, count in (backward_sent - backward).items()}
         assert not backward - backward_sent
-        found[policy] = {"error": error, "again": again}
-    return found
+        figures[policy] = {"error": error, "again": again}
+    return figures
 
 
 def exchanged(dtype: torch.dtype) -> list[Any]:

@@ -121,11 +121,11 @@ def make_case(sample: Sample) -> Case:
         isinstance(item, torch.Tensor) for item in torch.utils._pytree.tree_leaves((sample.args, sample.kwargs))
     )
 
-    def visit(item: Any, found: Any) -> Any:
+    def visit(item: Any, computed: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            return found(item)
+            return computed(item)
         if isinstance(item, (list, tuple)):
-            return type(item)(visit(part, found) for part in item)
+            return type(item)(visit(part, computed) for part in item)
         return item
 
     def collect(tensor: torch.Tensor) -> Ref:
@@ -151,12 +151,18 @@ def make_case(sample: Sample) -> Case:
     out_grads = [output.requires_grad for output in outputs]
     upstream = [torch.randn(output.shape, dtype=torch.float64).to(output.dtype) for output in outputs]
     inputs = [tensor for tensor in tensors if tensor.requires_grad]
-    wanted = [(output, grad) for output, grad, has in zip(outputs, upstream, out_grads) if has]
-    found: list[Any] = [None] * len(inputs)
-    if wanted and inputs:
-        found = list(torch.autograd.grad([o for o, _ in wanted], inputs, [g for _, g in wanted], allow_unused=True))
-    given = iter(found)
-    gradients = [_or_zero(next(given), tensor) if tensor.requires_grad else torch.zeros(()) for tensor in tensors]
+    upstream_pairs = [(output, grad) for output, grad, has in zip(outputs, upstream, out_grads) if has]
+    computed: list[Any] = [None] * len(inputs)
+    if upstream_pairs and inputs:
+        computed = list(
+            torch.autograd.grad(
+                [o for o, _ in upstream_pairs], inputs, [g for _, g in upstream_pairs], allow_unused=True
+            )
+        )
+    remaining_grads = iter(computed)
+    gradients = [
+        _or_zero(next(remaining_grads), tensor) if tensor.requires_grad else torch.zeros(()) for tensor in tensors
+    ]
     values = tuple(
         Value(f"o{place}", tuple(output.shape), _dtype(output), requires_grad=output.requires_grad)
         for place, output in enumerate(outputs)
@@ -165,7 +171,7 @@ def make_case(sample: Sample) -> Case:
     return Case(
         node,
         tensors,
-        [tensor.requires_grad and bool(wanted) for tensor in tensors],
+        [tensor.requires_grad and bool(upstream_pairs) for tensor in tensors],
         [output.detach() for output in outputs],
         out_grads,
         upstream,
@@ -282,7 +288,7 @@ def check_numbers(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) ->
             if has
         ]
         inputs = [leaves[operand.name] for operand, grad in zip(call.inputs, case.grads) if grad]
-        found = iter(
+        computed = iter(
             torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
             if pairs and inputs
             else []
@@ -296,7 +302,7 @@ def check_numbers(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) ->
         _assert_close(assemble(parts, operand.placement, exact=exact), expected, f"output of {source}", exact)
     for operand, grad, expected in zip(call.inputs, case.grads, case.input_gradients):
         if grad:
-            gradient = next(found)
+            gradient = next(computed)
             parts = (
                 _parts(gradient) if gradient is not None else distribute(torch.zeros_like(expected), operand.placement)
             )

@@ -55,8 +55,8 @@ class Draw:
 
     def broadcast(self, shape: list[int]) -> list[int]:
         """A shape that broadcasts to ``shape``."""
-        kept = shape[self.int(0, len(shape)) if self.flag() else 0 :]
-        return [1 if self.int(0, 3) == 0 else size for size in kept]
+        trailing = shape[self.int(0, len(shape)) if self.flag() else 0 :]
+        return [1 if self.int(0, 3) == 0 else size for size in trailing]
 
     def dim(self, rank: int) -> int:
         return self.int(-rank, rank - 1)

@@ -25,8 +25,8 @@ def error_of(function: Callable[[], Any]) -> str:
     return ""
 
 
-def close(given: torch.Tensor, wanted: torch.Tensor, *, tolerance: float = 1e-9) -> bool:
-    return bool((given.detach() - wanted.detach()).abs().max() <= tolerance * wanted.detach().abs().max())
+def close(actual: torch.Tensor, expected: torch.Tensor, *, tolerance: float = 1e-9) -> bool:
+    return bool((actual.detach() - expected.detach()).abs().max() <= tolerance * expected.detach().abs().max())
 
 
 def plans_at_the_first_call() -> bool:
@@ -110,15 +110,15 @@ def verify_leaves_the_process_group_alone() -> bool:
 
 def ranks_seeded_apart_mask_alike() -> bool:
     """Masks follow the first rank's ``torch.manual_seed``, whatever the others set."""
-    found = []
+    results = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed if dist.get_rank() == 0 else 1000 + dist.get_rank())
         model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout(0.5))
-        found.append(planner.compile(model, "tp=2")(torch.ones(8, 8)))
+        results.append(planner.compile(model, "tp=2")(torch.ones(8, 8)))
     copies: list[Any] = [None, None]
-    dist.all_gather_object(copies, found)
+    dist.all_gather_object(copies, results)
     alike = all(torch.equal(one, other) for one, other in zip(*copies))
-    return alike and torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    return alike and torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 SCENARIOS = (

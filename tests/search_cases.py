@@ -118,8 +118,8 @@ def plan_with_unit_costs(graph: Graph, axes: Mapping[str, int], *, latency: floa
 
 def counted(plan: Plan) -> dict[tuple[str, str], tuple[int, int]]:
     """(collective, phase) → (count, bytes), over all axes."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    program_sizes: dict[tuple[str, str], tuple[int, int]] = {}
     for item in plan.collectives:
-        count, num_bytes = found.get((item.collective, item.phase), (0, 0))
-        found[item.collective, item.phase] = (count + item.count, num_bytes + item.num_bytes)
-    return found
+        count, num_bytes = program_sizes.get((item.collective, item.phase), (0, 0))
+        program_sizes[item.collective, item.phase] = (count + item.count, num_bytes + item.num_bytes)
+    return program_sizes

@@ -79,9 +79,9 @@ class Pair:
         self.parallel.zero_grad()
         loss = self.model(x, **arguments)["loss"]
         loss.backward()
-        given = self.parallel.train_step(x=x, **arguments)
+        actual = self.parallel.train_step(x=x, **arguments)
         gradient = self.parallel.full_gradients()["linear.weight"]
-        return torch.allclose(given, loss.detach(), rtol=1e-9) and torch.allclose(
+        return torch.allclose(actual, loss.detach(), rtol=1e-9) and torch.allclose(
             gradient, self.model.linear.weight.grad, rtol=1e-9
         )
 
@@ -292,11 +292,11 @@ TARGETS = ("dp=2", "pp=1,dp=2")
 
 
 def main() -> None:
-    found = {}
+    answers = {}
     for target in task():
         pair = Pair(target)
-        found |= {f"{scenario.__name__} {target}": scenario(pair) for scenario in SCENARIOS}
-    answer(found)
+        answers |= {f"{scenario.__name__} {target}": scenario(pair) for scenario in SCENARIOS}
+    answer(answers)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
             parallel.train_step(*args, **kwargs)
         optimizer.step()
         stage, execution = places.stage or 0, seen["execution"]
-        found = {
+        results = {
             "stage": stage,
             "parameters": parameter_bytes(execution, parallel),
             "gradients": seen["gradients"],
@@ -57,9 +57,9 @@ def accounts(case: dict[str, Any]) -> list[dict[str, Any]]:
         if step.axes["pp"] > 1:
             graph = capture(model, args=args, kwargs=kwargs, loss_fn=loss_fn)
             priced = reprice(as_planned(graph, parallel.plan), parallel.plan, cluster)
-            found |= sent_and_run(execution, step, priced.step)
+            results |= sent_and_run(execution, step, priced.step)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, results)
     return everyone
 
 
@@ -98,7 +98,7 @@ def watched(parallel: Any) -> Iterator[dict[str, Any]]:
 def sent_and_run(execution: Any, step: Any, priced: Any) -> dict[str, Any]:
     """What this rank ran, in order, and the bytes that it sent to other chunks; both as planned, too."""
     executor, rank = execution.executor, execution.places.stage
-    wanted = actions(
+    expected = actions(
         step.schedule, num_ranks=step.axes["pp"], num_microbatches=step.num_microbatches, num_chunks=len(step.chunks)
     )
     planned: dict[str, float] = {}
@@ -110,7 +110,7 @@ def sent_and_run(execution: Any, step: Any, priced: Any) -> dict[str, Any]:
             planned |= {f"{index}→{index - 1}": num_bytes} if behind == rank else {}
     return {
         "order": [str(action) for action in executor.order],
-        "planned order": [str(action) for action in wanted[rank]],
+        "planned order": [str(action) for action in expected[rank]],
         "sent": {f"{source}→{target}": count for (source, target), count in executor.bytes_sent.items()},
         "planned sent": planned,
     }
@@ -136,9 +136,9 @@ def parameter_bytes(execution: Any, parallel: Any) -> int:
     kept_narrow: set[str] = set()
     for unit in units_of(execution):
         for bundle in unit._bundles:
-            kept = bundle.weights._kept
-            if kept is not None:
-                storages[kept.flat.untyped_storage().data_ptr()] = sum(whole.nbytes for whole in kept.wholes())
+            saved = bundle.weights._kept
+            if saved is not None:
+                storages[saved.flat.untyped_storage().data_ptr()] = sum(whole.nbytes for whole in saved.wholes())
                 kept_narrow |= {unit.weights[place].name for place in bundle.places}
     for name, parameter in local_parameters(parallel).items():
         if not (_narrow(parallel, name, parameter) and name in kept_narrow):
@@ -154,7 +154,7 @@ def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimi
         for name, tensor in state.items()
         if name != "step"
     )
-    kept = {
+    saved = {
         unit.weights[place].name
         for unit in units_of(execution)
         for bundle in unit._bundles
@@ -164,7 +164,7 @@ def optimizer_bytes(execution: Any, parallel: Any, optimizer: torch.optim.Optimi
     masters = sum(
         parameter.nbytes
         for name, parameter in local_parameters(parallel).items()
-        if _narrow(parallel, name, parameter) and name in kept
+        if _narrow(parallel, name, parameter) and name in saved
     )
     return moments + masters
 

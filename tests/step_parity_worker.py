@@ -42,18 +42,18 @@ LEARNING_RATE = 1e-3
 
 
 def main() -> None:
-    found = {}
+    comparisons = {}
     for case in task():
         started = time.perf_counter()
         try:
             result = compare(case)
         except ValueError as error:  # raised on all ranks alike: there is no such plan
             result = {"refused": str(error)}
-        found[case["name"]] = {**result, "seconds": time.perf_counter() - started}
+        comparisons[case["name"]] = {**result, "seconds": time.perf_counter() - started}
         if "record" in case and dist.get_rank() == 0:
             with Path(case["record"]).open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"name": case["name"], **found[case["name"]]}) + "\n")
-    answer(found)
+                lines.write(json.dumps({"name": case["name"], **comparisons[case["name"]]}) + "\n")
+    answer(comparisons)
 
 
 def build_case(case: dict[str, Any]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
@@ -90,7 +90,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         in_loops(single)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE, eps=epsilon)
         single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE, eps=epsilon)
-        found = []
+        comparisons = []
         for step in range(STEPS):
             backward_thread = backward_on_its_own_thread() if case.get("device_thread") else nullcontext()
             with backward_thread, recorded() if step == 1 else nullcontext() as recorder:
@@ -101,10 +101,12 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
             if alone:
                 wanted_loss = single_loss(single, args, kwargs, loss_fn)
                 wanted_loss.backward()
-                found.append(difference("loss", f"loss {step}", loss, wanted_loss))
+                comparisons.append(difference("loss", f"loss {step}", loss, wanted_loss))
                 if step == 0:
-                    wanted = gradients_of(single)
-                    found += differences("gradients", gradients, wanted, floor=negligible * largest_of(wanted))
+                    expected = gradients_of(single)
+                    comparisons += differences(
+                        "gradients", gradients, expected, floor=negligible * largest_of(expected)
+                    )
                 single_optimizer.step()
                 single_optimizer.zero_grad()
             optimizer.step()
@@ -115,11 +117,11 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         if alone:
             with torch.no_grad():
                 wanted_loss = single_loss(single, args, kwargs, loss_fn)
-            found.append(difference("loss", "evaluated", evaluated, wanted_loss))
+            comparisons.append(difference("loss", "evaluated", evaluated, wanted_loss))
     if not alone:
         return {}
-    found += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
-    worst = max(found, key=lambda comparison: comparison.error)
+    comparisons += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)
+    worst = max(comparisons, key=lambda comparison: comparison.error)
     step_plan = parallel.plan.step
     assert step_plan is not None
     has_experts = step_plan.axes.get("ep", 1) > 1
@@ -131,8 +133,8 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "num_microbatches": step_plan.num_microbatches,
         "recompute": step_plan.recompute,
         "zero": step_plan.zero,
-        "tensors": len(found),
-        "loss_error": max(entry.error for entry in found if entry.what == "loss"),
+        "tensors": len(comparisons),
+        "loss_error": max(entry.error for entry in comparisons if entry.what == "loss"),
         # How many tokens an expert gets is no part of a plan: ranks send unlike numbers, tests of experts count them.
         "broken_rules": [] if has_experts else broken_rules(calls),
         "unlike_plan": [] if has_experts else unlike_plan(calls, parallel.plan.collectives, step_plan.axes),

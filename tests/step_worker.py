@@ -28,10 +28,10 @@ def trains_alike(parallel: Any, model: nn.Module, batch: dict[str, torch.Tensor]
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (parallel, model)]
     same = True
     for _ in range(STEPS):
-        loss, wanted = parallel(**batch).loss, model(**batch)["loss"]
-        same &= close(loss, wanted)
+        loss, expected = parallel(**batch).loss, model(**batch)["loss"]
+        same &= close(loss, expected)
         loss.backward()
-        wanted.backward()
+        expected.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -60,9 +60,9 @@ def axes_lie_as_planned() -> bool:
     """A plan whose tensor axis is the outermost joins the ranks that are furthest apart on it."""
     path = Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"plan{dist.get_rank()}.json"
     batch = token_batch()
-    found = planner.compile(seeded(TiedClassifier), CLUSTER, example_inputs=batch, fix=DP2_TP2).plan
-    step = dataclasses.replace(found.step, axes={"tp": 2, "dp": 2, "cp": 1, "pp": 1})
-    dataclasses.replace(found, step=step).save(path)
+    results = planner.compile(seeded(TiedClassifier), CLUSTER, example_inputs=batch, fix=DP2_TP2).plan
+    step = dataclasses.replace(results.step, axes={"tp": 2, "dp": 2, "cp": 1, "pp": 1})
+    dataclasses.replace(results, step=step).save(path)
     parallel = planner.compile(seeded(TiedClassifier), path)
     ranks = parallel.layout.device_mesh.mesh
     return ranks[:, 0, :].tolist() == [[0, 2], [1, 3]] and trains_alike(parallel, seeded(TiedClassifier), batch)
@@ -80,10 +80,10 @@ def other_shapes_keep_the_shards() -> bool:
 
 def bad_input_is_refused() -> bool:
     batch = token_batch()
-    given: dict[str, Any] = {"example_inputs": batch, "fix": DP2_TP2}
+    defaults: dict[str, Any] = {"example_inputs": batch, "fix": DP2_TP2}
 
     def compiled(target: Any = CLUSTER, **changes: Any) -> str:
-        return error_of(lambda: planner.compile(seeded(TiedClassifier), target, **{**given, **changes}))
+        return error_of(lambda: planner.compile(seeded(TiedClassifier), target, **{**defaults, **changes}))
 
     errors = {
         "world size is 4": compiled("cpu-local:2"),
@@ -106,10 +106,10 @@ def runs_a_saved_plan_with_everything() -> bool:
     planner.plan(seeded(TiedClassifier), CLUSTER, example_inputs=batch, fix=fix).save(path)
     parallel = planner.compile(seeded(TiedClassifier), path)
     model = seeded(TiedClassifier)
-    loss, wanted = parallel.train_step(**batch), model(**batch)["loss"]
-    wanted.backward()
+    loss, expected = parallel.train_step(**batch), model(**batch)["loss"]
+    expected.backward()
     gradients = parallel.full_gradients()
-    return close(loss, wanted) and all(
+    return close(loss, expected) and all(
         close(gradients[name], parameter.grad)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
@@ -128,5 +128,5 @@ SCENARIOS: tuple[Callable[[], bool], ...] = (
 if __name__ == "__main__":
     names = task()
     with traced_once():
-        found = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
-    answer(found)
+        results = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
+    answer(results)

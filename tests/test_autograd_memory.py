@@ -115,25 +115,25 @@ def _names(graph: Graph, op: str) -> list[str]:
     ids=lambda entry: entry if isinstance(entry, str) else None,
 )
 def test_pointwise_operators_keep_an_input_or_an_output_or_neither(function, op: str, inputs: int, outputs: int):
-    graph, known = _captured(function, 4, 8)
+    graph, figures = _captured(function, 4, 8)
     (name,) = _names(graph, op)
-    node, kept = known.nodes[name], known.saved_by_node[name]
-    assert len(set(kept.values) & set(node.inputs)) == inputs
-    assert len(set(kept.values) & {value.name for value in node.outputs}) == outputs
+    node, saved = figures.nodes[name], figures.saved_by_node[name]
+    assert len(set(saved.values) & set(node.inputs)) == inputs
+    assert len(set(saved.values) & {value.name for value in node.outputs}) == outputs
 
 
 def test_layer_norm_keeps_its_input_and_two_statistics_a_row():
-    graph, known = _captured(lambda x: F.layer_norm(x, (8,)), 2, 3, 8)
+    graph, figures = _captured(lambda x: F.layer_norm(x, (8,)), 2, 3, 8)
     (name,) = _names(graph, "layer_norm")
-    kept = known.saved_by_node[name]
-    assert kept.values == (known.nodes[name].inputs[0],)
-    assert kept.extras == (Extra(2 * 3 * 4, known.nodes[name].output.name),) * 2
+    saved = figures.saved_by_node[name]
+    assert saved.values == (figures.nodes[name].inputs[0],)
+    assert saved.extras == (Extra(2 * 3 * 4, figures.nodes[name].output.name),) * 2
 
 
 def test_dropout_keeps_a_byte_an_element_on_an_accelerator_and_a_float_on_a_processor():
-    graph, known = _captured(lambda x: F.dropout(x, 0.5), 4, 8)
+    graph, figures = _captured(lambda x: F.dropout(x, 0.5), 4, 8)
     (name,) = _names(graph, "dropout")
-    assert [extra.num_bytes for extra in known.saved_by_node[name].extras] == [32]
+    assert [extra.num_bytes for extra in figures.saved_by_node[name].extras] == [32]
     on_processor = kept_by_autograd(graph, live_nodes(graph), kernels="cpu")
     assert [extra.num_bytes for extra in on_processor[name].extras] == [4 * 32]
 
@@ -154,14 +154,14 @@ def test_fused_attention_forms_no_probabilities_for_values_of_another_width_than
         q, k = (x.unflatten(1, (4, 64)),) * 2
         return F.scaled_dot_product_attention(q, k, q[..., :4])
 
-    graph, kept = _captured(attention, 2, 256, 8)
+    graph, saved = _captured(attention, 2, 256, 8)
     (name,) = _names(graph, "scaled_dot_product_attention")
-    assert sum(extra.num_bytes for extra in kept.saved_by_node[name].extras) < 2 * 4 * 64 * 64 * 4
+    assert sum(extra.num_bytes for extra in saved.saved_by_node[name].extras) < 2 * 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_stand_in_for_our_attention_keeps_what_ours_keeps(masked: bool):
-    def kept(function, **changes) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def saved(function, **changes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         query = torch.empty(2, 4, 16, 8, device="meta", requires_grad=True)
         packed: list[torch.Tensor] = []
         mask = torch.empty(16, 16, dtype=torch.bool, device="meta") if masked else None
@@ -169,7 +169,7 @@ def test_the_stand_in_for_our_attention_keeps_what_ours_keeps(masked: bool):
             function(query, query, query, attn_mask=mask, dropout_p=0.1, is_causal=not masked)
         return sorted((tuple(tensor.shape), tensor.element_size()) for tensor in packed)
 
-    assert kept(attention_kernel("gpu")) == kept(ops.scaled_dot_product_attention)
+    assert saved(attention_kernel("gpu")) == saved(ops.scaled_dot_product_attention)
 
 
 def test_values_that_no_gradient_comes_back_to_are_not_kept():
@@ -182,15 +182,15 @@ def test_values_that_no_gradient_comes_back_to_are_not_kept():
             return {"loss": self.used(x).exp().sum(), "other": self.unused(x).exp()}
 
     graph = capture(Two(), args=(torch.zeros(4, 8),))
-    kept = kept_by_autograd(graph, live_nodes(graph))
+    saved = kept_by_autograd(graph, live_nodes(graph))
     used, unused = _names(graph, "exp")
-    assert kept[used].values and not kept[unused].values
+    assert saved[used].values and not saved[unused].values
 
 
 def test_an_operator_that_torch_cannot_run_without_data_keeps_its_floating_inputs():
-    graph, known = _captured(F.gelu, 4, 8)
+    graph, figures = _captured(F.gelu, 4, 8)
     (name,) = _names(graph, "gelu")
-    node = known.nodes[name]
+    node = figures.nodes[name]
     unknown = dataclasses.replace(node, op="aten.no_such_operator.default")
     graph = graph.replace(nodes=tuple(unknown if entry is node else entry for entry in graph.nodes))
     assert kept_by_autograd(graph, live_nodes(graph))[name].values == node.inputs
@@ -205,9 +205,9 @@ def test_a_reshape_is_a_view_where_strides_allow_it_and_a_copy_where_they_do_not
         moved = x.transpose(0, 1).reshape(-1)
         return same.exp().sum() + moved.exp().sum()
 
-    graph, known = _captured(function, 6, 4, 8)
-    source = known.nodes[_names(graph, "linear")[0]].output.name
-    reshapes = {known.nodes[name].output.shape: known.nodes[name].output.name for name in _names(graph, "reshape")}
+    graph, figures = _captured(function, 6, 4, 8)
+    source = figures.nodes[_names(graph, "linear")[0]].output.name
+    reshapes = {figures.nodes[name].output.shape: figures.nodes[name].output.name for name in _names(graph, "reshape")}
     roots = storage_roots(graph)
     assert roots[reshapes[12, 2, 8]] == source
     assert roots[reshapes[192,]] == reshapes[192,]
@@ -215,11 +215,11 @@ def test_a_reshape_is_a_view_where_strides_allow_it_and_a_copy_where_they_do_not
 
 def test_parameters_inputs_and_constants_are_not_activations():
     graph, _ = _captured(lambda x: x + torch.arange(8), 4, 8)
-    made = activations(graph)
-    assert not made & {value.name for value in graph.inputs}
-    assert not made & {state.value.name for state in graph.states}
-    assert not made & {value.name for node in graph.nodes if node.constant for value in node.outputs}
-    assert {value.name for node in graph.nodes if not node.constant for value in node.outputs} == made
+    predicted_activations = activations(graph)
+    assert not predicted_activations & {value.name for value in graph.inputs}
+    assert not predicted_activations & {state.value.name for state in graph.states}
+    assert not predicted_activations & {value.name for node in graph.nodes if node.constant for value in node.outputs}
+    assert {value.name for node in graph.nodes if not node.constant for value in node.outputs} == predicted_activations
 
 
 # -- recompute and peak -----------------------------------------------------------------------------------------------
@@ -231,47 +231,47 @@ def _mlp(x):
     return x
 
 
-def _bytes(known: Activations, policy: str, *, compiled: bool = False) -> int:
-    kept = kept_under(known, tuple(known.saved_by_node), policy, compiled=compiled)
-    return sum(known.values[name].num_bytes for name in kept.values) + sum(extra.num_bytes for extra in kept.extras)
+def _bytes(figures: Activations, policy: str, *, compiled: bool = False) -> int:
+    saved = kept_under(figures, tuple(figures.saved_by_node), policy, compiled=compiled)
+    return sum(figures.values[name].num_bytes for name in saved.values) + sum(extra.num_bytes for extra in saved.extras)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_more_recomputation_keeps_less(measured, compiled: bool):
     _, prediction = measured
-    known = prediction.known
+    figures = prediction.figures
     totals = []
     for policy in POLICIES:
-        kept = [kept_under(known, nodes, used, compiled=compiled) for nodes, used in prediction.stretches(policy)]
-        totals.append(prediction.num_bytes(kept))
+        saved = [kept_under(figures, nodes, used, compiled=compiled) for nodes, used in prediction.stretches(policy)]
+        totals.append(prediction.num_bytes(saved))
     assert totals == sorted(totals, reverse=True)
 
 
 def test_full_recomputation_stops_before_the_last_product():
-    _, known = _captured(lambda x: F.linear(F.gelu(x), torch.ones(8, 8)), 4, 8)
-    names = tuple(name for name in known.saved_by_node if known.nodes[name].op != "aten.sum.default")
-    inputs = kept_under(known, names[1:], "full")
-    assert inputs.values == {known.nodes[names[0]].output.name}
-    assert "aten.linear.default" not in {known.nodes[name].op for name in inputs.recomputed}
+    _, figures = _captured(lambda x: F.linear(F.gelu(x), torch.ones(8, 8)), 4, 8)
+    names = tuple(name for name in figures.saved_by_node if figures.nodes[name].op != "aten.sum.default")
+    inputs = kept_under(figures, names[1:], "full")
+    assert inputs.values == {figures.nodes[names[0]].output.name}
+    assert "aten.linear.default" not in {figures.nodes[name].op for name in inputs.recomputed}
 
 
 def test_compiled_recomputes_pointwise_chains_for_free():
-    _, known = _captured(lambda x: x.exp().sin().cos().tanh(), 4, 8)
-    assert _bytes(known, "none") == 3 * 4 * 8 * 4
-    assert _bytes(known, "none", compiled=True) == 4 * 8 * 4
-    assert kept_under(known, tuple(known.saved_by_node), "none", compiled=True).recomputed == ()
+    _, figures = _captured(lambda x: x.exp().sin().cos().tanh(), 4, 8)
+    assert _bytes(figures, "none") == 3 * 4 * 8 * 4
+    assert _bytes(figures, "none", compiled=True) == 4 * 8 * 4
+    assert kept_under(figures, tuple(figures.saved_by_node), "none", compiled=True).recomputed == ()
 
 
 def test_an_unknown_policy_is_refused():
-    _, known = _captured(F.gelu, 4, 8)
+    _, figures = _captured(F.gelu, 4, 8)
     with pytest.raises(ValueError, match="unknown recompute policy 'half': expected one of none, selective, full"):
-        kept_under(known, tuple(known.saved_by_node), "half")
+        kept_under(figures, tuple(figures.saved_by_node), "half")
 
 
-def _peak(known: Activations, policy: str = "none", *, compiled: bool = False) -> float:
+def _peak(figures: Activations, policy: str = "none", *, compiled: bool = False) -> float:
     return working_peak(
-        known,
-        tuple(known.saved_by_node),
+        figures,
+        tuple(figures.saved_by_node),
         policy,
         local_bytes=lambda value: value.num_bytes,
         extra_bytes=lambda extra: extra.num_bytes,
@@ -282,8 +282,8 @@ def _peak(known: Activations, policy: str = "none", *, compiled: bool = False) -
 def test_a_chain_needs_two_gradients_at_a_time_less_what_it_no_longer_keeps():
     """exp keeps its output: at each step back a gradient comes and one goes, and one output is let go."""
     size = 4 * 8 * 4
-    _, known = _captured(lambda x: x.exp().exp().exp(), 4, 8)
-    assert _peak(known) == 2 * size
+    _, figures = _captured(lambda x: x.exp().exp().exp(), 4, 8)
+    assert _peak(figures) == 2 * size
 
 
 class Head(nn.Module):
@@ -311,27 +311,27 @@ def _head(**options: bool) -> tuple[Head, tuple[torch.Tensor, torch.Tensor], Act
 
 
 def test_cross_entropy_keeps_logits_and_two_numbers_for_each_token_as_the_operator_does():
-    head, (x, target), known = _head()
-    kept: dict[int, int] = {}
+    head, (x, target), figures = _head()
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ops.cross_entropy(head.logits(x), target).sum().backward()
-    given = (x, target, head.layer.weight)
-    measured = sum(size for place, size in kept.items() if place not in {each.data_ptr() for each in given})
+    leaves = (x, target, head.layer.weight)
+    measured = sum(size for place, size in saved.items() if place not in {each.data_ptr() for each in leaves})
     assert measured == 8 * 512 * (256 + 2) * 4
-    assert _bytes(known, "none") == measured
+    assert _bytes(figures, "none") == measured
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_logits_that_nobody_else_reads_become_their_own_gradient(policy: str):
-    head, (x, target), known = _head()
+    head, (x, target), figures = _head()
     logits = 8 * 512 * 256 * 4
-    assert known.reusing
-    assert logits <= _peak(known, policy) + _bytes(known, policy) < 1.1 * logits
+    assert figures.reusing
+    assert logits <= _peak(figures, policy) + _bytes(figures, policy) < 1.1 * logits
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         ops.cross_entropy(head.logits(x), target, reuse_logits=True).sum().backward()
     assert max(accumulate(allocations(profile))) < 1.6 * logits
@@ -339,11 +339,11 @@ def test_logits_that_nobody_else_reads_become_their_own_gradient(policy: str):
 
 @pytest.mark.parametrize("options", [{"twice": True}, {"squashed": True}])
 def test_logits_that_are_read_again_do_not(options: dict[str, bool]):
-    _, _, known = _head(**options)
-    assert not known.reusing
-    assert _peak(known) + _bytes(known, "none") >= 2 * 8 * 512 * 256 * 4
+    _, _, figures = _head(**options)
+    assert not figures.reusing
+    assert _peak(figures) + _bytes(figures, "none") >= 2 * 8 * 512 * 256 * 4
 
 
 def test_recomputing_makes_the_peak_of_what_was_not_kept():
-    _, known = _captured(_mlp, 16, 8)
-    assert _peak(known, "full") >= _bytes(known, "none") - _bytes(known, "full")
+    _, figures = _captured(_mlp, 16, 8)
+    assert _peak(figures, "full") >= _bytes(figures, "none") - _bytes(figures, "full")

@@ -36,8 +36,8 @@ def results_of(*rows: Row) -> Results:
 
 def test_two_operators_run_on_a_processor_and_are_written(tmp_path: Path) -> None:
     status = benchmark.main(["--only", "rms_norm", "--only", "swiglu", "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "kernels.json").read_text())
-    rows = [Row(**row) for row in found["rows"]]
+    written = json.loads((tmp_path / "kernels.json").read_text())
+    rows = [Row(**row) for row in written["rows"]]
     assert status == 0
     assert {row.operator for row in rows} == {"rms_norm", "swiglu"}
     assert {row.what for row in rows} == {FORWARD, BACKWARD, BOTH}
@@ -45,7 +45,7 @@ def test_two_operators_run_on_a_processor_and_are_written(tmp_path: Path) -> Non
     assert all(row.seconds and row.seconds > 0 and row.num_bytes for row in ran)
     assert all(row.error is not None and row.error < (2e-2 if row.dtype == "bf16" else 1e-5) for row in ran)
     assert all(row.note for row in rows if row.contestant == LIGER and row.seconds is None)
-    assert len(found["predictions"]) == 2 * 2 * 2
+    assert len(written["predictions"]) == 2 * 2 * 2
     assert "not comparable" in (tmp_path / "kernels.md").read_text()
 
 

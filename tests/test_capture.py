@@ -46,8 +46,8 @@ def test_a_loss_function_gets_the_outputs_and_the_whole_batch() -> None:
     assert list(graph.outputs) == ["loss", "outputs"]
     assert graph.input_paths == ((0,), (1,))
     assert [node.name for node in graph.nodes] == ["up", "relu", "down", "mse_loss"]
-    made = graph.unflatten({"loss": 1, "outputs": 2})
-    assert made == TrainingOutput(1, 2)
+    unflattened = graph.unflatten({"loss": 1, "outputs": 2})
+    assert unflattened == TrainingOutput(1, 2)
 
 
 def test_keyword_inputs_and_names() -> None:

@@ -36,11 +36,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def both(model: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> tuple[Graph, Graph | None]:
     """The graph of the whole model, and that with copies (None where the layers cannot be copied)."""
-    given = {"args": (), "kwargs": kwargs, "loss_fn": None, "training": None, **options}
+    arguments = {"args": (), "kwargs": kwargs, "loss_fn": None, "training": None, **options}
     before = contents(model)
-    shortened = capture_module._capture_shortened(model, given)
+    shortened = capture_module._capture_shortened(model, arguments)
     assert contents(model) == before
-    return capture(model, **given), None if shortened is None else number_draws(shortened)
+    return capture(model, **arguments), None if shortened is None else number_draws(shortened)
 
 
 def contents(model: nn.Module) -> list[tuple[str, Any]]:

@@ -230,10 +230,10 @@ def test_the_mask_free_path_of_causal_attention(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         with spmd.set_current_mesh(mesh), warnings.catch_warnings(action="ignore"):
             rows = query[:, :, 2 * rank : 2 * rank + 2]
-            found = causal_without_mask(rows, key, key, ("a", "b"), scale=0.3, enable_gqa=False)
+            masks = causal_without_mask(rows, key, key, ("a", "b"), scale=0.3, enable_gqa=False)
     finally:
         dist.destroy_process_group()
-    torch.testing.assert_close(found, whole[:, :, 2 * rank : 2 * rank + 2])
+    torch.testing.assert_close(masks, whole[:, :, 2 * rank : 2 * rank + 2])
 
 
 class Biased(nn.Module):
@@ -300,10 +300,10 @@ class Masks(nn.Module):
         self.rows, self.keys, self.program = rows, keys, program
 
     def forward(self) -> torch.Tensor:
-        found = [compared(self.rows, self.keys)]
+        masks = [compared(self.rows, self.keys)]
         for place, number in self.program:
-            found.append(expression(place, number, found[-1], found[number % len(found)]))
-        return found[-1]
+            masks.append(expression(place, number, masks[-1], masks[number % len(masks)]))
+        return masks[-1]
 
 
 PROGRAMS = st.lists(st.tuples(st.integers(0, EXPRESSIONS - 1), st.integers(0, 2)), max_size=5)

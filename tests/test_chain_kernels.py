@@ -135,11 +135,11 @@ def test_numbers_that_are_not() -> None:
 def test_whole_numbers_and_casts() -> None:
     maker = GraphMaker()
     labels, x = maker.input("labels", (4, 6), "int64"), maker.input("x", (4, 6), "float32")
-    known = maker.call("ne.Scalar", labels, -1)
-    shifted = maker.call("masked_fill.Scalar", maker.call("add.Tensor", labels, 3), maker.call("logical_not", known), 0)
-    kept = maker.call("mul.Tensor", maker.call("to.dtype", x, "dtype:float16"), known)
+    valid = maker.call("ne.Scalar", labels, -1)
+    shifted = maker.call("masked_fill.Scalar", maker.call("add.Tensor", labels, 3), maker.call("logical_not", valid), 0)
+    masked = maker.call("mul.Tensor", maker.call("to.dtype", x, "dtype:float16"), valid)
     share = maker.call("to.dtype", maker.call("mul.Tensor", x, 2.5), "dtype:int64")
-    check(maker.graph(shifted, kept, maker.call("add.Tensor", share, labels)))
+    check(maker.graph(shifted, masked, maker.call("add.Tensor", share, labels)))
 
 
 def test_layouts() -> None:
@@ -168,16 +168,16 @@ def test_saves_no_more_than_the_operators() -> None:
     total = maker.call("add.Tensor", maker.call("add.Tensor", x, y), z)
     graph = maker.graph(maker.call("mul.Scalar", maker.call("relu", total), 2.0))
     chain = the_chain(programs_of(graph)[0])
-    kept: list[torch.Tensor] = []
+    masked: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
+        masked.append(tensor)
         return tensor
 
     leaves = [torch.randn(16, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         interpreted(lambda: [chain(*leaves)])
-    assert sum(tensor.nbytes for tensor in kept) == 16 * 8 * 8
+    assert sum(tensor.nbytes for tensor in masked) == 16 * 8 * 8
     assert chain.shared == {"y": "x", "z": "x"}
 
 

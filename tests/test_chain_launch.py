@@ -39,7 +39,7 @@ def chain_of(forward: KernelThatDoesNothing, backward: KernelThatDoesNothing) ->
 def test_a_further_launch_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned: list[Launch] = []
     choose = Launch._tuned
-    monkeypatch.setattr(Launch, "_tuned", lambda launch, *given: (tuned.append(launch), choose(launch, *given))[1])
+    monkeypatch.setattr(Launch, "_tuned", lambda launch, *call: (tuned.append(launch), choose(launch, *call))[1])
     forward, backward = KernelThatDoesNothing(), KernelThatDoesNothing()
     chain, x, bias = chain_of(forward, backward), torch.randn(6, 8, 32), torch.randn(32)
     shapes = {"x": (6, 8, 32), "bias": (32,)}

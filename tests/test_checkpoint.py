@@ -37,11 +37,11 @@ def test_training_goes_on_with_the_same_losses(tmp_path: Path) -> None:
         manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
         first.losses(range(step - 2, step))
         manager.save(first.parallel, first.optimizer, step=step, scheduler=first.scheduler)
-        wanted = first.losses(range(step, step + 2))
+        expected = first.losses(range(step, step + 2))
         again.losses(range(1))
         loaded = manager.load(again.parallel, again.optimizer, scheduler=again.scheduler)
         assert loaded.step == step
-        assert again.losses(range(step, step + 2)) == wanted
+        assert again.losses(range(step, step + 2)) == expected
 
 
 def test_what_lies_on_the_host_does_so_whatever_the_default_device(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_optimizers_go_on_as_they_were(tmp_path: Path, make: Callable[[Any], tor
     optimizer = make(list(model.parameters.values()))
     stepped(model, optimizer)
     manager.save(model, optimizer, step=1)
-    wanted = stepped(model, optimizer)
+    expected = stepped(model, optimizer)
     again = Pieces(whole_pieces(), seed=None)
     other = make(list(again.parameters.values()))
     manager.load(again, other)
-    assert all(torch.equal(one, two) for one, two in zip(stepped(again, other), wanted))
+    assert all(torch.equal(one, two) for one, two in zip(stepped(again, other), expected))
 
 
 def test_state_that_no_other_plan_could_resume_is_refused(tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ def test_numbers_arrays_and_tensors_come_back(tmp_path: Path) -> None:
     }
     saved(tmp_path, extra=(extra, torch.arange(3, dtype=torch.bfloat16)), data={"position": 7})
     loaded = CheckpointManager(tmp_path).load(Pieces(whole_pieces()))
-    found, tensor = loaded.extra
-    assert math.isnan(found["nan"]) and found["numpy"] == 0.5 and loaded.data == {"position": 7}
-    assert np.array_equal(found["array"], extra["array"]) and found["array"].dtype == np.float64
-    assert torch.equal(found["flag"], torch.tensor(True)) and torch.equal(tensor, torch.arange(3, dtype=torch.bfloat16))
+    notes, tensor = loaded.extra
+    assert math.isnan(notes["nan"]) and notes["numpy"] == 0.5 and loaded.data == {"position": 7}
+    assert np.array_equal(notes["array"], extra["array"]) and notes["array"].dtype == np.float64
+    assert torch.equal(notes["flag"], torch.tensor(True)) and torch.equal(tensor, torch.arange(3, dtype=torch.bfloat16))
 
 
 def cyclic() -> list[Any]:

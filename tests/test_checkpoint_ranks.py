@@ -34,12 +34,12 @@ def test_a_checkpoint_of_dp2_tp2_resumes_on_other_meshes_and_on_one_process(
     ran: tuple[Path, Any], dtype: torch.dtype
 ) -> None:
     folder, results = ran
-    wanted, *others = results["plans_resume_each_other"][str(dtype)]
+    expected, *others = results["plans_resume_each_other"][str(dtype)]
     single = Training("dp=1", dtype=dtype)
     manager = CheckpointManager(folder / "plans_resume_each_other" / str(dtype))
     manager.load(single.parallel, single.optimizer, scheduler=single.scheduler, step=2)
     for losses in (*others, single.losses(range(2, 5))):
-        assert losses == pytest.approx(wanted, rel=TOLERANCE[dtype])
+        assert losses == pytest.approx(expected, rel=TOLERANCE[dtype])
 
 
 def test_a_checkpoint_of_four_ranks_loads_in_one_process(ran: tuple[Path, Any]) -> None:

@@ -68,10 +68,10 @@ def test_without_a_mesh_the_whole_step_is_planned(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for title in ("Layout, outermost", "Stages, in model order", "Memory of one device", "Time of one step", "Why"):
         assert title in done.stdout
-    found = Plan.load(target)
-    assert found.step is not None and found.step.axes["pp"] == 2
-    assert found.step.schedule in ("1f1b", "gpipe") and not {2, 3} & set(found.step.zero)
-    assert found.summary() in done.stdout
+    saved_plan = Plan.load(target)
+    assert saved_plan.step is not None and saved_plan.step.axes["pp"] == 2
+    assert saved_plan.step.schedule in ("1f1b", "gpipe") and not {2, 3} & set(saved_plan.step.zero)
+    assert saved_plan.summary() in done.stdout
 
 
 def test_a_mesh_with_what_only_steps_have_is_a_step_on_that_mesh(tmp_path: Path) -> None:

@@ -315,10 +315,10 @@ def test_gpu_mesh_on_hosts(monkeypatch, size, local_world_size, expected):
 
 def test_a_gpu_without_preset_is_estimated_from_its_properties():
     estimated = Cluster.from_dict(live.estimate(gpu_properties("A100 of another make"))).device
-    known = Cluster.parse("dgx-a100-40g").device
+    preset_device = Cluster.parse("dgx-a100-40g").device
     for dtype in ("float32", "tfloat32", "bfloat16"):
-        assert estimated.peak_flops(dtype) == pytest.approx(known.peak_flops(dtype), rel=0.01)
-    assert estimated.memory_bandwidth == pytest.approx(known.memory_bandwidth, rel=0.01)
+        assert estimated.peak_flops(dtype) == pytest.approx(preset_device.peak_flops(dtype), rel=0.01)
+    assert estimated.memory_bandwidth == pytest.approx(preset_device.memory_bandwidth, rel=0.01)
     assert estimated.usable_bytes < estimated.memory_bytes
     assert estimated.efficiency["matmul"].tiling.processors == 108
     with pytest.raises(ValueError, match="no figures for GPU 'Exotic'"):

@@ -29,8 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def results() -> dict[str, float]:
-    found: dict[str, float] = run_on_ranks("dropout_worker", 4, CASES)
-    return found
+    errors: dict[str, float] = run_on_ranks("dropout_worker", 4, CASES)
+    return errors
 
 
 @pytest.mark.parametrize("name", CASES)

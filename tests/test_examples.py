@@ -67,9 +67,9 @@ def forked(name: str, folder: Path) -> str:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_reaches_its_goal(name: str, tmp_path: Path) -> None:
     output = launched(name) if name == LAUNCHED else forked(name, tmp_path)
-    found = re.search(r"^loss (\S+) \(goal (\S+)\)$", output, re.MULTILINE)
-    assert found, output[-2000:]
-    assert float(found[1]) <= float(found[2])
+    match = re.search(r"^loss (\S+) \(goal (\S+)\)$", output, re.MULTILINE)
+    assert match, output[-2000:]
+    assert float(match[1]) <= float(match[2])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

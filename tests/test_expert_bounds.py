@@ -17,7 +17,7 @@ from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import Cut, ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.plan_step import plan_step
 from tests.expert_models import mixture, mixture_batch
 
@@ -38,7 +38,7 @@ def cluster(bandwidth: float) -> Cluster:
 @pytest.mark.parametrize("bandwidth", [1e8, 1e12])
 def test_no_sharding_beats_the_bound_of_an_axis_of_experts(bandwidth: float) -> None:
     space = ShardingSpace.of(graph())
-    level_one = LevelOne(cluster(bandwidth), space, KeptSpace.of(space))
+    level_one = LevelOne(cluster(bandwidth), space, StepUnits.of(space))
     for expert, context, tensor in [(2, 1, 1), (8, 1, 1), (2, 1, 2), (4, 1, 4), (2, 2, 1), (2, 2, 2)]:
         cut = Cut(4, context, tensor, expert)
         layout = MeshLayout(1, DEVICES // expert // context // tensor, context, tensor, expert=expert)

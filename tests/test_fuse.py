@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from fuse_graphs import found, fused, graph_of, operators
+from fuse_graphs import fused, fused_rows, graph_of, operators
 from torch import nn
 
 from passes.capture import capture
@@ -108,7 +108,7 @@ SPELLINGS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], .
 def test_spelling_is_one_operator(spelling: str) -> None:
     function, shapes, operator = SPELLINGS[spelling]
     result = fused(function, *shapes)
-    assert found(result) == {operator: 1}
+    assert fused_rows(result) == {operator: 1}
     assert [op for op in operators(result.graph) if op.startswith("meshwright.")] == [f"meshwright.{operator}.default"]
     assert not result.near_misses
 
@@ -141,7 +141,7 @@ def test_casts_around_and_inside_are_part_of_the_operator() -> None:
 def test_a_result_that_is_left_in_float32_is_of_what_was_cast_to_it() -> None:
     """The fused operator of the tensor itself would round."""
     result = fused(lambda x, w, b: rms(x.float()) * w.float(), X, dtype=torch.bfloat16)
-    assert found(result) == {"rms_norm": 1} and not result.near_misses
+    assert fused_rows(result) == {"rms_norm": 1} and not result.near_misses
     assert operators(result.graph) == ["aten.to.dtype", "aten.to.dtype", "meshwright.rms_norm.default"]
     assert [value.dtype for node in result.graph.nodes[:3] for value in node.outputs] == ["float32"] * 3
 
@@ -149,7 +149,7 @@ def test_a_result_that_is_left_in_float32_is_of_what_was_cast_to_it() -> None:
 def test_a_tensor_that_is_used_as_it_is_and_cast_is_no_match() -> None:
     """Only one of the two could be given to the fused operator."""
     result = fused(lambda x, u, w, b: x.float() * torch.sigmoid(x) * u.float(), X, X, dtype=torch.bfloat16)
-    assert found(result) == {}
+    assert fused_rows(result) == {}
 
 
 def test_a_value_inside_that_is_used_elsewhere_blocks() -> None:
@@ -158,7 +158,7 @@ def test_a_value_inside_that_is_used_elsewhere_blocks() -> None:
         return w * (x * scale) + scale
 
     result = fused(norm, X)
-    assert found(result) == {}
+    assert fused_rows(result) == {}
     (miss,) = result.near_misses
     assert miss.pattern == "rms_norm" and "rsqrt inside of it is used by add_1 too" in miss.reason
 
@@ -171,14 +171,14 @@ def test_an_inner_value_that_the_model_returns_blocks() -> None:
 
     tensors = tuple(torch.randn(2, 4, requires_grad=True) for _ in range(2))
     result = fuse(capture(Both(), args=tensors))
-    assert found(result) == {}
+    assert fused_rows(result) == {}
     assert [miss.reason for miss in result.near_misses] == ["silu inside of it is an output of the model"]
 
 
 def test_what_only_looks_like_a_weight_is_none() -> None:
     """A gate of the tensor's own shape times a norm: the norm alone is fused."""
     result = fused(lambda x, gate, w, b: gate * rms(x), X, X)
-    assert found(result) == {"rms_norm": 1}
+    assert fused_rows(result) == {"rms_norm": 1}
     assert operators(result.graph) == ["meshwright.rms_norm.default", "aten.mul.Tensor"]
 
 
@@ -189,13 +189,13 @@ def test_another_constant_is_a_near_miss() -> None:
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.05 * torch.pow(x, 3.0))))
 
     result = fused(almost, X)
-    assert found(result) == {}
+    assert fused_rows(result) == {}
     assert [(miss.pattern, miss.reason) for miss in result.near_misses] == [("gelu", "mul has other arguments")]
 
 
 def test_a_dim_that_is_not_the_last_is_no_norm() -> None:
     result = fused(lambda x, w, b: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS) * w, X)
-    assert found(result) == {}
+    assert fused_rows(result) == {}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_large_sizes_are_checked_on_small_tensors() -> None:
             return (F.silu(gate) * up).sum()
 
     tensors = tuple(torch.empty(2048, 8192, 53248, device="meta", requires_grad=True) for _ in range(2))
-    assert found(fuse(capture(Wide(), args=tensors))) == {"swiglu": 1}
+    assert fused_rows(fuse(capture(Wide(), args=tensors))) == {"swiglu": 1}
 
 
 class Block(nn.Module):
@@ -259,7 +259,7 @@ class Stack(nn.Module):
 def test_an_addition_folds_into_the_norm_of_its_own_layer_only() -> None:
     graph = capture(Stack(), args=(torch.randn(2, 8),))
     result = fuse(graph)
-    assert found(result) == {"layer_norm": 4, "add_layer_norm": 3}
+    assert fused_rows(result) == {"layer_norm": 4, "add_layer_norm": 3}
     sums = [node for node in result.graph.nodes if node.op == "meshwright.add_layer_norm.default"]
     assert [node.module_path for node in sums] == [f"layers.{layer}.second" for layer in range(3)]
     assert [len(node.outputs) for node in sums] == [2, 2, 2]
@@ -280,7 +280,7 @@ def test_calls_of_one_layer_are_told_apart(block: type[Block], expected: dict[st
     stack = Stack()
     stack.layers = nn.ModuleList([block()] * 3)
     result = fuse(capture(stack, args=(torch.randn(2, 8),)))
-    assert found(result) == expected
+    assert fused_rows(result) == expected
 
 
 def test_an_addition_folds_through_a_reshape_of_its_rows() -> None:
@@ -293,7 +293,7 @@ def test_an_addition_folds_through_a_reshape_of_its_rows() -> None:
     stack = Stack()
     stack.layers = nn.ModuleList(Flat() for _ in range(3))
     result = fuse(capture(stack, args=(torch.randn(2, 3, 8),)))
-    assert found(result) == {"layer_norm": 4, "add_layer_norm": 3}
+    assert fused_rows(result) == {"layer_norm": 4, "add_layer_norm": 3}
     sums = [node for node in result.graph.nodes if node.op == "meshwright.add_layer_norm.default"]
     assert [value.shape for node in sums for value in node.outputs] == [(2, 3, 8)] * 6
 
@@ -306,7 +306,7 @@ def test_an_addition_does_not_fold_through_a_reshape_that_makes_other_rows() -> 
 
     stack = Stack()
     stack.layers = nn.ModuleList(Heads() for _ in range(3))
-    assert found(fuse(capture(stack, args=(torch.randn(2, 8),)))) == {"layer_norm": 4}
+    assert fused_rows(fuse(capture(stack, args=(torch.randn(2, 8),)))) == {"layer_norm": 4}
 
 
 def test_nothing_to_fuse_leaves_the_graph_as_it_is() -> None:
@@ -319,10 +319,10 @@ def test_keys_and_names_stay_unique() -> None:
     graph = fuse(capture(Stack(), args=(torch.randn(2, 8),))).graph
     names = [value.name for node in graph.nodes for value in node.outputs]
     assert len(set(names)) == len(names) and len({node.key for node in graph.nodes}) == len(graph.nodes)
-    made: set[str] = {value.name for value in graph.inputs} | {state.value.name for state in graph.states}
+    defined: set[str] = {value.name for value in graph.inputs} | {state.value.name for state in graph.states}
     for node in graph.nodes:
-        assert set(node.inputs) <= made, f"{node.name} uses what is not there yet"
-        made.update(value.name for value in node.outputs)
+        assert set(node.inputs) <= defined, f"{node.name} uses what is not there yet"
+        defined.update(value.name for value in node.outputs)
 
 
 def test_difference_of_what_is_alike_is_rounding() -> None:

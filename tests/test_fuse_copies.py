@@ -27,7 +27,7 @@ CONFIGS = {
 def one_by_one(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> Fused:
     """What the pass makes of a graph of which it takes no copies to be alike."""
     with monkeypatch.context() as patched:
-        patched.setattr(Copies, "known", lambda self, node: None)
+        patched.setattr(Copies, "ending_of", lambda self, node: None)
         return fuse(graph.replace())
 
 
@@ -80,9 +80,9 @@ def assert_same(first: Fused, second: Fused) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_layers_of_a_model_are_fused_as_each_by_itself(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = library_graph(family)
-    found = fuse(graph)
-    assert len(found.matches) >= 2 * MANY
-    assert_same(found, one_by_one(graph, monkeypatch))
+    fused = fuse(graph)
+    assert len(fused.matches) >= 2 * MANY
+    assert_same(fused, one_by_one(graph, monkeypatch))
 
 
 @pytest.mark.parametrize("options", [{"leaks": False}, {"leaks": True}, {"leaks": False, "gap": True}], ids=str)
@@ -90,11 +90,11 @@ def test_near_misses_and_gaps_are_those_of_every_layer(
     options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = stack_graph(**options)
-    found = fuse(graph)
-    misses = [miss for miss in found.near_misses if "inside of it is used by" in miss.reason]
+    fused = fuse(graph)
+    misses = [miss for miss in fused.near_misses if "inside of it is used by" in miss.reason]
     assert len(misses) == (MANY if options["leaks"] else 0)
     assert len({miss.reason for miss in misses}) == len(misses), "each names the values of its own layer"
-    assert_same(found, one_by_one(graph, monkeypatch))
+    assert_same(fused, one_by_one(graph, monkeypatch))
 
 
 def test_layers_between_are_not_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +115,11 @@ def test_what_was_taken_over_wrongly_is_looked_at_again(monkeypatch: pytest.Monk
     """If the second layer turns out to be unlike the ones that stood for it, every layer is tried by itself."""
     graph = stack_graph(leaks=False)
     expected = one_by_one(graph, monkeypatch)
-    original = Copies.known
+    original = Copies.ending_of
 
-    def known(self: Copies, node: Node) -> Ending:
+    def ending_of(self: Copies, node: Node) -> Ending:
         return NOTHING if original(self, node) is not None else None
 
-    monkeypatch.setattr(Copies, "known", known)
+    monkeypatch.setattr(Copies, "ending_of", ending_of)
     monkeypatch.setattr(Copies, "agree", lambda self: False)
     assert_same(fuse(graph.replace()), expected)

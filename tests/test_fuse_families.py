@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fuse_graphs import found
+from fuse_graphs import fused_rows
 from torch import nn
 
 import runtime.kernels  # noqa: F401  (registers the fused operators)
@@ -105,7 +105,7 @@ def _fused(family: str, dtype: torch.dtype) -> tuple[Graph, Fused]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_of_a_family_is_matched(family: str) -> None:
     graph, result = _fused(family, torch.bfloat16)
-    assert found(result) == FAMILIES[family][2]
+    assert fused_rows(result) == FAMILIES[family][2]
     left = {node.op.split(".")[1] for node in result.graph.nodes if node.op.startswith("aten.") and not node.constant}
     assert not left & set(_SPELLED)
     assert len(result.graph.nodes) < len(graph.nodes) or family == "opt"
@@ -130,8 +130,8 @@ def _run(
     tensors: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
     def tensor_of(state: State) -> torch.Tensor:
-        found: torch.Tensor = state.data if state.value.kind == "constant" else tensors[state.path]
-        return found
+        leaf: torch.Tensor = state.data if state.value.kind == "constant" else tensors[state.path]
+        return leaf
 
     inputs = {value.name: batch[str(path[0])] for value, path in zip(graph.inputs, graph.input_paths)}
     model.zero_grad(set_to_none=True)
@@ -146,7 +146,7 @@ def test_a_constant_of_few_digits_counts_in_float64_alone() -> None:
     """BLOOM writes √(2/π) with eight digits: no difference in float32, but one in float64."""
     _, narrow = _fused("bloom", torch.float32)
     _, exact = _fused("bloom", torch.float64)
-    assert found(narrow)["bias_gelu"] == 2 and "bias_gelu" not in found(exact)
+    assert fused_rows(narrow)["bias_gelu"] == 2 and "bias_gelu" not in fused_rows(exact)
     assert {miss.pattern for miss in exact.near_misses} == {"gelu"}
     assert all("the fused operator gives something else" in miss.reason for miss in exact.near_misses)
 

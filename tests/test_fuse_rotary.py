@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fuse_graphs import found, fused, operators
+from fuse_graphs import fused, fused_rows, operators
 from torch import nn
 
 from passes.capture import capture
@@ -43,7 +43,7 @@ def test_rotary(turned: Callable[[torch.Tensor], torch.Tensor], width: int) -> N
         return torch.cat((rotated, rest), -1) if width < 8 else rotated
 
     result = fused(rotate, (2, 3, 5, 8), (5, width), (5, width))
-    assert found(result) == {"rotary": 1}
+    assert fused_rows(result) == {"rotary": 1}
     assert operators(result.graph) == ["meshwright.rotary.default"]
     rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
     assert rotary.args[3] is (turned in (neighbours_turned, pairs_turned))
@@ -90,7 +90,7 @@ def test_rotary_of_two_sides(
         return torch.cat((rotated, rest), -1) if width < 8 else rotated
 
     result = fused(rotate, (2, 3, 5, 8), (5, width // 2), (5, width // 2))
-    assert found(result) == {"rotary": 1}
+    assert fused_rows(result) == {"rotary": 1}
     assert not {"aten.add.Tensor", "aten.sub.Tensor", "aten.stack.default"} & set(operators(result.graph))
 
 
@@ -99,7 +99,7 @@ def test_rotary_of_two_halves_and_the_rest_joined_at_once() -> None:
         first, second, rest = x[..., :2], x[..., 2:4], x[..., 4:]
         return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
-    assert found(fused(rotate, (2, 3, 8), (3, 2), (3, 2))) == {"rotary": 1}
+    assert fused_rows(fused(rotate, (2, 3, 8), (3, 2), (3, 2))) == {"rotary": 1}
 
 
 def test_rotary_by_complex_numbers() -> None:
@@ -111,7 +111,7 @@ def test_rotary_by_complex_numbers() -> None:
         return torch.view_as_real(numbers * turns[:, None]).flatten(-2).type_as(x)
 
     result = fused(rotate, (2, 5, 3, 8), (5, 4))
-    assert found(result) == {"rotary": 1}
+    assert fused_rows(result) == {"rotary": 1}
     rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
     assert rotary.args[3] is True and "aten.view_as_complex.default" not in operators(result.graph)
 
@@ -128,6 +128,6 @@ def test_rotary_of_heads_and_pairs_taken_apart_at_once(shape: tuple[int, ...]) -
 
     tensors = [torch.empty(size, device="meta", requires_grad=True) for size in (shape, (shape[1], 4), (shape[1], 4))]
     result = fuse(capture(Rotary(), args=tuple(tensors)))
-    assert found(result) == {"rotary": 1} and not result.near_misses
+    assert fused_rows(result) == {"rotary": 1} and not result.near_misses
     rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
     assert rotary.output.shape == (*shape[:2], shape[2] // 8, 8)

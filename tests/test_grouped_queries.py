@@ -62,8 +62,8 @@ class Grouped(nn.Module):
         query = self.q(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
         key, value = (each.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for each in self.kv(x).chunk(2, -1))
         key, value = self.repeat(key), self.repeat_values(value)
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.told)
-        return found.square().sum()
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.told)
+        return attended.square().sum()
 
 
 def attention_of(graph: Graph) -> Node:
@@ -102,15 +102,15 @@ def test_other_repetitions_stay(keys: Repeat, values: Repeat) -> None:
 
 def test_half_precision_keeps_the_heads_of_keys_once_and_float32_with_its_copies() -> None:
     """Flash attention knows of groups; the kernel of float32 on a GPU does not, and keeps every copy it is given."""
-    kept = {}
+    saved = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = Grouped(repeat_kv).to("meta", dtype)
         graph = capture(model, args=(torch.zeros(2, 5, WIDTH, dtype=dtype, device="meta"),))
-        known = Activations.of(graph, live_nodes(graph))
-        part = kept_under(known, [node.name for node in graph.nodes if not node.constant], "none")
-        kept[dtype] = sum(extra.num_bytes for extra in part.extras) // dtype.itemsize
+        activations = Activations.of(graph, live_nodes(graph))
+        part = kept_under(activations, [node.name for node in graph.nodes if not node.constant], "none")
+        saved[dtype] = sum(extra.num_bytes for extra in part.extras) // dtype.itemsize
     copies = 2 * (2 * HEADS * MEMBERS * 5 * WIDTH)
-    assert kept[torch.float32] >= copies > kept[torch.bfloat16]
+    assert saved[torch.float32] >= copies > saved[torch.bfloat16]
 
 
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])

@@ -64,13 +64,13 @@ def test_all_inputs_cross_in_one_copy_of_pinned_memory() -> None:
     """Of any dtypes, strides and sizes; what the caller overwrites afterwards was read before."""
     whole = torch.arange(48.0, dtype=torch.float64).reshape(6, 8)
     parts = [whole[2:4], whole[:, 3], torch.tensor([True, False, True]), torch.tensor(7), torch.empty(0, 3), whole[2:4]]
-    wanted = [part.clone() for part in parts]
+    expected = [part.clone() for part in parts]
     device = SlowDevice()
     brought = HostCopies(device).bring(parts, otherwise=never)
     whole.fill_(0.0)
     device.run()
     assert [len(host) for host in device.started] == [1] and device.started[0][0] is device.own_pinned[0]
-    assert all(torch.equal(given, part) for given, part in zip(brought, wanted, strict=True))
+    assert all(torch.equal(whole_copy, part) for whole_copy, part in zip(brought, expected, strict=True))
     assert all(tensor.is_contiguous() for tensor in brought) and brought[0] is brought[5]
     version = brought[0]._version
     brought[1].add_(1.0)

@@ -46,8 +46,8 @@ class Slopes(nn.Module):
         x = x.detach().requires_grad_(True)
         hidden = self.up(x).sigmoid()
         energy = self.down(hidden * hidden.detach().exp().mul_(0.5))
-        (found,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return {"loss": F.mse_loss(found, slopes)}
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return {"loss": F.mse_loss(force, slopes)}
 
 
 def _double(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -88,15 +88,15 @@ def test_frequent_indices_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_indices_are_kept() -> None:
-    kept: list[torch.dtype] = []
+    saved_dtypes: list[torch.dtype] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.dtype)
+        saved_dtypes.append(tensor.dtype)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         kernels.embedding(_indices((4,), 3), torch.ones(3, 2, requires_grad=True))
-    assert kept == [torch.int64]
+    assert saved_dtypes == [torch.int64]
 
 
 def test_layouts_give_the_same() -> None:

@@ -53,10 +53,10 @@ def test_linear_cross_entropy(
     def chunked(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         return kernels.linear_cross_entropy(x, weight, target, *bias, chunk_tokens=chunk_tokens, **options)
 
-    wanted = results(whole, tensors)
+    trained = results(whole, tensors)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, implementation)
-        torch.testing.assert_close(results(chunked, tensors), wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(results(chunked, tensors), trained, rtol=1e-10, atol=1e-12)
 
 
 @each_implementation
@@ -137,9 +137,9 @@ def test_gradients_are_made_only_where_wanted(implementation: str, monkeypatch: 
     for place in range(3):
         leaves = [t.clone().requires_grad_(place == number) for number, t in enumerate((x, weight, bias))]
         kernels.linear_cross_entropy(*leaves[:2], target, leaves[2]).sum().backward()
-        wanted = [t.clone().requires_grad_(place == number) for number, t in enumerate((x, weight, bias))]
-        F.cross_entropy(F.linear(*wanted), target, reduction="sum").backward()
-        torch.testing.assert_close(leaves[place].grad, wanted[place].grad)
+        trained = [t.clone().requires_grad_(place == number) for number, t in enumerate((x, weight, bias))]
+        F.cross_entropy(F.linear(*trained), target, reduction="sum").backward()
+        torch.testing.assert_close(leaves[place].grad, trained[place].grad)
         assert sum(leaf.grad is not None for leaf in leaves) == 1
 
 

@@ -108,14 +108,14 @@ def test_only_what_is_wanted_gets_a_gradient(name: str, implementation: str, mon
     monkeypatch.setenv(VARIABLE, implementation)
     fused, definition, *_ = NORMS[name]
     tensors = tensors_of(name, 3, 5, 12)
-    for wanted in range(len(tensors)):
+    for trained in range(len(tensors)):
         grads = []
         for function in (fused, definition):
-            leaves = [tensor.clone().requires_grad_(place == wanted) for place, tensor in enumerate(tensors)]
+            leaves = [tensor.clone().requires_grad_(place == trained) for place, tensor in enumerate(tensors)]
             outputs = [output for output in outputs_of(function(*leaves)) if output.requires_grad]
             torch.stack([output.cos().sum() for output in outputs]).sum().backward()
-            assert [leaf.grad is not None for leaf in leaves] == [place == wanted for place in range(len(leaves))]
-            grads.append(leaves[wanted].grad)
+            assert [leaf.grad is not None for leaf in leaves] == [place == trained for place in range(len(leaves))]
+            grads.append(leaves[trained].grad)
         torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
 
 

@@ -151,16 +151,16 @@ def test_what_is_laid_out_by_length_stays_so(implementation: str, monkeypatch: p
 
 
 def test_only_tables_are_kept() -> None:
-    kept: list[tuple[int, ...]] = []
+    saved_shapes: list[tuple[int, ...]] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tuple(tensor.shape))
+        saved_shapes.append(tuple(tensor.shape))
         return tensor
 
     query, (cos, sin) = random_tensor((2, 4, 5, 8), 0).requires_grad_(), _tables((5, 8))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         kernels.rotary_pair(query, query, cos, sin)
-    assert kept == [(5, 8), (5, 8)]
+    assert saved_shapes == [(5, 8), (5, 8)]
 
 
 @implementations

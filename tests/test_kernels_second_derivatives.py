@@ -62,8 +62,8 @@ def test_second_derivatives_by_one_tensor_alone(name: str) -> None:
     function, shapes = OPERATORS[name]
     leaves = leaves_of(shapes)
     for place in range(len(leaves)):
-        given = [leaf if each == place else leaf.detach() for each, leaf in enumerate(leaves)]
-        assert torch.autograd.gradgradcheck(function, given, atol=1e-6, fast_mode=True)
+        inputs = [leaf if each == place else leaf.detach() for each, leaf in enumerate(leaves)]
+        assert torch.autograd.gradgradcheck(function, inputs, atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

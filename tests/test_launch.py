@@ -60,14 +60,14 @@ def rank(number: int, world_size: int, port: int) -> tuple[dict[str, Any], dict[
 def test_processes_join_as_slurm_says() -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     tasks = [{**job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
-    found = join(*(({"timeout": PATIENCE}, task) for task in tasks))
-    assert found == [{"rank": task, "local_rank": task, "again": task, "ranks": [0, 1]} for task in range(2)]
+    outcomes = join(*(({"timeout": PATIENCE}, task) for task in tasks))
+    assert outcomes == [{"rank": task, "local_rank": task, "again": task, "ranks": [0, 1]} for task in range(2)]
 
 
 def test_all_that_came_say_who_is_missing() -> None:
     port = free_port()
-    found = join(*(({**rank(number, 5, port)[0], "timeout": TIMEOUT}, {}) for number in (0, 3)))
-    for number, process in zip((0, 3), found, strict=True):
+    outcomes = join(*(({**rank(number, 5, port)[0], "timeout": TIMEOUT}, {}) for number in (0, 3)))
+    for number, process in zip((0, 3), outcomes, strict=True):
         assert process["kind"] == "LaunchError"
         assert f"rank {number} of 5" in process["error"] and f"127.0.0.1:{port}" in process["error"]
         # Under load the second may come after the first has given up.
@@ -87,23 +87,23 @@ def check_in_all(store: dist.Store, *places: tuple[int, int], timeout: float = P
 
 
 def test_missing_ranks_are_counted_by_host() -> None:
-    found = check_in_all(dist.HashStore(), (0, 9), (1, 9), (5, 9), timeout=5.0)
-    assert all("ranks 2-4, 6-8 did not come within 5 s; here are ranks 0-1, 5 on" in error for error in found)
-    assert all("node1:4000" in error and "srun" in error for error in found)
+    outcomes = check_in_all(dist.HashStore(), (0, 9), (1, 9), (5, 9), timeout=5.0)
+    assert all("ranks 2-4, 6-8 did not come within 5 s; here are ranks 0-1, 5 on" in error for error in outcomes)
+    assert all("node1:4000" in error and "srun" in error for error in outcomes)
 
 
 def test_two_processes_of_one_rank_end_the_job_at_once() -> None:
     store = dist.HashStore()
     store.set("rank/1", "node7 (process 4711)")
-    found = check_in_all(store, (0, 3), (1, 3))
-    assert all("two processes are rank 1: on node7 (process 4711) and on" in error for error in found)
+    outcomes = check_in_all(store, (0, 3), (1, 3))
+    assert all("two processes are rank 1: on node7 (process 4711) and on" in error for error in outcomes)
 
 
 def test_unequal_world_sizes_end_the_job_at_once() -> None:
     store = dist.HashStore()
     store.set("world_size", "2")
-    found = check_in_all(store, (0, 2), (1, 3))
-    assert all("rank 1 of 3" in error and "expects 3 processes, the first one to come 2" in error for error in found)
+    outcomes = check_in_all(store, (0, 2), (1, 3))
+    assert all("rank 1 of 3" in error and "expects 3 processes, the first one to come 2" in error for error in outcomes)
 
 
 def test_nobody_at_the_address_and_a_stranger_there() -> None:
@@ -114,12 +114,12 @@ def test_nobody_at_the_address_and_a_stranger_there() -> None:
         taken = stranger.getsockname()[1]
         refused = {**rank(1, 2, free_port())[0], "timeout": TIMEOUT}
         unknown = {**refused, "address": "no-such-host.invalid"}
-        found = join((refused, {}), (unknown, {}), ({**refused, "port": taken}, {}), rank(0, 2, taken))
-    assert "rank 1 of 2 did not reach rank 0" in found[0]["error"] and "Connection refused" in found[0]["error"]
-    assert "no-such-host.invalid" in found[1]["error"]
-    assert "another program may use that port" in found[2]["error"]
-    assert f"cannot listen at port {taken}" in found[3]["error"]
-    assert all(process["kind"] == "LaunchError" for process in found)
+        outcomes = join((refused, {}), (unknown, {}), ({**refused, "port": taken}, {}), rank(0, 2, taken))
+    assert "rank 1 of 2 did not reach rank 0" in outcomes[0]["error"] and "Connection refused" in outcomes[0]["error"]
+    assert "no-such-host.invalid" in outcomes[1]["error"]
+    assert "another program may use that port" in outcomes[2]["error"]
+    assert f"cannot listen at port {taken}" in outcomes[3]["error"]
+    assert all(process["kind"] == "LaunchError" for process in outcomes)
 
 
 def planner_run(script: Path, text: str, *arguments: str) -> subprocess.Popen[str]:

@@ -34,14 +34,14 @@ def imports(path: Path) -> set[str]:
             getattr(node.test, "attr", ""),
         ):
             node.body = []
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found.update(name if name in MODULES else node.module for name in names)
-    return {name for name in found if name.split(".")[0] in LAYERS}
+            imported.update(name if name in MODULES else node.module for name in names)
+    return {name for name in imported if name.split(".")[0] in LAYERS}
 
 
 def test_imports_go_down_only() -> None:

@@ -158,8 +158,8 @@ def test_tiny_models_take_a_random_batch(name: str) -> None:
 
 def test_rows_ignore_different_numbers_of_tokens() -> None:
     batch = random_batch(load_config("tiny-llama"), batch_size=8, seq_len=32)
-    kept = (batch["labels"] != -100).sum(1)
-    assert kept.min() >= 2 and len(set(kept.tolist())) > 2
+    num_labels = (batch["labels"] != -100).sum(1)
+    assert num_labels.min() >= 2 and len(set(num_labels.tolist())) > 2
 
 
 def test_an_image_stands_in_the_text_as_the_tokens_that_its_features_replace() -> None:

@@ -42,8 +42,8 @@ SAMPLES = {
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh() as made:
-        yield made
+    with fake_mesh() as fake:
+        yield fake
 
 
 def on_one_device(case: Case, call: LocalCall) -> Case:
@@ -51,9 +51,9 @@ def on_one_device(case: Case, call: LocalCall) -> Case:
     names = {operand.name: tensor for operand, tensor in zip(call.inputs, case.tensors)}
     outputs = evaluate(expression(call), names)
     inputs = [tensor for tensor, grad in zip(case.tensors, case.grads) if grad]
-    wanted = [pair for pair, has in zip(zip(outputs, case.upstream), case.out_grads) if has]
-    found = iter(torch.autograd.grad([o for o, _ in wanted], inputs, [g for _, g in wanted]) if wanted else ())
-    gradients = [next(found) if grad else torch.zeros(()) for grad in case.grads]
+    pairs = [pair for pair, has in zip(zip(outputs, case.upstream), case.out_grads) if has]
+    computed = iter(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs]) if pairs else ())
+    gradients = [next(computed) if grad else torch.zeros(()) for grad in case.grads]
     return dataclasses.replace(case, outputs=[output.detach() for output in outputs], input_gradients=gradients)
 
 
@@ -94,10 +94,10 @@ def test_calls_between_training_steps_leave_them_as_they_are() -> None:
     ops.seed(1)
     ops.begin_step(training=False)
     ops.begin_step(training=True)
-    wanted = ops.rand_like(HALVES)
+    pairs = ops.rand_like(HALVES)
     ops.seed(1)
     ops.begin_step(training=True)
-    assert torch.equal(ops.rand_like(HALVES), wanted)
+    assert torch.equal(ops.rand_like(HALVES), pairs)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 17), (3, 0, 4)])
@@ -105,8 +105,8 @@ def test_words_are_as_specified(shape: tuple[int, ...]) -> None:
     seed, draw, step, p = 0x9ABCDEF012345678, 12, (1 << 31) + 3, 0.3
     signed = seed - (1 << 64)
     like, starts = torch.empty(shape), [0] * len(shape)
-    given = random_words(like, starts, shape, 1, signed, draw, step)
-    assert given.tolist() == words(shape, lane=1, draw=draw, step=step, seed=seed).tolist()
+    drawn_words = random_words(like, starts, shape, 1, signed, draw, step)
+    assert drawn_words.tolist() == words(shape, lane=1, draw=draw, step=step, seed=seed).tolist()
     ops.set_random_state((seed, 0, 0, step))
     dropped = ops.dropout(torch.ones(shape), p, draw=draw)
     assert (dropped != 0).tolist() == keeps(shape, p, draw=draw, step=step, seed=seed).tolist()

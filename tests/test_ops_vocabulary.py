@@ -35,8 +35,8 @@ BOTH = ("a", "b")
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh() as made:
-        yield made
+    with fake_mesh() as fake:
+        yield fake
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +58,19 @@ def sharded_losses(
 def test_huge_logits_do_not_overflow(mesh: DeviceMesh) -> None:
     logits = torch.tensor([[1e4, -1e4, 5e3, 0.0], [-1e4, -1e4, -1e4, -1e4]])
     target = torch.tensor([1, 0])
-    found, _ = sharded_losses(mesh, logits, target)
-    torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
+    actual, _ = sharded_losses(mesh, logits, target)
+    torch.testing.assert_close(actual, F.cross_entropy(logits, target, reduction="none"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_are_summed_in_float32(dtype: torch.dtype, mesh: DeviceMesh) -> None:
     logits = torch.randn(5, 64).to(dtype)
     target = torch.randint(0, 64, (5,))
-    found, _ = sharded_losses(mesh, logits, target, smoothing=0.1)
-    assert found.dtype == dtype
-    wanted = F.cross_entropy(logits.float(), target, reduction="none", label_smoothing=0.1)
+    actual, _ = sharded_losses(mesh, logits, target, smoothing=0.1)
+    assert actual.dtype == dtype
+    expected = F.cross_entropy(logits.float(), target, reduction="none", label_smoothing=0.1)
     # one unit in the last place of bfloat16 is 2^-8
-    torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(actual, expected.to(dtype), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -95,7 +95,7 @@ def test_linear_losses(has_bias: bool, smoothing: float, mesh: DeviceMesh) -> No
     hidden, weight = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     bias = torch.randn(8, dtype=torch.float64) if has_bias else None
     target = torch.tensor([0, 7, -100, 3, 4, 5])
-    wanted = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="none", label_smoothing=smoothing)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), target, reduction="none", label_smoothing=smoothing)
     sums = 3 if smoothing else 2
     for chunk_tokens in (None, 4):
         with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
@@ -103,8 +103,8 @@ def test_linear_losses(has_bias: bool, smoothing: float, mesh: DeviceMesh) -> No
             parts = None if bias is None else LocalTensor(distribute(bias, ("S(0)", "S(0)")))
             options = {"label_smoothing": smoothing, "chunk_tokens": chunk_tokens, "vocabulary": 8, "axes": BOTH}
             losses = ops.linear_cross_entropy(hidden, local, target, parts, **options)
-        found = assemble({rank: losses._local_tensors[rank] for rank in range(RANKS)}, ("I", "I"), exact=True)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        actual = assemble({rank: losses._local_tensors[rank] for rank in range(RANKS)}, ("I", "I"), exact=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
         for axis in BOTH:
             counted = [entry for entry in counter.collectives if entry.axis == axis]
             assert {entry.collective for entry in counted} == {"all_reduce"}
@@ -156,22 +156,22 @@ def test_attention_that_drops(enable_gqa: bool, is_causal: bool, mesh: DeviceMes
         assert ("length_axes" in source) == (is_causal and choice.label == "cut l")
         check_types(mesh, case, call, source)
     ops.seed(0)
-    kept = [ops.scaled_dot_product_attention(query, key, value, draw=draw, **options).mean() for draw in range(50)]
-    assert 0.9 < torch.stack(kept).mean() < 1.1
+    samples = [ops.scaled_dot_product_attention(query, key, value, draw=draw, **options).mean() for draw in range(50)]
+    assert 0.9 < torch.stack(samples).mean() < 1.1
 
 
 def test_attention_without_drops_is_torchs() -> None:
     query, key = torch.randn(2, 4, 3, 2, dtype=torch.float64), torch.randn(2, 2, 3, 2, dtype=torch.float64)
     mask = torch.randn(3, 3, dtype=torch.float64)
     for options in ({"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask.tril() != 0, "scale": 0.3}):
-        found = ops.scaled_dot_product_attention(query, key, key, dropout_p=0.0, enable_gqa=True, **options)
-        wanted = F.scaled_dot_product_attention(query, key, key, enable_gqa=True, **options)
-        torch.testing.assert_close(found, wanted)
+        actual = ops.scaled_dot_product_attention(query, key, key, dropout_p=0.0, enable_gqa=True, **options)
+        expected = F.scaled_dot_product_attention(query, key, key, enable_gqa=True, **options)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_on_real_processes() -> None:
-    found = run_on_ranks("ops_worker", 2, None)
-    assert set(found) >= {
+    actual = run_on_ranks("ops_worker", 2, None)
+    assert set(actual) >= {
         "loss 0.0",
         "loss gradient 0.2",
         "linear hidden gradient",
@@ -180,4 +180,4 @@ def test_on_real_processes() -> None:
         "copies",
         "shards",
     }
-    assert max(found.values()) < 1e-12, found
+    assert max(actual.values()) < 1e-12, actual

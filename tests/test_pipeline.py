@@ -40,18 +40,18 @@ CASES = [
 @functools.cache
 def results() -> dict[str, Any]:
     """All cases, run by one set of processes (as many pipelines at once as fit)."""
-    found: dict[str, Any] = run_on_ranks("pipeline_worker", 4, CASES, timeout=PATIENCE)
-    return found
+    outcomes: dict[str, Any] = run_on_ranks("pipeline_worker", 4, CASES, timeout=PATIENCE)
+    return outcomes
 
 
 @functools.cache
 def failures(schedules: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
     """What each of two ranks says if the first fails and the time-out is 10 seconds, by schedule (all at once)."""
     payload = (schedules, 0, 10.0)
-    found: dict[str, list[dict[str, Any]]] = run_on_ranks(
+    outcomes: dict[str, list[dict[str, Any]]] = run_on_ranks(
         "pipeline_failure_worker", 2 * len(schedules), payload, timeout=PATIENCE
     )
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -62,12 +62,12 @@ def test_pipelines_compute_what_one_process_does(num_ranks: int, schedule: str, 
     cases = [case for case in CASES if (case[0], case[1], case[4]) == (num_ranks, schedule, variant)]
     assert cases
     for case in cases:
-        found = results()[" ".join(map(str, case))]
-        assert found["error"] <= RELATIVE_TOLERANCE, (case, found)
-        assert found["as_planned"], (case, found)
-        assert found["bytes_as_planned"], (case, found)
-        assert found["without_gradients"], (case, found)
-        assert (found["bytes"] > 0) == (num_ranks > 1), (case, found)
+        outcomes = results()[" ".join(map(str, case))]
+        assert outcomes["error"] <= RELATIVE_TOLERANCE, (case, outcomes)
+        assert outcomes["as_planned"], (case, outcomes)
+        assert outcomes["bytes_as_planned"], (case, outcomes)
+        assert outcomes["without_gradients"], (case, outcomes)
+        assert (outcomes["bytes"] > 0) == (num_ranks > 1), (case, outcomes)
 
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
@@ -78,8 +78,8 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
         assert "ArithmeticError: this chunk fails" in failing["messages"][0]
         assert "pipeline rank 1 (chunks 1) stopped after" in waiting["messages"][0]
         assert "another rank failed first: see its output" in waiting["messages"][0]
-        for found in (failing, waiting):
-            assert "start the processes again" in found["messages"][1]
+        for outcomes in (failing, waiting):
+            assert "start the processes again" in outcomes["messages"][1]
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ class Stack:
     def working(self, owners: list[nn.Parameter]) -> Sequence[torch.Tensor]:
         if self.weights_are == "leaves":
             return owners
-        made: tuple[torch.Tensor, ...] = Weights.apply(nn.Parameter(torch.zeros(())), owners)
-        return [weight.view_as(weight) for weight in made] if self.weights_are == "views" else made
+        owned: tuple[torch.Tensor, ...] = Weights.apply(nn.Parameter(torch.zeros(())), owners)
+        return [weight.view_as(weight) for weight in owned] if self.weights_are == "views" else owned
 
     def output(self) -> torch.Tensor:
         x = self.x
@@ -80,9 +80,9 @@ def test_both_parts_together_work_as_much_as_the_whole(
     whole, parts = Stack(weights_are, again=again), Stack(weights_are, again=again)
     output, gradient = parts.output(), torch.randn(4, WIDTH)
     (expected,) = backward([whole.output()], [gradient], [whole.x])
-    ((found,), weight_backward), first = flops(lambda: input_backward([output], [gradient], [parts.x]))
+    ((input_gradients,), weight_backward), first = flops(lambda: input_backward([output], [gradient], [parts.x]))
     _, second = flops(weight_backward)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(input_gradients, expected)
     torch.testing.assert_close(parts.gradients(), whole.gradients())
     assert len(parts.gradients()) == 3 * LAYERS
     assert (first, second) == work
@@ -101,9 +101,11 @@ def test_without_a_received_gradient_all_is_in_the_second_part() -> None:
     stack = Stack("leaves", again=True)
     stack.x.requires_grad_(False)
     output = stack.output()
-    (found, weight_backward), first = flops(lambda: input_backward([output], [torch.ones(4, WIDTH)], [stack.x]))
+    (input_gradients, weight_backward), first = flops(
+        lambda: input_backward([output], [torch.ones(4, WIDTH)], [stack.x])
+    )
     _, second = flops(weight_backward)
-    assert found == (None,)
+    assert input_gradients == (None,)
     assert (first, second) == (0, 3)
 
 
@@ -123,8 +125,8 @@ class Cut:
         from_weights_only = (self.weight * 2 + self.twice)[ids]
         return [h.t(), passing, from_weights_only, h + passing, ids, h.detach(), h]
 
-    def all_gradients(self, found: Sequence[Gradient]) -> list[Gradient]:
-        return [*found, self.weight.grad, self.twice.grad]
+    def all_gradients(self, input_gradients: Sequence[Gradient]) -> list[Gradient]:
+        return [*input_gradients, self.weight.grad, self.twice.grad]
 
 
 def test_every_kind_of_output() -> None:
@@ -132,7 +134,7 @@ def test_every_kind_of_output() -> None:
     gradients = [torch.randn(3, 3) for _ in range(7)]
     gradients[4] = gradients[5] = gradients[6] = None  # type: ignore[call-overload]
     expected = whole.all_gradients(backward(whole.outputs(), gradients, whole.received))
-    found, weight_backward = input_backward(parts.outputs(), gradients, parts.received)
+    input_gradients, weight_backward = input_backward(parts.outputs(), gradients, parts.received)
     weight_backward()
     assert [gradient is None for gradient in expected] == [False, False, True, True, False, False]
-    torch.testing.assert_close(parts.all_gradients(found), expected)
+    torch.testing.assert_close(parts.all_gradients(input_gradients), expected)

@@ -104,15 +104,15 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 def vocabulary(source: str) -> set[str]:
     """Every identifier of a program, and all that it imports, calls or says as text."""
-    found: set[str] = set()
+    field_names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         for name in ("id", "attr", "arg", "name", "module"):
             value = getattr(node, name, None)
             if isinstance(value, str):
-                found.add(value)
+                field_names.add(value)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.update(line.strip() for line in node.value.splitlines())
-    return found
+            field_names.update(line.strip() for line in node.value.splitlines())
+    return field_names
 
 
 #: What any plan of a mesh may say beyond what these say.

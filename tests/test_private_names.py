@@ -105,15 +105,15 @@ def is_compat(path: Path) -> bool:
 
 def test_private_names_are_used_in_their_packages_alone() -> None:
     ours = {name for path, tree in trees().items() if not is_compat(path) for name in own_names(tree)}
-    found = []
+    uses = []
     for path, tree in trees().items():
         if is_compat(path):
             continue
         here = set(own_names(tree))
         for line, name in private_uses(tree):
             if name not in here and (name not in ours or name in last_parts()):
-                found.append(f"{path.parent.name}/{path.name}:{line}: {name}")
-    assert not found, f"belongs into torch_compat of passes or runtime, and into its list of names: {found}"
+                uses.append(f"{path.parent.name}/{path.name}:{line}: {name}")
+    assert not uses, f"belongs into torch_compat of passes or runtime, and into its list of names: {uses}"
 
 
 def test_the_lists_name_all_that_the_packages_use() -> None:

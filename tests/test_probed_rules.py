@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "meshwright" / "rules"
 
 
-def found(op: str, *args: Any, **kwargs: Any) -> ShardingRule | None:
+def rule_of_run(op: str, *args: Any, **kwargs: Any) -> ShardingRule | None:
     case = make_case(Sample(op, args, kwargs))
     return probe(case.node, case.values)
 
@@ -82,14 +82,14 @@ KNOWN = [
     ("op", "args", "expected"), KNOWN, ids=[f"{row[0]}-{place}" for place, row in enumerate(KNOWN)]
 )
 def test_every_cut_is_found_and_no_other(op: str, args: tuple[Any, ...], expected: set[str]) -> None:
-    assert cuts(found(op, *args)) == expected
+    assert cuts(rule_of_run(op, *args)) == expected
 
 
 def test_what_is_found_computes_and_trains_as_one_device_does(mesh: DeviceMesh) -> None:
     """The emitted call under every choice, on one mesh axis and on two, by the harness that proves the tables."""
     for op, args, expected in KNOWN:
         sample = Sample(op, args, {})
-        rule = found(op, *args)
+        rule = rule_of_run(op, *args)
         if rule is not None:
             pairs = [(2, 3), (3, 2), (2, 2)]
             assert prove(mesh, sample, rule=rule, pairs=pairs) > len(expected) // 2
@@ -144,7 +144,7 @@ DECEIVING = {
 def test_a_number_hidden_in_the_code_shows_at_the_size_of_the_call() -> None:
     """What is done to the first 128 entries is done to all entries of small tensors."""
     op = operator("first_block", "(Tensor x) -> Tensor", lambda x: torch.cat([x[:, :128] * 2.0, x[:, 128:]], 1))
-    assert cuts(found(op, normal(8, 512))) == {"S0 -> S0"}
+    assert cuts(rule_of_run(op, normal(8, 512))) == {"S0 -> S0"}
     case = make_case(Sample(op, (normal(8, 512),), {}))
     planner.register_rule(op, "~ bn -> bn")
     with pytest.raises(ValueError, match=r"is wrong: under 'cut n', .*\(tensor\[\d+, 512\]\)"):
@@ -154,15 +154,19 @@ def test_a_number_hidden_in_the_code_shows_at_the_size_of_the_call() -> None:
 @pytest.mark.parametrize("name", DECEIVING)
 def test_no_wrong_rule_is_found(name: str) -> None:
     function, expected = DECEIVING[name]
-    rule = found(operator(name, "(Tensor x) -> Tensor", function), normal(8, 12))
+    rule = rule_of_run(operator(name, "(Tensor x) -> Tensor", function), normal(8, 12))
     assert cuts(rule) == expected
     if name == "pairs":
         assert rule is not None and dict(rule.sizes) == {"p0": 8, "p1": 6}
 
 
 def test_sizes_that_are_alike_by_chance_are_told_apart() -> None:
-    assert cuts(found("aten.mm.default", normal(8, 8), normal(8, 8))) == {"S0 R -> S0", "R S1 -> S1", "S1 S0 -> P"}
-    assert found("aten.cross.default", normal(8, 3), normal(8, 3)) is not None
+    assert cuts(rule_of_run("aten.mm.default", normal(8, 8), normal(8, 8))) == {
+        "S0 R -> S0",
+        "R S1 -> S1",
+        "S1 S0 -> P",
+    }
+    assert rule_of_run("aten.cross.default", normal(8, 3), normal(8, 3)) is not None
 
 
 def test_a_rule_is_kept_on_disk_and_a_broken_file_is_written_again(cache: Path) -> None:
@@ -205,7 +209,10 @@ def test_a_folder_that_cannot_be_written_is_no_cache(monkeypatch: pytest.MonkeyP
 def test_operators_that_end_the_process_on_wrong_shapes_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probed_rules, "small_shapes", lambda *_: pytest.fail("it was run"))
     weights = [normal(24, 8), normal(24, 8)]
-    assert found("aten.gru.input", normal(4, 6, 8), normal(1, 4, 8), weights, False, 1, 0.0, True, False, True) is None
+    assert (
+        rule_of_run("aten.gru.input", normal(4, 6, 8), normal(1, 4, 8), weights, False, 1, 0.0, True, False, True)
+        is None
+    )
 
 
 def test_constants_and_tiny_operators_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

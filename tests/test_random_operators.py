@@ -90,12 +90,12 @@ def test_the_numbers_are_those_that_torch_describes(name: str) -> None:
             return drawn(x)
 
     graph = capture(Drawn(), args=(x,))
-    given = {value.name: x for value in graph.inputs}
-    (found,) = interpret(graph, given, lambda state: state.data).values()
-    wanted = drawn(x)
+    named_inputs = {value.name: x for value in graph.inputs}
+    (actual,) = interpret(graph, named_inputs, lambda state: state.data).values()
+    expected = drawn(x)
     for statistic in (torch.mean, torch.std):
-        scale = float(wanted.std()) + 0.05 * abs(float(wanted.mean()))
-        assert abs(float(statistic(found)) - float(statistic(wanted))) < 0.06 * scale + 0.02
+        scale = float(expected.std()) + 0.05 * abs(float(expected.mean()))
+        assert abs(float(statistic(actual)) - float(statistic(expected))) < 0.06 * scale + 0.02
 
 
 def joined(tensor: torch.Tensor, layout: VirtualLayout) -> torch.Tensor:
@@ -120,10 +120,10 @@ def trained(model: nn.Module, x: torch.Tensor, options: dict[str, Any], num_rank
 def test_every_kind_is_that_of_one_device_on_a_mesh() -> None:
     torch.manual_seed(0)
     model, x = Noisy(*LIKE.values()).double().train(), torch.randn(4, 8).double()
-    wanted = trained(model, x, {"mesh": {"dp": 1}}, 1)
-    found = trained(model, x, {"mesh": {"dp": 2, "tp": 2}, "constraints": {"input:*": {"dp": "S(0)"}}}, 4)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+    expected = trained(model, x, {"mesh": {"dp": 1}}, 1)
+    actual = trained(model, x, {"mesh": {"dp": 2, "tp": 2}, "constraints": {"input:*": {"dp": "S(0)"}}}, 4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-9)
 
 
 class Denoiser(nn.Module):
@@ -195,9 +195,9 @@ def on_one_device(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_a_denoiser_draws_what_the_specification_says(fix: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x = Denoiser().double().train(), torch.randn(8, 8).double()
-    found = trained(model, x, {"fix": fix}, 2)
+    actual = trained(model, x, {"fix": fix}, 2)
     for name, tensor in on_one_device(model, x).items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ RANDOM = {
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh() as made:
-        yield made
+    with fake_mesh() as fake:
+        yield fake
 
 
 def test_every_rule_has_a_sampler() -> None:

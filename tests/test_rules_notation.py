@@ -41,8 +41,10 @@ def test_a_line_that_cannot_be_read_is_refused(line: str) -> None:
 def test_choices_of_a_linear() -> None:
     rule = rule_for(*node_of("aten.linear.default", [(4, 2, 8), (6, 8), (6,)], (4, 2, 6)))
     assert rule is not None
-    found = {c.label: (c.inputs, c.outputs) for c in axis_choices(rule, input_grads=[True] * 3, output_grads=[True])}
-    assert found == {
+    choice_table = {
+        c.label: (c.inputs, c.outputs) for c in axis_choices(rule, input_grads=[True] * 3, output_grads=[True])
+    }
+    assert choice_table == {
         "replicate": (("R", "R", "R"), ("R",)),
         "invariant": (("I", "I", "I"), ("I",)),
         "cut b1": (("S(0)", "R", "R"), ("S(0)",)),
@@ -72,13 +74,13 @@ def test_what_a_view_lets_through(
     source: tuple[int, ...], target: tuple[int, ...], cuttable: dict[tuple[int, int], int]
 ) -> None:
     ins, outs, sizes = reshape_dims(source, target)
-    found = {
+    choice_table = {
         (in_dim, out_dim): sizes[in_factors[0]]
         for in_dim, in_factors in enumerate(ins)
         for out_dim, out_factors in enumerate(outs)
         if in_factors and in_factors[:1] == out_factors[:1]
     }
-    assert found == cuttable
+    assert choice_table == cuttable
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.randoms(use_true_random=False))

@@ -131,10 +131,10 @@ def test_sharded_outputs_are_gathered_on_access_and_differentiable() -> None:
         (outputs["logits"] ** 2).mean().backward()
         gradients = parallel.full_gradients()
         with layout.plain():
-            wanted = model(**token_batch())
-            (wanted["logits"] ** 2).mean().backward()
-        torch.testing.assert_close(joined(outputs.logits, layout), wanted["logits"].detach(), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(joined(outputs[0], layout), wanted["loss"].detach(), rtol=1e-9, atol=0)
+            reference = model(**token_batch())
+            (reference["logits"] ** 2).mean().backward()
+        torch.testing.assert_close(joined(outputs.logits, layout), reference["logits"].detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(joined(outputs[0], layout), reference["loss"].detach(), rtol=1e-9, atol=0)
         with pytest.raises(AttributeError, match="no 'hidden', only loss, logits"):
             _ = outputs.hidden
     for name, parameter in model.named_parameters():

@@ -28,6 +28,6 @@ def results(world_size: int) -> dict[str, Any]:
     ("world_size", "model", "mesh"), [(world_size, *case) for world_size, cases in CASES.items() for case in cases]
 )
 def test_parity(world_size: int, model: str, mesh: str) -> None:
-    found = results(world_size)[f"{model} {mesh}"]
-    assert found["error"] <= RELATIVE_TOLERANCE, found
-    assert found["as_planned"], found
+    comparisons = results(world_size)[f"{model} {mesh}"]
+    assert comparisons["error"] <= RELATIVE_TOLERANCE, comparisons
+    assert comparisons["as_planned"], comparisons

@@ -173,9 +173,9 @@ def test_conflicts_are_named(mlp: Graph) -> None:
 def test_a_memory_limit_says_what_is_needed(mlp: Graph) -> None:
     with pytest.raises(ValueError, match="no plan satisfies memory limit 50 KiB: it needs at least") as caught:
         plan_with_unit_costs(mlp, AXES, memory_limit=50 * 1024)
-    found = re.search(r"at least ([\d.]+) KiB", str(caught.value))
-    assert found is not None
-    needed = float(found.group(1)) * 1024
+    lower_bound_text = re.search(r"at least ([\d.]+) KiB", str(caught.value))
+    assert lower_bound_text is not None
+    needed = float(lower_bound_text.group(1)) * 1024
     plan = plan_with_unit_costs(mlp, AXES, memory_limit=needed * 1.001)
     assert sum(plan.costs.memory.values()) <= needed * 1.001
     with pytest.raises(ValueError, match="needs at least"):

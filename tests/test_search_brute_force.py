@@ -79,16 +79,16 @@ class BruteForce:
         self.pricing = Pricing(costs, self.mesh)
         self.best = INFINITE
         self.live = self.live_names()
-        self.known: dict[object, float] = {}
+        self.cost_by_state: dict[object, float] = {}
         self.last_use = {name: i for i, node in enumerate(graph.nodes) for name in node.inputs}
         self.options = [self.strategies(node) for node in graph.nodes]
 
     def live_names(self) -> set[str]:
-        wanted, live = {self.graph.loss and self.graph.outputs[self.graph.loss]}, set()
+        required, live = {self.graph.loss and self.graph.outputs[self.graph.loss]}, set()
         for node in reversed(self.graph.nodes):
-            if node.output.name in wanted and node.output.requires_grad:
+            if node.output.name in required and node.output.requires_grad:
                 live.add(node.name)
-                wanted |= {name for name in node.inputs if self.values[name].requires_grad}
+                required |= {name for name in node.inputs if self.values[name].requires_grad}
         return live
 
     def strategies(self, node: Node) -> list[tuple[float, list[Placement], Placement]]:
@@ -99,14 +99,14 @@ class BruteForce:
             input_grads=[self.values[name].requires_grad for name in node.inputs],
             output_grads=[node.output.requires_grad],
         )
-        found = []
+        alternatives = []
         for joint in itertools.product(choices, repeat=len(self.mesh.sizes)):
             inputs = [tuple(choice.inputs[i] for choice in joint) for i in range(len(node.inputs))]
             output = tuple(choice.outputs[0] for choice in joint)
             tensors = [*(self.values[name] for name in node.inputs), node.output]
             if all(divides(p, t.shape, self.mesh) for p, t in zip([*inputs, output], tensors)):
-                found.append((self.compute(node, joint, inputs), inputs, output))
-        return sorted(found, key=lambda option: option[0])
+                alternatives.append((self.compute(node, joint, inputs), inputs, output))
+        return sorted(alternatives, key=lambda option: option[0])
 
     def compute(self, node: Node, joint: tuple[AxisChoice, ...], inputs: list[Placement]) -> float:
         cut = math.prod(size for choice, size in zip(joint, self.mesh.sizes) if choice.factor is not None)
@@ -120,13 +120,15 @@ class BruteForce:
         self.descend(0, 0.0, {}, {})
         return self.best
 
-    def descend(self, index: int, cost: float, made: dict[str, Placement], needs: dict[str, list]) -> None:
+    def descend(self, index: int, cost: float, produced: dict[str, Placement], needs: dict[str, list]) -> None:
         """Choose for node ``index``; a value is paid for as soon as its last use has chosen."""
         if cost >= self.best:
             return
         if index == len(self.graph.nodes):
             loss = self.graph.outputs["loss"]
-            self.best = min(self.best, cost + self.convert(loss, made[loss], [(("I",) * len(self.mesh.names), True)]))
+            self.best = min(
+                self.best, cost + self.convert(loss, produced[loss], [(("I",) * len(self.mesh.names), True)])
+            )
             return
         node = self.graph.nodes[index]
         for seconds, inputs, output in self.options[index]:
@@ -137,13 +139,13 @@ class BruteForce:
             total = cost + seconds
             for name in dict.fromkeys(node.inputs):
                 if self.last_use[name] == index:
-                    total += self.source_cost(name, made, now[name])
-            self.descend(index + 1, total, {**made, node.output.name: output}, now)
+                    total += self.source_cost(name, produced, now[name])
+            self.descend(index + 1, total, {**produced, node.output.name: output}, now)
 
-    def source_cost(self, name: str, made: Mapping[str, Placement], needs: list) -> float:
+    def source_cost(self, name: str, produced: Mapping[str, Placement], needs: list) -> float:
         value = self.values[name]
-        if name in made:
-            return self.convert(name, made[name], needs)
+        if name in produced:
+            return self.convert(name, produced[name], needs)
         if value.kind == "input":
             return self.convert(name, ("R",) * len(self.mesh.names), needs)
         types = ["I", *(f"S({dim})" for dim in range(len(value.shape)))]
@@ -153,9 +155,9 @@ class BruteForce:
 
     def convert(self, name: str, root: Placement, needs: list) -> float:
         key = (name, root, frozenset(needs))
-        if key not in self.known:
-            self.known[key] = self.cheapest(self.values[name], root, set(needs))
-        return self.known[key]
+        if key not in self.cost_by_state:
+            self.cost_by_state[key] = self.cheapest(self.values[name], root, set(needs))
+        return self.cost_by_state[key]
 
     def cheapest(self, value: Value, root: Placement, needs: set) -> float:
         """Uniform-cost search over the sets of (placement, gradient comes back) that are at hand."""

@@ -90,10 +90,10 @@ def test_transformer_layer_under_a_memory_bound(depth: int) -> None:
     whole = sum(plan_with_unit_costs(graph, DEVICES).costs.memory.values())
     plan = plan_with_unit_costs(graph, DEVICES, forbid_replicated_matmul=True, memory_limit=0.5 * whole)
     assert sum(plan.costs.memory.values()) <= 0.5 * whole
-    found = counted(plan)
+    counts = counted(plan)
     for phase in ("forward", "backward"):
-        reduced = found.get(("all_reduce", phase), (0, 0))
-        halves = [found.get((name, phase), (0, 0)) for name in ("all_gather", "reduce_scatter")]
+        reduced = counts.get(("all_reduce", phase), (0, 0))
+        halves = [counts.get((name, phase), (0, 0)) for name in ("all_gather", "reduce_scatter")]
         assert halves[0] == halves[1]
         assert reduced[0] + halves[0][0] == 2 * depth
         assert reduced[1] + halves[0][1] == 2 * depth * 4 * 64 * 256 * 4

@@ -53,9 +53,9 @@ def plan_of(build: type[nn.Module], **fix: Any) -> Plan:
     sizes |= {axis: size for axis, size in fix.items() if axis in sizes}
     devices = slow_devices(sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"])
     model = seeded(build)
-    given = {**sizes, "recompute": "none", "zero": 0, **fix}
+    layout_options = {**sizes, "recompute": "none", "zero": 0, **fix}
     with keep_float64():
-        return planner.plan(model, devices, example_inputs=models.batch_of(model), fix=given)
+        return planner.plan(model, devices, example_inputs=models.batch_of(model), fix=layout_options)
 
 
 def graph_of(build: type[nn.Module]) -> Graph:
@@ -87,19 +87,19 @@ def states_of(stage: StageGraph) -> set[str]:
 
 @pytest.mark.parametrize("name", ["mean", "sum", "number of samples as a constant", "penalty on weights"])
 def test_what_is_known_from_shapes_needs_no_totals(name: str) -> None:
-    found = programs(ADDITIVE[name])
-    assert found.totals is None and found.num_microbatches == 4
+    parts = programs(ADDITIVE[name])
+    assert parts.totals is None and parts.num_microbatches == 4
 
 
 @pytest.mark.parametrize(("name", "taken"), [("weighted mean", ["target"]), ("several inputs", ["importance"])])
 def test_what_is_known_from_inputs_is_a_total_of_the_whole_batch(name: str, taken: list[str]) -> None:
-    found = programs(ADDITIVE[name])
-    assert found.totals is not None
-    assert [str(path[0]) for path in found.totals.graph.input_paths] == taken
-    (placement,) = found.totals.output_placements.values()
+    parts = programs(ADDITIVE[name])
+    assert parts.totals is not None
+    assert [str(path[0]) for path in parts.totals.graph.input_paths] == taken
+    (placement,) = parts.totals.output_placements.values()
     assert placement[0] == "P"
-    totals = [path for stage in found.stages for path in stage.sharded.graph.input_paths if path[0] == "total"]
-    assert totals == [("total", name) for name in found.totals.graph.outputs]
+    totals = [path for stage in parts.stages for path in stage.sharded.graph.input_paths if path[0] == "total"]
+    assert totals == [("total", name) for name in parts.totals.graph.outputs]
 
 
 def test_every_chunk_takes_only_the_inputs_and_weights_that_it_uses() -> None:
@@ -149,9 +149,9 @@ def unit_paths(unit: Any) -> list[str]:
 
 def test_outputs_of_an_earlier_chunk_are_handed_on_to_the_last() -> None:
     plan = plan_of(models.Chain, pp=2, num_microbatches=4)
-    found = step_programs(graph_of(models.Chain), plan, num_microbatches=1, outputs=("loss", "y", "hidden"))
-    assert len(found.stages[-1].received) == 2
-    assert set(found.stages[-1].sharded.output_placements) == {"loss", "y", "hidden"}
+    parts = step_programs(graph_of(models.Chain), plan, num_microbatches=1, outputs=("loss", "y", "hidden"))
+    assert len(parts.stages[-1].received) == 2
+    assert set(parts.stages[-1].sharded.output_placements) == {"loss", "y", "hidden"}
     alone = step_programs(graph_of(models.Chain), plan)
     assert len(alone.stages[-1].received) == 1 and set(alone.stages[-1].sharded.output_placements) == {"loss"}
 
@@ -243,13 +243,13 @@ def check(build: type[nn.Module], **fix: Any) -> None:
 def test_a_call_gives_the_outputs_of_every_chunk() -> None:
     model = seeded(models.Chain)
     batch = models.batch_of(model)
-    wanted = model(**batch)
+    expected = model(**batch)
     plan = plan_of(models.Chain, pp=2, num_microbatches=4)
     with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
         places = VirtualPlaces(layout, num_stages=2)
-        found = parallelise(seeded(models.Chain), places, plan=plan, example_inputs=batch)(**batch)
-        whole = {name: layout.join(found[name], ("R", "R", "R")) for name in wanted}
-    for name, tensor in wanted.items():
+        parts = parallelise(seeded(models.Chain), places, plan=plan, example_inputs=batch)(**batch)
+        whole = {name: layout.join(parts[name], ("R", "R", "R")) for name in expected}
+    for name, tensor in expected.items():
         torch.testing.assert_close(whole[name], tensor.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -285,9 +285,9 @@ class AlsoShares(models.Chain):
 def test_a_call_may_have_operators_that_training_does_not() -> None:
     model = seeded(AlsoShares)
     batch = models.batch_of(model)
-    wanted = model(x=batch["x"])["shares"].detach()
+    expected = model(x=batch["x"])["shares"].detach()
     plan = plan_of(AlsoShares, pp=2, dp=2, num_microbatches=2)
     with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
         parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
-        found = parallel(x=batch["x"])["shares"]
-        torch.testing.assert_close(layout.join(found, ("R", "R", "R")), wanted, rtol=1e-12, atol=1e-12)
+        parts = parallel(x=batch["x"])["shares"]
+        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)

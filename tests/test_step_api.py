@@ -42,27 +42,31 @@ def test_steps_that_can_be_run_compute_what_one_device_does(case: str, axes: dic
     """On every rank, with exactly the collectives that were planned; axes of size 1 are in the mesh too."""
     build, batch, loss_fn = CASES[case]
     with keep_float64():
-        found = planner.plan(seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**PLAIN, **axes})
-    assert found.mesh.as_dict() == {"dp": 1, "cp": 1, "tp": 1, **axes}
-    report = planner.verify(seeded(build), found, batch=batch, loss_fn=loss_fn, steps=1)
+        step_plan = planner.plan(
+            seeded(build), "cpu-local:4", example_inputs=batch, loss_fn=loss_fn, fix={**PLAIN, **axes}
+        )
+    assert step_plan.mesh.as_dict() == {"dp": 1, "cp": 1, "tp": 1, **axes}
+    report = planner.verify(seeded(build), step_plan, batch=batch, loss_fn=loss_fn, steps=1)
     assert report.ok, report.table()
 
 
 def test_a_plan_is_the_same_when_read_back(tmp_path: Path) -> None:
-    found = planner.plan(
+    step_plan = planner.plan(
         seeded(TiedClassifier), "cpu-local:8", example_inputs=token_batch(), fix={"pp": 2}, num_alternatives=3
     )
-    found.save(tmp_path / "plan.json")
+    step_plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again == found and again.summary(operators=True) == found.summary(operators=True)
+    assert again == step_plan and again.summary(operators=True) == step_plan.summary(operators=True)
 
 
 def test_the_least_memory_is_less_than_the_fastest_takes() -> None:
     def most(**options: Any) -> float:
         fix = {"pp": 1, "cp": 1, "tp": 1}
-        found = planner.plan(seeded(TiedClassifier), "cpu-local:4", example_inputs=token_batch(), fix=fix, **options)
-        assert found.step is not None
-        return max(memory.total for memory in found.step.memory)
+        step_plan = planner.plan(
+            seeded(TiedClassifier), "cpu-local:4", example_inputs=token_batch(), fix=fix, **options
+        )
+        assert step_plan.step is not None
+        return max(memory.total for memory in step_plan.step.memory)
 
     least = most(objective="memory")
     assert least < most()

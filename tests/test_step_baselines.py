@@ -77,9 +77,9 @@ def baselines(model: str) -> dict[str, Priced | Missing]:
 
 
 def priced(model: str, name: str, fix: dict[str, Any], **options: Any) -> Priced:
-    found = best_of_baseline(name, space(model), CASES[model], read_demands(fix, **options))
-    assert isinstance(found, Priced), found
-    return found
+    baseline = best_of_baseline(name, space(model), CASES[model], read_demands(fix, **options))
+    assert isinstance(baseline, Priced), baseline
+    return baseline
 
 
 def on_axis(plan: Plan, axis: str) -> dict[str, str]:
@@ -92,25 +92,25 @@ def on_axis(plan: Plan, axis: str) -> dict[str, str]:
 def test_no_baseline_is_faster(model: str) -> None:
     plan = plan_step(captured(model), CASES[model], Demands())
     assert plan.step is not None
-    for name, found in baselines(model).items():
-        if isinstance(found, Priced):
-            assert plan.step.costs.simulated <= found.simulated * (1 + 1e-9), name
+    for name, baseline in baselines(model).items():
+        if isinstance(baseline, Priced):
+            assert plan.step.costs.simulated <= baseline.simulated * (1 + 1e-9), name
 
 
 @pytest.mark.parametrize("model", CASES)
 def test_a_baseline_keeps_to_its_row_and_treats_all_layers_alike(model: str) -> None:
-    for name, found in baselines(model).items():
-        if isinstance(found, Missing):
+    for name, baseline in baselines(model).items():
+        if isinstance(baseline, Missing):
             continue
-        step, fixed = found.plan().step, baseline_named(name).fixed
+        step, fixed = baseline.plan().step, baseline_named(name).fixed
         assert step is not None
         groups = [group for chunk in step.chunks for group in chunk.groups]
         assert all(step.axes[axis] in fixed[axis] for axis in step.axes if axis in fixed), name
         assert len({group.recompute for group in groups}) == 1
         assert groups[0].recompute in fixed["recompute"]
         assert step.schedule in (*fixed.get("schedule", ()), "none")
-        assert step.costs.simulated == found.simulated
-        assert found.plan().certificate.objective == pytest.approx(found.seconds)
+        assert step.costs.simulated == baseline.simulated
+        assert baseline.plan().certificate.objective == pytest.approx(baseline.seconds)
 
 
 def test_data_parallel_keeps_everything_whole_and_fully_sharded_nothing() -> None:
@@ -135,16 +135,16 @@ def test_megatron_splits_columns_then_rows_and_the_vocabulary() -> None:
 
 def test_tensor_parallelism_of_experts_stays_within_a_node() -> None:
     cluster = Cluster.parse("dgx-h100:2")
-    found = best_of_baseline("megatron", space("tiny-llama"), cluster, read_demands({"tp": 16}))
-    assert isinstance(found, Missing)
+    baseline = best_of_baseline("megatron", space("tiny-llama"), cluster, read_demands({"tp": 16}))
+    assert isinstance(baseline, Missing)
     assert isinstance(best_of_baseline("megatron", space("tiny-llama"), cluster, read_demands({"tp": 2})), Priced)
 
 
 def test_the_plan_that_transformers_has_for_llama_is_read() -> None:
     graph = captured("tiny-llama")
-    known = transformers_roles(graph, load_config("tiny-llama"))
-    assert known is not None
-    roles = {node.module_path: known.found[node.name] for node in graph.nodes if node.name in known.found}
+    tp_roles = transformers_roles(graph, load_config("tiny-llama"))
+    assert tp_roles is not None
+    roles = {node.module_path: tp_roles.baseline[node.name] for node in graph.nodes if node.name in tp_roles.baseline}
     layers = {path.rpartition(".")[2]: role for path, role in roles.items()}
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column")
     assert layers == {**columns, "o_proj": "row", "down_proj": "row"}
@@ -173,9 +173,9 @@ def test_pipelines_are_cut_by_rule() -> None:
 
 def test_a_baseline_that_cannot_be_says_why() -> None:
     def reason(model: str, name: str, **options: Any) -> str:
-        found = best_of_baseline(name, space(model), CASES[model], Demands(**options))
-        assert isinstance(found, Missing)
-        return found.reason
+        baseline = best_of_baseline(name, space(model), CASES[model], Demands(**options))
+        assert isinstance(baseline, Missing)
+        return baseline.reason
 
     assert "base_model_tp_plan" in reason("tiny-gpt2", "transformers tp")
     assert "base_model_pp_plan" in reason("conv", "transformers pp")

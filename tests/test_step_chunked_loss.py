@@ -168,10 +168,10 @@ def test_what_it_holds_while_it_runs_is_what_the_kernel_does(tokens: int, classe
     weight = Value("weight", (classes, 256), "bfloat16", "parameter", requires_grad=True)
     args = (Ref("hidden"), Ref("weight"))
     node = Node("loss", "meshwright.linear_cross_entropy.default", args, {}, (Value("loss", (tokens,), "float32"),))
-    found = working(node, {"hidden": hidden, "weight": weight}, lambda value: float(value.num_bytes))
+    working_bytes = working(node, {"hidden": hidden, "weight": weight}, lambda value: float(value.num_bytes))
     logits = 2 * classes * tokens_at_a_time(tokens, 256, classes)
-    assert found.forward == pytest.approx(logits, rel=0.01)
-    assert found.backward == pytest.approx(logits + 4 * weight.num_elements, rel=0.01)
+    assert working_bytes.forward == pytest.approx(logits, rel=0.01)
+    assert working_bytes.backward == pytest.approx(logits + 4 * weight.num_elements, rel=0.01)
 
 
 def test_it_is_fixed_and_forbidden_like_a_recompute_policy() -> None:

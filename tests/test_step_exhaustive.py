@@ -75,10 +75,10 @@ def test_search_finds_the_fastest_of_all(case: Case) -> None:
         limit = case.share * max(step_memory(as_step(free.problem, free.assignment)))
         search, outcome = searched(case, memory_limit=limit)
         assert outcome.solutions[0].seconds > free.seconds
-    found = outcome.solutions[0]
-    assert found.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
-    assert found.seconds == pytest.approx(step_seconds(as_step(found.problem, found.assignment)).total, rel=1e-9)
-    assert outcome.bound == pytest.approx(found.seconds, rel=1e-9)
+    optimum = outcome.solutions[0]
+    assert optimum.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
+    assert optimum.seconds == pytest.approx(step_seconds(as_step(optimum.problem, optimum.assignment)).total, rel=1e-9)
+    assert outcome.bound == pytest.approx(optimum.seconds, rel=1e-9)
 
 
 def test_recomputation_that_memory_forces_is_no_more_than_plans_recompute() -> None:
@@ -117,8 +117,8 @@ def test_search_finds_nothing_where_nothing_fits() -> None:
 @pytest.mark.parametrize("cluster", ["eight", "boxes"])
 def test_the_walk_passes_all_candidates(cluster: str) -> None:
     search, _ = searched(Case("2-block mlp", cluster), num_alternatives=1)
-    found = candidates(search.cluster, global_batch=8, num_units=4, demands=search.demands)
-    assert set(found) <= set(every_candidate(search))
+    optimum = candidates(search.cluster, global_batch=8, num_units=4, demands=search.demands)
+    assert set(optimum) <= set(every_candidate(search))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -131,13 +131,13 @@ def test_arrays_find_what_units_one_by_one_find(schedule: str) -> None:
 
 
 def test_every_copy_converts_what_it_takes_also_right_behind_another_row_of_blocks() -> None:
-    known = level_one("two rows", "boxes")
-    problem = known.space.structure
+    level = level_one("two rows", "boxes")
+    problem = level.space.structure
     for run, count in enumerate((2, 3)):
         parts = problem.parts(problem.streams[f"carry:{run}#0"])
         assert {(phase, copies) for phase, copies, _ in parts} == {("forward", count), ("backward", count)}
-    plan = plan_step(known.space.graph, known.cluster, read_demands({"tp": 2}))
-    priced = reprice(known.space.graph, plan, known.cluster)
+    plan = plan_step(level.space.graph, level.cluster, read_demands({"tp": 2}))
+    priced = reprice(level.space.graph, plan, level.cluster)
     assert plan.certificate.objective == pytest.approx(priced.seconds.total, rel=1e-9)
 
 

@@ -13,7 +13,7 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.plan_step import plan_step
 from planner.whole_step.result.lighter import fullest
 from planner.whole_step.result.plan_of_solution import judge
@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
 def test_of_plans_that_are_equally_fast_the_lighter_is_taken() -> None:
     graph, cluster = capture_for_planning(CONFIG, batch_size=64, seq_len=512), Cluster.parse("dgx-v100-32g:1x4")
     space = ShardingSpace.of(graph)
-    search = Search(LevelOne(cluster, space, KeptSpace.of(space)), cluster, read_demands({"tp": 2}))
+    search = Search(LevelOne(cluster, space, StepUnits.of(space)), cluster, read_demands({"tp": 2}))
     first = judge(search.run().solutions[0])
     step = plan_step(graph, cluster, read_demands({"tp": 2})).step
     assert step is not None

@@ -71,34 +71,34 @@ def results() -> dict[str, dict[str, Any]]:
     return run_on_ranks("step_parity_worker", 4, [*CASES, NARROW, NARROW_CHUNKS], timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("given", CASES, ids=lambda given: given["name"])
-def test_a_step_on_four_processes_is_that_of_one_device(given: Case) -> None:
-    found = results()[given["name"]]
-    wanted = {axis: size for axis, size in given["fix"].items() if axis in found["axes"]}
-    assert found["axes"] == wanted and found["zero"] == [given["fix"]["zero"]]
-    assert found["error"] <= TOLERANCES["float64"], found["worst"]
+@pytest.mark.parametrize("parity_case", CASES, ids=lambda parity_case: parity_case["name"])
+def test_a_step_on_four_processes_is_that_of_one_device(parity_case: Case) -> None:
+    result = results()[parity_case["name"]]
+    expected = {axis: size for axis, size in parity_case["fix"].items() if axis in result["axes"]}
+    assert result["axes"] == expected and result["zero"] == [parity_case["fix"]["zero"]]
+    assert result["error"] <= TOLERANCES["float64"], result["worst"]
 
 
-@pytest.mark.parametrize("given", CASES, ids=lambda given: given["name"])
-def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(given: Case) -> None:
+@pytest.mark.parametrize("parity_case", CASES, ids=lambda parity_case: parity_case["name"])
+def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(parity_case: Case) -> None:
     """Collectives in one order in every group, transfers that pair up, and no circle of waits."""
-    assert results()[given["name"]]["broken_rules"] == []
+    assert results()[parity_case["name"]]["broken_rules"] == []
 
 
-@pytest.mark.parametrize("given", [*CASES, NARROW, NARROW_CHUNKS], ids=lambda given: given["name"])
-def test_the_plan_counts_every_collective_of_the_step(given: Case) -> None:
+@pytest.mark.parametrize("parity_case", [*CASES, NARROW, NARROW_CHUNKS], ids=lambda parity_case: parity_case["name"])
+def test_the_plan_counts_every_collective_of_the_step(parity_case: Case) -> None:
     """Activations, what recomputation sends again, ZeRO's gathers and reductions, sends, totals, the loss."""
-    assert results()[given["name"]]["unlike_plan"] == []
+    assert results()[parity_case["name"]]["unlike_plan"] == []
 
 
-@pytest.mark.parametrize("given", [case for case in CASES if case["fix"]["recompute"] == "chunked_loss"])
-def test_the_loss_is_really_in_chunks(given: Case) -> None:
-    assert results()[given["name"]]["recompute"][-1] == "chunked_loss"
+@pytest.mark.parametrize("parity_case", [case for case in CASES if case["fix"]["recompute"] == "chunked_loss"])
+def test_the_loss_is_really_in_chunks(parity_case: Case) -> None:
+    assert results()[parity_case["name"]]["recompute"][-1] == "chunked_loss"
 
 
-@pytest.mark.parametrize("given", [NARROW, NARROW_CHUNKS], ids=lambda given: given["name"])
-def test_computing_in_bfloat16_keeps_wide_masters(given: Case) -> None:
+@pytest.mark.parametrize("parity_case", [NARROW, NARROW_CHUNKS], ids=lambda parity_case: parity_case["name"])
+def test_computing_in_bfloat16_keeps_wide_masters(parity_case: Case) -> None:
     """Three steps stay near those in float32."""
-    found = results()[given["name"]]
-    assert found["dtypes"] == ["torch.float32"]
-    assert 0.0 < found["loss_error"] < 2e-2
+    result = results()[parity_case["name"]]
+    assert result["dtypes"] == ["torch.float32"]
+    assert 0.0 < result["loss_error"] < 2e-2

@@ -111,10 +111,10 @@ def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
 def test_objective_is_the_price_from_scratch(model: str) -> None:
     first = TURNS * list(MODELS).index(model)
     cases = WHOLE_BATCH if model == "resnet-50" else [FIXED[(first + turn) % len(FIXED)] for turn in range(TURNS)]
-    found = [
+    differences = [
         check(captured(model), CLUSTERS[(first + turn) % len(CLUSTERS)], fixed) for turn, fixed in enumerate(cases)
     ]
-    assert any(found), f"{model} has no plan"
+    assert any(differences), f"{model} has no plan"
 
 
 @pytest.mark.parametrize("case", range(len(FIXED)))

@@ -17,13 +17,13 @@ PIPELINE = {"pp": 2, "num_microbatches": 4}
 
 def sharded(zero: int, *, model: str = "tiny-llama", **more: Any) -> Case:
     what = "bfloat16" if more else "float32"
-    given = case(model, f"{model} ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
-    return {**given, "layers": 2, "dtype": "float32", **more}
+    account_case = case(model, f"{model} ZeRO {zero} in {what}", dp=2, num_microbatches=2, zero=zero)
+    return {**account_case, "layers": 2, "dtype": "float32", **more}
 
 
 def pipelined(model: str, schedule: str, chunks: int) -> Case:
-    given = case(model, f"{model} {schedule}", **PIPELINE, schedule=schedule, chunks_per_rank=chunks)
-    return {**given, "dtype": "float32"}
+    account_case = case(model, f"{model} {schedule}", **PIPELINE, schedule=schedule, chunks_per_rank=chunks)
+    return {**account_case, "dtype": "float32"}
 
 
 SHARDED = [
@@ -45,20 +45,20 @@ def results() -> dict[str, list[dict[str, Any]]]:
     return run_on_ranks("step_accounts_worker", 2, [*SHARDED, *PIPELINES], timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("given", [*SHARDED, *PIPELINES], ids=lambda given: given["name"])
-def test_every_rank_holds_the_bytes_of_state_that_were_planned(given: Case) -> None:
+@pytest.mark.parametrize("account_case", [*SHARDED, *PIPELINES], ids=lambda account_case: account_case["name"])
+def test_every_rank_holds_the_bytes_of_state_that_were_planned(account_case: Case) -> None:
     """Parameters, gradients between micro-batches, and optimizer state with the masters of narrow parameters."""
-    for rank in results()[given["name"]]:
+    for rank in results()[account_case["name"]]:
         assert {name: rank[name] for name in STATE} == rank["planned"]
 
 
-@pytest.mark.parametrize("given", PIPELINES, ids=lambda given: given["name"])
-def test_every_rank_runs_its_micro_batches_in_the_planned_order(given: Case) -> None:
-    for rank in results()[given["name"]]:
+@pytest.mark.parametrize("account_case", PIPELINES, ids=lambda account_case: account_case["name"])
+def test_every_rank_runs_its_micro_batches_in_the_planned_order(account_case: Case) -> None:
+    for rank in results()[account_case["name"]]:
         assert rank["order"] == rank["planned order"] and rank["order"]
 
 
-@pytest.mark.parametrize("given", PIPELINES, ids=lambda given: given["name"])
-def test_every_rank_sends_the_bytes_that_were_planned(given: Case) -> None:
-    for rank in results()[given["name"]]:
+@pytest.mark.parametrize("account_case", PIPELINES, ids=lambda account_case: account_case["name"])
+def test_every_rank_sends_the_bytes_that_were_planned(account_case: Case) -> None:
+    for rank in results()[account_case["name"]]:
         assert rank["sent"] == pytest.approx(rank["planned sent"])

@@ -175,8 +175,8 @@ def test_only_choices_that_win_somewhere_are_kept() -> None:
     extra = (UnitChoice(label=("slower",), costs=slower), *layers.choices, UnitChoice(label=("again",), costs=costs))
     runs = (problem.runs[0], UnitRun(name="layers", count=4, choices=extra), problem.runs[2])
     more = StageProblem(**{**vars(problem), "runs": runs})
-    reduced, kept = undominated(more)
-    assert kept[1] == tuple(range(1, 1 + len(layers.choices)))
+    reduced, survivors = undominated(more)
+    assert survivors[1] == tuple(range(1, 1 + len(layers.choices)))
     assert reduced.runs[1].choices == layers.choices
 
 

@@ -85,9 +85,9 @@ def results_of(folder: Path) -> dict[str, Any]:
     """Key of each row → what ``plan_row`` returned for it."""
     results = {}
     for request in study_rows(read_study(STUDY)):
-        kept = json.loads((folder / "rows" / f"{request.key}.json").read_text())
+        saved_row = json.loads((folder / "rows" / f"{request.key}.json").read_text())
         plan = folder / "plans" / request.plan_file
-        results[request.key] = {**kept, "plan": plan.read_text() if plan.exists() else None}
+        results[request.key] = {**saved_row, "plan": plan.read_text() if plan.exists() else None}
     return results
 
 

@@ -18,13 +18,13 @@ from tests.trainer_worker import SCENARIOS
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, float]:
+def results() -> dict[str, float]:
     return run_on_ranks("trainer_worker", 2, [scenario.__name__ for scenario in SCENARIOS], timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_scenario(scenario: str, found: dict[str, float]) -> None:
-    assert found[scenario] <= 1e-9
+def test_scenario(scenario: str, results: dict[str, float]) -> None:
+    assert results[scenario] <= 1e-9
 
 
 def test_what_does_not_fill_a_batch_is_taken_apart_into_its_divisors() -> None:
@@ -41,9 +41,9 @@ def test_labels_that_a_mean_is_over() -> None:
 
 
 def test_norms_and_biases_do_not_decay() -> None:
-    decayed, kept = decay_groups(Mlp().parameters(), weight_decay=0.1)
+    decayed, undecayed = decay_groups(Mlp().parameters(), weight_decay=0.1)
     assert {parameter.dim() for parameter in decayed["params"]} == {2} and decayed["weight_decay"] == 0.1
-    assert {parameter.dim() for parameter in kept["params"]} == {1} and kept["weight_decay"] == 0.0
+    assert {parameter.dim() for parameter in undecayed["params"]} == {1} and undecayed["weight_decay"] == 0.0
 
 
 def test_warm_up_then_half_a_cosine() -> None:

@@ -147,9 +147,9 @@ def test_conversions_of_parts_of_unequal_length(mesh: DeviceMesh, source: str, t
         x = LocalTensor(distribute(whole, step.source)).requires_grad_()
         (y,) = evaluate(conversion_call(convert, "x", MESH), {"x": x})
         upstream = LocalTensor(distribute(gradient, (dual.get(target, target), P)))
-        (found,) = torch.autograd.grad([y], [x], [upstream])
+        (input_gradient,) = torch.autograd.grad([y], [x], [upstream])
     torch.testing.assert_close(assemble(y._local_tensors, step.target, exact=True), whole)
-    back = assemble(found._local_tensors, (dual.get(source, source), P), exact=True)
+    back = assemble(input_gradient._local_tensors, (dual.get(source, source), P), exact=True)
     torch.testing.assert_close(back, gradient)
 
 

@@ -28,9 +28,9 @@ def fused_and_foreach() -> list[dict[str, Any]]:
     ]
 
 
-def assert_parity(num_ranks: int, wanted: list[dict[str, Any]]) -> None:
-    differences = run_on_ranks("units_worker", num_ranks, {"parity": wanted})["parity"]
-    assert len(differences) == len(wanted)
+def assert_parity(num_ranks: int, reference_figures: list[dict[str, Any]]) -> None:
+    differences = run_on_ranks("units_worker", num_ranks, {"parity": reference_figures})["parity"]
+    assert len(differences) == len(reference_figures)
     assert {case: worst for case, worst in differences.items() if not worst < 1e-9} == {}
 
 
@@ -48,12 +48,12 @@ def test_four_ranks() -> None:
         "clipping": [1.0, 2.0, 3.0, "inf"],
         "tied": None,
     }
-    found = run_on_ranks("units_worker", 4, payload)
-    assert {case: worst for case, worst in found["parity"].items() if not worst < 1e-9} == {}
-    assert max(found["clipping"]) < 1e-9
-    assert found["tied"] == [True, True]
-    assert_issued(found["issued"])
-    for case, held in zip(MEMORY, found["memory"]):
+    results = run_on_ranks("units_worker", 4, payload)
+    assert {case: worst for case, worst in results["parity"].items() if not worst < 1e-9} == {}
+    assert max(results["clipping"]) < 1e-9
+    assert results["tied"] == [True, True]
+    assert_issued(results["issued"])
+    for case, held in zip(MEMORY, results["memory"]):
         assert_memory(case, held)
 
 

@@ -179,7 +179,7 @@ def test_all_ranks_in_one_process(zero: int) -> None:
     """On local tensors, over the ranks of dp and cp together: gradients and one AdamW step as on one process."""
     from torch.distributed._local_tensor import LocalTensor
 
-    wanted = reference(4, 2, 1)
+    expected_figures = reference(4, 2, 1)
     mesh = MeshShape.parse("dp=2,cp=2,tp=2")
 
     def cut(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_all_ranks_in_one_process(zero: int) -> None:
         optimizer, _ = optimizer_of(named)
         optimizer.step()
         with layout.plain():
-            for (name, owner), expected in zip(named, [some for layer in wanted for some in layer.values()]):
+            for (name, owner), expected in zip(named, [some for layer in expected_figures for some in layer.values()]):
                 for local, whole in ((owner, expected), (owner.grad, expected.grad)):
                     assert (local is None) == (whole is None)
                     for rank, part in local._local_tensors.items() if local is not None else ():  # type: ignore[attr-defined]

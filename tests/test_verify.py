@@ -217,9 +217,9 @@ def test_inputs_that_are_missing_are_named() -> None:
 
 
 def test_difference_is_relative_to_the_largest_value() -> None:
-    given, wanted = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
-    assert difference("x", "x", given, wanted).error == 0.5
-    assert difference("x", "x", given, wanted, floor=20.0).error == 0.1
+    actual, expected = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])
+    assert difference("x", "x", actual, expected).error == 0.5
+    assert difference("x", "x", actual, expected, floor=20.0).error == 0.1
     assert difference("x", "x", torch.zeros(2), torch.zeros(2)).error == 0.0
 
 

@@ -67,8 +67,8 @@ def test_runs_cover_a_rectangle_in_its_order(case: tuple[tuple[int, ...], ...]) 
     whole = torch.arange(math.prod(shape)).reshape(shape)
     part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
     length, starts = runs(shape, offsets, sizes)
-    found = [element for start in starts for element in range(start, start + length)]
-    assert found == part.flatten().tolist()
+    elements = [element for start in starts for element in range(start, start + length)]
+    assert elements == part.flatten().tolist()
 
 
 @settings(max_examples=25)
@@ -84,10 +84,10 @@ def test_any_rectangle_is_read_and_only_its_bytes(
     save_file({"x": whole}, file)
     local = nn.Parameter(torch.zeros(sizes, dtype=dtype))
     loaded = load_weights([piece("x", local, shape, offsets)], file, names=["x"])
-    wanted = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
-    assert torch.equal(local.detach(), wanted.to(dtype))
+    expected = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+    assert torch.equal(local.detach(), expected.to(dtype))
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    assert loaded.bytes_read == header + wanted.numel() * 4
+    assert loaded.bytes_read == header + expected.numel() * 4
 
 
 def test_pieces_on_meta_get_memory_and_stay_the_same_objects(tmp_path: Path) -> None:
@@ -246,5 +246,5 @@ def test_batches_run_after_loading_on_meta(tmp_path: Path) -> None:
         empty = TiedClassifier().double()
     parallel = planner.compile(empty, "dp=1", example_inputs=token_batch())
     parallel.load_pretrained(tmp_path)
-    loss, wanted = (module(**token_batch())["loss"] for module in (parallel, model))
-    torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=0.0)
+    loss, expected = (module(**token_batch())["loss"] for module in (parallel, model))
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0.0)

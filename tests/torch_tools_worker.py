@@ -79,8 +79,8 @@ def compiled(plan: str) -> Any:
     return parallel
 
 
-def difference(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    errors = [(mine[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in wanted.items()]
+def difference(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    errors = [(mine[name] - tensor).abs().max() / tensor.abs().max() for name, tensor in expected.items()]
     return float(torch.stack(errors).max())
 
 
@@ -100,7 +100,7 @@ def step(module: Any, optimizer: torch.optim.Optimizer, *, clip: Callable[[Itera
 def against_one_device(plan: str, parallel: Any) -> dict[str, float]:
     """Largest relative differences of weights after some steps, and of the gradients' norms."""
     torch_clip = nn.utils.clip_grad_norm_
-    initial, found = seeded(Odd).state_dict(), {}
+    initial, results = seeded(Odd).state_dict(), {}
     clip = (lambda _, norm: parallel.clip_grad_norm_(norm)) if plan.startswith("pp") else torch_clip
     for name, make in OPTIMIZERS.items():
         single = seeded(Odd)
@@ -112,13 +112,13 @@ def against_one_device(plan: str, parallel: Any) -> dict[str, float]:
             except RuntimeError as error:  # torch 2.11 refuses on DTensors what Adafactor computes
                 if not any(reason in str(error) for reason in REFUSED_BY_DTENSOR):
                     raise
-                found[f"refused {name}"] = 0.0
+                results[f"refused {name}"] = 0.0
                 parallel.zero_grad()
                 break
-            found[f"norm {number} {name}"] = abs(norms[0] / norms[1] - 1)
+            results[f"norm {number} {name}"] = abs(norms[0] / norms[1] - 1)
         else:
-            found[name] = difference(parallel.full_state_dict(), dict(single.state_dict()))
-    return found
+            results[name] = difference(parallel.full_state_dict(), dict(single.state_dict()))
+    return results
 
 
 def gathers_whole_tensors(parallel: Any) -> dict[str, float]:
@@ -126,15 +126,15 @@ def gathers_whole_tensors(parallel: Any) -> dict[str, float]:
     single = seeded(Odd)
     parallel.train_step(**odd_batch())
     single(**odd_batch())["loss"].backward()
-    wanted = dict(single.named_parameters())
+    expected = dict(single.named_parameters())
     mine = dict(parallel.named_parameters())
     errors = {
         "parameters": difference(
             {name: one.full_tensor().detach() for name, one in mine.items()},
-            {name: wanted[name].detach() for name in mine},
+            {name: expected[name].detach() for name in mine},
         ),
         "gradients": difference(
-            {name: one.grad.full_tensor() for name, one in mine.items()}, {name: wanted[name].grad for name in mine}
+            {name: one.grad.full_tensor() for name, one in mine.items()}, {name: expected[name].grad for name in mine}
         ),
     }
     parallel.zero_grad()
@@ -185,7 +185,7 @@ def refusals() -> dict[str, str]:
     parallel = planner.compile(model, target, example_inputs=batch, **options)
     parallel.train_step(**batch)
     parameter = parallel.first.weight
-    found = {
+    results = {
         "early optimizer": error_of(early.step),
         "LBFGS": error_of(lambda: torch.optim.LBFGS(parallel.parameters()).step(lambda: 0.0)),
         "pickle": error_of(lambda: pickle.dumps(parallel)),
@@ -196,15 +196,15 @@ def refusals() -> dict[str, str]:
         "plain gradient": error_of(lambda: setattr(parameter, "grad", torch.zeros(8, 6))),
     }
     parallel.first._parameters["weight"] = nn.Parameter(torch.zeros(8, 6))
-    found["replaced"] = error_of(lambda: parallel.train_step(**batch))
+    results["replaced"] = error_of(lambda: parallel.train_step(**batch))
     pipeline = compiled("pp")
     pipeline.train_step(**batch)
-    found["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
-    found["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
-    found["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))
+    results["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
+    results["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
+    results["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))
     next(iter(pipeline.parameters())).requires_grad_(False)
-    found["frozen"] = error_of(lambda: pipeline.train_step(**batch))
-    return found
+    results["frozen"] = error_of(lambda: pipeline.train_step(**batch))
+    return results
 
 
 def hooks_see_whole_gradients(plan: str) -> float:
@@ -242,8 +242,8 @@ def gradients_of_a_penalty_are_added() -> bool:
     for module in (parallel, single):
         module(**odd_batch())["loss"].backward()
         sum(parameter.square().sum() for parameter in module.parameters()).backward()
-    wanted = {name: parameter.grad for name, parameter in single.named_parameters()}
-    return difference(parallel.full_gradients(), wanted) < 1e-9
+    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
+    return difference(parallel.full_gradients(), expected) < 1e-9
 
 
 def main() -> None:

@@ -36,8 +36,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trainer(mesh: str = "dp=2", **options: Any) -> planner.Trainer:
-    given = {"optimizer": sgd, "lr_schedule": warmup_cosine(2, 12), "max_grad_norm": 0.5, "log_every": 0}
-    return planner.Trainer(seeded(TiedClassifier), mesh, global_batch=BATCH, **{**given, **options})
+    actual = {"optimizer": sgd, "lr_schedule": warmup_cosine(2, 12), "max_grad_norm": 0.5, "log_every": 0}
+    return planner.Trainer(seeded(TiedClassifier), mesh, global_batch=BATCH, **{**actual, **options})
 
 
 def reference(num_epochs: int) -> tuple[list[float], float]:
@@ -64,9 +64,13 @@ def reference_losses(num_epochs: int) -> list[float]:
     return reference(num_epochs)[0]
 
 
-def difference(given: Any, wanted: Any) -> float:
-    given, wanted = (torch.as_tensor(value, dtype=torch.float64) for value in (given, wanted))
-    return float((given - wanted).abs().max() / wanted.abs().max()) if given.shape == wanted.shape else float("inf")
+def difference(actual: Any, expected: Any) -> float:
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    return (
+        float((actual - expected).abs().max() / expected.abs().max())
+        if actual.shape == expected.shape
+        else float("inf")
+    )
 
 
 def shared_folder() -> str:
@@ -108,16 +112,16 @@ def a_plan_with_a_pipeline() -> float:
 
 
 def evaluation_with_a_pipeline() -> float:
-    made = trainer("pp=2")
-    wanted = seeded(TiedClassifier)(**default_collate(samples()))
-    predicted = difference(torch.stack(made.predict(samples())), wanted["logits"].detach())
-    return max(predicted, difference(made.evaluate(samples())["loss"], wanted["loss"].detach()))
+    compiled_trainer = trainer("pp=2")
+    expected = seeded(TiedClassifier)(**default_collate(samples()))
+    predicted = difference(torch.stack(compiled_trainer.predict(samples())), expected["logits"].detach())
+    return max(predicted, difference(compiled_trainer.evaluate(samples())["loss"], expected["loss"].detach()))
 
 
 def a_cluster_in_the_place_of_a_mesh() -> float:
-    made = trainer("cpu-local:2")
-    losses = made.fit(samples(), num_epochs=1).losses
-    assert made.parallel.plan.step is not None
+    compiled_trainer = trainer("cpu-local:2")
+    losses = compiled_trainer.fit(samples(), num_epochs=1).losses
+    assert compiled_trainer.parallel.plan.step is not None
     return difference(losses, reference_losses(1))
 
 
@@ -145,12 +149,12 @@ def a_run_killed_after_its_best_goes_on() -> float:
     """The best checkpoint is later than the last one: it is found, and written, a second time."""
     folder = shared_folder()
     options: dict[str, Any] = {"checkpoint_dir": folder, "save_every": 2, "eval_every": 1}
-    wanted = trainer(eval_every=1).fit(samples(), samples(), num_steps=6)
+    expected = trainer(eval_every=1).fit(samples(), samples(), num_steps=6)
     with contextlib.suppress(Killed):
         trainer(**options).fit(EndsAfter(samples(), BATCH + 3 * BATCH // 2), samples(), num_steps=6)
     result = trainer(**options).fit(samples(), samples(), num_steps=6)
     assert list(result.evaluations) == [3, 4, 5, 6]
-    return difference([*result.losses, result.best], [*wanted.losses[2:], wanted.best])
+    return difference([*result.losses, result.best], [*expected.losses[2:], expected.best])
 
 
 def a_killed_run_that_saves_in_the_background_goes_on() -> float:
@@ -171,10 +175,10 @@ def dropout_goes_on() -> float:
     def fit(num_steps: int, folder: str) -> tuple[float, ...]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 8)).double()
-        made = planner.Trainer(
+        compiled_trainer = planner.Trainer(
             model, "dp=2", loss_fn=squared_error, global_batch=BATCH, checkpoint_dir=folder, log_every=0
         )
-        return made.fit(pairs(3 * BATCH), num_steps=num_steps).losses
+        return compiled_trainer.fit(pairs(3 * BATCH), num_steps=num_steps).losses
 
     first, second = shared_folder(), shared_folder()
     whole = fit(6, first)
@@ -190,9 +194,9 @@ def nothing_is_left_to_do() -> float:
 
 def evaluation_is_exact() -> float:
     """Samples with different numbers of labels; the last batch is not full."""
-    found = trainer().evaluate(samples())
-    wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
-    return difference(found["loss"], wanted.detach())
+    evaluation = trainer().evaluate(samples())
+    expected = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
+    return difference(evaluation["loss"], expected.detach())
 
 
 class Stream(IterableDataset[Any]):
@@ -205,56 +209,58 @@ class Stream(IterableDataset[Any]):
 
 def streams_are_trained_on() -> float:
     result = trainer().fit(Stream(), samples(), num_epochs=2)
-    wanted = trainer(loader={"shuffle": False}).fit(samples(), samples(), num_epochs=2)
-    assert list(result.evaluations) == list(wanted.evaluations) == [3, 6]
-    return difference([*result.losses, result.best], [*wanted.losses, wanted.best])
+    expected = trainer(loader={"shuffle": False}).fit(samples(), samples(), num_epochs=2)
+    assert list(result.evaluations) == list(expected.evaluations) == [3, 6]
+    return difference([*result.losses, result.best], [*expected.losses, expected.best])
 
 
 def fit_again_goes_on() -> float:
-    made = trainer()
-    losses = [loss for num_steps in (2, 2, 1, 6) for loss in made.fit(samples(), num_steps=num_steps).losses]
+    compiled_trainer = trainer()
+    losses = [
+        loss for num_steps in (2, 2, 1, 6) for loss in compiled_trainer.fit(samples(), num_steps=num_steps).losses
+    ]
     return difference(losses, reference_losses(2))
 
 
 def streams_are_evaluated() -> float:
-    wanted = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
-    return difference(trainer("tp=2").evaluate(Stream())["loss"], wanted.detach())
+    expected = seeded(TiedClassifier)(**default_collate(samples()))["loss"]
+    return difference(trainer("tp=2").evaluate(Stream())["loss"], expected.detach())
 
 
 def evaluation_without_labels_is_exact() -> float:
     def first_error(outputs: Any, batch: Any) -> torch.Tensor:
         return (outputs.outputs - batch[1]).abs()[:, 0]
 
-    made = planner.Trainer(
+    compiled_trainer = planner.Trainer(
         seeded(Mlp), "dp=2", loss_fn=squared_error, metrics={"error": first_error}, global_batch=BATCH, log_every=0
     )
-    found = made.evaluate(pairs())
+    evaluation = compiled_trainer.evaluate(pairs())
     inputs, targets = default_collate(pairs())
     outputs = seeded(Mlp)(inputs).detach()
-    wanted = [squared_error(outputs, (inputs, targets)), (outputs - targets).abs()[:, 0].mean()]
-    return difference([found["loss"], found["error"]], torch.stack(wanted))
+    expected = [squared_error(outputs, (inputs, targets)), (outputs - targets).abs()[:, 0].mean()]
+    return difference([evaluation["loss"], evaluation["error"]], torch.stack(expected))
 
 
 def predictions_are_in_order() -> float:
-    wanted = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
-    return difference(torch.stack(trainer().predict(samples())), wanted)
+    expected = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
+    return difference(torch.stack(trainer().predict(samples())), expected)
 
 
 def predict_fn_may_return_anything() -> float:
     def best(parallel: Any, batch: Any) -> list[str]:
         return [str(int(row[0].argmax())) for row in parallel(**batch)["logits"]]
 
-    wanted = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
-    return float(trainer(predict_fn=best).predict(samples()) != [str(int(row[0].argmax())) for row in wanted])
+    expected = seeded(TiedClassifier)(**default_collate(samples()))["logits"].detach()
+    return float(trainer(predict_fn=best).predict(samples()) != [str(int(row[0].argmax())) for row in expected])
 
 
 def the_best_weights_come_back() -> float:
     """Losses rise from the second evaluation on: the schedule's peak is far too high."""
-    made = trainer(checkpoint_dir=shared_folder(), eval_every=1, max_grad_norm=None, lr_schedule=None)
-    result = made.fit(samples(), samples(), num_steps=8)
-    losses = {step: found["loss"] for step, found in result.evaluations.items()}
+    compiled_trainer = trainer(checkpoint_dir=shared_folder(), eval_every=1, max_grad_norm=None, lr_schedule=None)
+    result = compiled_trainer.fit(samples(), samples(), num_steps=8)
+    losses = {step: evaluation["loss"] for step, evaluation in result.evaluations.items()}
     assert list(losses) == list(range(1, 9)) and result.best == min(losses.values()) < losses[8]
-    return difference([made.load_best(), made.evaluate(samples())["loss"]], [result.best] * 2)
+    return difference([compiled_trainer.load_best(), compiled_trainer.evaluate(samples())["loss"]], [result.best] * 2)
 
 
 def a_loss_that_is_not_finite_is_told() -> float:
@@ -269,8 +275,8 @@ def a_loss_that_is_not_finite_is_told() -> float:
 
 def everything_is_logged() -> float:
     records: list[dict[str, float]] = []
-    made = trainer(log_every=2, on_log=lambda values: records.append(dict(values)))
-    result = made.fit(samples(), samples(), num_steps=4)
+    compiled_trainer = trainer(log_every=2, on_log=lambda values: records.append(dict(values)))
+    result = compiled_trainer.fit(samples(), samples(), num_steps=4)
     if dist.get_rank() != 0:
         return float(records != [])
     assert [record["step"] for record in records] == [2, 3, 4, 4]
@@ -315,5 +321,5 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
 if __name__ == "__main__":
     names = task()
     with traced_once():
-        found = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
-    answer(found)
+        evaluation = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in names}
+    answer(evaluation)

@@ -140,11 +140,11 @@ def trained_by_units(
 
 
 def difference(
-    given: list[dict[str, nn.Parameter]], wanted: list[dict[str, nn.Parameter]], zero: int, group: StateGroup
+    actual: list[dict[str, nn.Parameter]], alone: list[dict[str, nn.Parameter]], zero: int, group: StateGroup
 ) -> float:
     """Largest relative difference of owners and their gradients from the same pieces of whole ones."""
     worst = 0.0
-    for layers in zip(given, wanted):
+    for layers in zip(actual, alone):
         for name in layers[0]:
             mine, whole = (weights[name] for weights in layers)
             cut = (lambda tensor: piece(tensor, group.size, group.rank)) if zero and name != FROZEN else (lambda t: t)
@@ -167,11 +167,11 @@ def parity(cases: list[dict[str, Any]], group: StateGroup) -> dict[str, float]:
     answers = {}
     for case in cases:
         options = case.get("options", {})
-        given = trained_by_units(
+        actual = trained_by_units(
             case["zero"], case["recompute"], case["order"], case["num_microbatches"], case["steps"], group, **options
         )
-        wanted = reference(group.size, case["num_microbatches"], case["steps"], **options)
-        answers[str(case)] = difference(given, wanted, case["zero"], group)
+        alone = reference(group.size, case["num_microbatches"], case["steps"], **options)
+        answers[str(case)] = difference(actual, alone, case["zero"], group)
     return answers
 
 
@@ -273,16 +273,16 @@ def memory(argument: dict[str, Any], group: StateGroup) -> dict[str, float]:
 
 def clipping(norm_types: list[float | str], group: StateGroup) -> list[float]:
     """Largest difference of norm and clipped gradients from torch's on one process, for each p."""
-    found = []
+    errors = []
     for norm_type in map(float, norm_types):
-        given = trained_by_units(3, "none", "one by one", 1, 0, group)
-        wanted = reference(group.size, 1, 0)
-        trained = [some for weights in wanted for some in weights.values() if some.grad is not None]
+        actual = trained_by_units(3, "none", "one by one", 1, 0, group)
+        alone = reference(group.size, 1, 0)
+        trained = [some for weights in alone for some in weights.values() if some.grad is not None]
         expected = torch.nn.utils.clip_grad_norm_(trained, 0.5, norm_type=norm_type)
-        own = [(owner, owner.dim() > 0 or group.rank == 0) for weights in given for owner in weights.values()]
+        own = [(owner, owner.dim() > 0 or group.rank == 0) for weights in actual for owner in weights.values()]
         norm = clip_gradients(own, group, max_norm=0.5, norm_type=norm_type)
-        found.append(max(float((norm - expected).abs() / expected), difference(given, wanted, 3, group)))
-    return found
+        errors.append(max(float((norm - expected).abs() / expected), difference(actual, alone, 3, group)))
+    return errors
 
 
 def tied(_: None, group: StateGroup) -> list[bool]:

@@ -112,7 +112,7 @@ def stages_are_passed_what_they_read() -> bool:
     read = {name: BATCH[name] for name in parallel.needed_inputs}
     fewer = token_batch(batch=4)
     with torch.no_grad():
-        found = [
+        refusals = [
             close(parallel.train_step(**read), model(**BATCH)["loss"]),
             close(parallel.train_step(**{name: fewer[name] for name in read}), model(**fewer)["loss"]),
             close(parallel(BATCH["tokens"])["logits"], model(BATCH["tokens"])["logits"]),
@@ -120,7 +120,7 @@ def stages_are_passed_what_they_read() -> bool:
             close(parallel.train().train_step(**BATCH), model(**BATCH)["loss"]),
         ]
     none = error_of(lambda: parallel.train_step(**(BATCH if rank == 0 else {})))
-    return all(found) and len(read) == 1 and "was passed on other ranks" in none
+    return all(refusals) and len(read) == 1 and "was passed on other ranks" in none
 
 
 def two_steps(parallel: Any, announced: int, steps: int) -> None:
@@ -159,19 +159,19 @@ def what_is_wrong_on_one_rank_is_raised_by_all() -> bool:
 
 def the_first_ranks_state_dict_counts() -> bool:
     """Other ranks may pass another, or none; what is wrong with the first one's is raised by all."""
-    rank, same, wanted = dist.get_rank(), True, built(seed=5).state_dict()
+    rank, same, whole_state = dist.get_rank(), True, built(seed=5).state_dict()
     for plan in PLANS:
         parallel = planner.compile(built(seed=0), **plan)
-        for state in ([wanted, {}][rank], built(seed=5 + rank).state_dict()):
+        for state in ([whole_state, {}][rank], built(seed=5 + rank).state_dict()):
             parallel.load_full_state_dict(built(seed=1).state_dict())
             parallel.load_full_state_dict(state)
             now = parallel.full_state_dict()
-            same &= all(torch.equal(now[name], tensor) for name, tensor in wanted.items())
-        short = {name: tensor for name, tensor in wanted.items() if name != "middle.weight"}
+            same &= all(torch.equal(now[name], tensor) for name, tensor in whole_state.items())
+        short = {name: tensor for name, tensor in whole_state.items() if name != "middle.weight"}
         for words, state in {
-            "missing": [short, wanted][rank],
-            "is a shard: load_full_state_dict takes whole": [parallel.state_dict(), wanted][rank],
-            "is a float": [{**wanted, "embedding.weight": 1.0}, wanted][rank],
+            "missing": [short, whole_state][rank],
+            "is a shard: load_full_state_dict takes whole": [parallel.state_dict(), whole_state][rank],
+            "is a float": [{**whole_state, "embedding.weight": 1.0}, whole_state][rank],
         }.items():
             same &= words in error_of(functools.partial(parallel.load_full_state_dict, state))
     return same

@@ -151,10 +151,10 @@ def follows(reader: type[Reader], target: str) -> list[Any]:
     """Whether three calls equal eager's, the second with other values; programs after each."""
     model = reader()
     parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS})
-    found: list[Any] = []
+    answers: list[Any] = []
     for lengths in (LENGTHS, OTHERS, LENGTHS):
-        found += [equals_eager(model, parallel, lengths), programs_of(parallel)]
-    return found
+        answers += [equals_eager(model, parallel, lengths), programs_of(parallel)]
+    return answers
 
 
 def errors_are_the_users(target: str) -> list[str]:
@@ -194,10 +194,10 @@ def reads_each_groups_samples(target: str) -> list[Any]:
     model = ReadsNumber()
     cut = {"input:*": {"dp": "S(0)"}} if "dp" in target else {}
     parallel = planner.compile(model, target, example_inputs={"x": X, "lengths": LENGTHS}, constraints=cut)
-    found: list[Any] = []
+    answers: list[Any] = []
     for lengths in (LENGTHS, OTHERS, LENGTHS):
-        found += [equals_eager(model, parallel, lengths, local_inputs=True), programs_of(parallel)]
-    return found
+        answers += [equals_eager(model, parallel, lengths, local_inputs=True), programs_of(parallel)]
+    return answers
 
 
 def follows_loaded_buffers(target: str) -> list[Any]:

@@ -17,9 +17,9 @@ from tests.small_models import Mlp, seeded, squared_error
 from tests.tracing import traced_once
 
 
-def everywhere(found: Any) -> list[Any]:
+def everywhere(answers: Any) -> list[Any]:
     results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, found)
+    dist.all_gather_object(results, answers)
     return results
 
 
@@ -56,30 +56,30 @@ def what_a_rank_reads_and_holds(folder: Path, mesh: str, *, layers: int, size: i
     small.save_pretrained(folder / "small")
     small.load_pretrained(folder / "small")  # what is loaded at first use is loaded now
     owned = parallel.owned()
-    found: dict[str, Any] = {
+    answers: dict[str, Any] = {
         "shards": sum(piece.tensor.nbytes for piece in owned),
         "largest": max(4 * torch.Size(piece.shape).numel() for piece in owned),
     }
     before, read = peak_bytes(reset=True), bytes_of_reads()
     loaded = parallel.load_pretrained(folder)
-    found["read"], found["said"] = bytes_of_reads() - read, loaded.bytes_read
-    found["held by loading"] = peak_bytes() - before
+    answers["read"], answers["said"] = bytes_of_reads() - read, loaded.bytes_read
+    answers["held by loading"] = peak_bytes() - before
     before = peak_bytes(reset=True)
     parallel.save_pretrained(folder / "again")
-    found["held by saving"] = peak_bytes() - before
+    answers["held by saving"] = peak_bytes() - before
     manager = CheckpointManager(folder / "checkpoints")
     before = peak_bytes(reset=True)
     manager.save(parallel, step=1)
-    found["held by a checkpoint"] = peak_bytes() - before
+    answers["held by a checkpoint"] = peak_bytes() - before
     again = on_meta(mesh, layers, size)
     before, read = peak_bytes(reset=True), bytes_of_reads()
     manager.load(again)
-    found["held by resuming"] = peak_bytes() - before
-    found["read by resuming"] = bytes_of_reads() - read
+    answers["held by resuming"] = peak_bytes() - before
+    answers["read by resuming"] = bytes_of_reads() - read
     same = all(torch.equal(one.tensor, two.tensor) for one, two in zip(parallel.owned(), again.owned()))
     original = (folder / "model.safetensors").stat().st_size
-    found["same"] = same and (folder / "again" / "model.safetensors").stat().st_size - original < 1000
-    return found
+    answers["same"] = same and (folder / "again" / "model.safetensors").stat().st_size - original < 1000
+    return answers
 
 
 def hugging_face(folder: Path) -> dict[str, bool]:
@@ -137,14 +137,14 @@ def base_models(folder: Path) -> bool:
         base.save_pretrained(folder / "base")
         headed.save_pretrained(folder / "headed")
     dist.barrier()
-    found = []
+    answers = []
     for build, source in ((GPT2LMHeadModel, "base"), (GPT2Model, "headed")):
         with torch.device("meta"):
             empty = build(config)
         parallel = planner.compile(empty, "tp=4", example_inputs={"input_ids": tokens})
         loaded = parallel.load_pretrained(folder / source)
-        found.append(not loaded.missing and not any(piece.tensor.is_meta for piece in parallel.owned()))
-    return all(found)
+        answers.append(not loaded.missing and not any(piece.tensor.is_meta for piece in parallel.owned()))
+    return all(answers)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def parity(setting: Setting, *, fix: dict[str, Any]) -> Iterator[Row]:
     }
 
 
-def _difference(found: torch.Tensor, expected: Any) -> float:
+def _difference(actual: torch.Tensor, expected: Any) -> float:
     """Largest difference over the largest value."""
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300))

@@ -149,14 +149,14 @@ def rehearsal(parts: list[Part]) -> list[Part]:
         "numerics": ("rms_norm",), "bandwidth": ("swiglu",), "parity": ("1f1b",),
         "step Llama": CONTESTANTS[:3], "host": ("chain",),
     }  # fmt: skip
-    found = []
+    outcomes = []
     for part in parts:
         names = chosen.get(part.name, CONTESTANTS[:0] if part.name.startswith("step ") else None)
         items = tuple(item for item in part.items if names is None or item.name in names)
         if items:
             ranks = 2 if part.name == "parity" else 1
-            found.append(Part(part.name, part.title, 600, tuple(map(_patient, items)), ranks, 0, part.fresh))
-    return found
+            outcomes.append(Part(part.name, part.title, 600, tuple(map(_patient, items)), ranks, 0, part.fresh))
+    return outcomes
 
 
 def _patient(item: Item) -> Item:

@@ -34,13 +34,13 @@ def resume(setting: Setting) -> Iterator[dict[str, Any]]:
         ended = _wait(processes, GRACE)
         first = _losses(killed)
         _finish(_start(killed, ranks, setting), killed)
-        expected, found = _losses(whole), _losses(killed)
+        expected, results = _losses(whole), _losses(killed)
         again = [json.loads(line)[0] for line in max(killed.glob("losses-*")).read_text().splitlines()]
-    worst = max(abs(found[number] - loss) / abs(loss) for number, loss in expected.items())
+    worst = max(abs(results[number] - loss) / abs(loss) for number, loss in expected.items())
     yield {
         "ranks": ranks, "killed after step": max(first), "went on at step": min(again, default=None),
         "survivors ended": ended, "largest difference of losses": float(f"{worst:.1e}"),
-        "ok": len(found) == len(expected) == NUM_STEPS and worst <= TOLERANCE and ended,
+        "ok": len(results) == len(expected) == NUM_STEPS and worst <= TOLERANCE and ended,
     }  # fmt: skip
 
 
@@ -90,10 +90,10 @@ def _wait(processes: Sequence[ForkProcess], seconds: float) -> bool:
 
 def _losses(folder: Path) -> dict[int, float]:
     """Losses by step, of all starts; a later start's count."""
-    found = {}
+    results = {}
     for file in sorted(folder.glob("losses-*")):
         for line in file.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 number, loss = json.loads(line)
-                found[int(number)] = float.fromhex(loss)
-    return found
+                results[int(number)] = float.fromhex(loss)
+    return results

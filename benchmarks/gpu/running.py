@@ -61,10 +61,10 @@ def run_part(part: Part, setting: Setting, folder: Path) -> list[Outcome]:
             problem = _run_group(part, chosen, setting, records, log, deadline)
         except (OSError, EOFError) as error:  # the server is gone: what it writes stands on the terminal
             problem = f"processes could not be started: {type(error).__name__}: {error}"
-        found = _outcomes(_read(records), problem, _tail(log))
-        if not found:  # nothing was begun: it would not be at the next try either
-            found = {item.name: Outcome(item.name, problem or "never begun", log=_tail(log)) for item in chosen}
-        outcomes |= found
+        attempted = _outcomes(_read(records), problem, _tail(log))
+        if not attempted:  # nothing was begun: it would not be at the next try either
+            attempted = {item.name: Outcome(item.name, problem or "never begun", log=_tail(log)) for item in chosen}
+        outcomes |= attempted
     return list(outcomes.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from passes.autograd.kernels import EXPENSIVE, REPLACEMENTS, attention_kernel
-from passes.autograd.record import CallRecord, Made, RecordedOperand
+from passes.autograd.record import CallRecord, ComputedTensor, RecordedOperand
 from passes.capture.interpret import run_node
 from passes.ir.graph import Node, map_refs
 from passes.torch_compat.operators import TorchDispatchMode
@@ -111,12 +111,12 @@ class _Matched:
             alias_of=tuple(self.input_of.get(storage_id(output)) for output in self.outputs),
         )
 
-    def _largest_temporary(self, packed: _Tensors, outputs: _Tensors) -> Made | None:
+    def _largest_temporary(self, packed: _Tensors, outputs: _Tensors) -> ComputedTensor | None:
         saved_storages = {storage_id(tensor) for tensor in packed}
         _, temporaries = self._split([tensor for tensor in outputs if storage_id(tensor) not in saved_storages])
         return max(temporaries, key=lambda entry: entry.num_bytes, default=None)
 
-    def _split(self, tensors: _Tensors) -> tuple[tuple[int, ...], tuple[Made, ...]]:
+    def _split(self, tensors: _Tensors) -> tuple[tuple[int, ...], tuple[ComputedTensor, ...]]:
         outputs: set[int] = set()
         internal: dict[int, torch.Tensor] = {}
         for tensor in tensors:
@@ -130,7 +130,7 @@ class _Matched:
         return (
             tuple(sorted(outputs)),
             tuple(
-                Made(tensor.untyped_storage().nbytes(), *self._like(tensor))
+                ComputedTensor(tensor.untyped_storage().nbytes(), *self._like(tensor))
                 for tensor in internal.values()
                 if tensor.numel()
             ),

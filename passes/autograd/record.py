@@ -16,7 +16,7 @@ class RecordedOperand:
 
 
 @dataclass(frozen=True)
-class Made:
+class ComputedTensor:
     """A tensor made inside a call: bytes, and the ``"input"`` or ``"output"`` at ``place`` that is cut as it is."""
 
     num_bytes: int
@@ -40,10 +40,10 @@ class CallRecord:
 
     kept_inputs: tuple[int, ...]
     kept_outputs: tuple[int, ...]
-    extras: tuple[Made, ...]
+    extras: tuple[ComputedTensor, ...]
     expensive_outputs: tuple[int, ...]
-    expensive_made: tuple[Made, ...]
+    expensive_made: tuple[ComputedTensor, ...]
     is_expensive: bool
-    temporary: Made | None
+    temporary: ComputedTensor | None
     strides: tuple[tuple[int, ...], ...]
     alias_of: tuple[int | None, ...]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from passes.autograd.operator_tables import saves_inputs
-from passes.autograd.record import Made
+from passes.autograd.record import ComputedTensor
 from passes.autograd.walk import Kernels, TracedCall, walk
 from passes.ir.graph import Graph, Value
 
@@ -83,6 +83,6 @@ def _at(names: tuple[str, ...], places: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(names[place] for place in places if place < len(names))
 
 
-def _extras(call: TracedCall, extras: tuple[Made, ...]) -> tuple[Extra, ...]:
+def _extras(call: TracedCall, extras: tuple[ComputedTensor, ...]) -> tuple[Extra, ...]:
     groups = {"input": call.inputs, "output": tuple(value.name for value in call.node.outputs)}
     return tuple(Extra(entry.num_bytes, groups[entry.kind][entry.place]) for entry in extras)

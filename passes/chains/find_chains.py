@@ -41,7 +41,7 @@ class Groups:
                 if local in self.maker:
                     self.users[self.maker[local]].append(index)
 
-    def found(self) -> list[list[int]]:
+    def as_lists(self) -> list[list[int]]:
         """Groups of several operators, each in order."""
         for index, candidate in self.candidates.items():
             for local in candidate.member.compute.inputs:
@@ -141,4 +141,4 @@ class Groups:
 def find_groups(section: Section, mesh: MeshShape) -> list[list[Member]]:
     """Groups of at least two operators, as large as they can be."""
     groups = Groups(section.body, mesh)
-    return [[groups.candidates[index].member for index in indices] for indices in groups.found()]
+    return [[groups.candidates[index].member for index in indices] for indices in groups.as_lists()]

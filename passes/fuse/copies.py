@@ -50,7 +50,7 @@ class Copies:
         if place is not None:
             self.noted[place] = ending
 
-    def known(self, node: Node) -> Ending:
+    def ending_of(self, node: Node) -> Ending:
         """The pattern that ends in ``node``, as in the recorded copies; None if the node must be looked at itself."""
         place = self.places.get(node.name)
         if place is None or not FIRST <= place.copy < self.runs[place.run].num_copies - LAST:

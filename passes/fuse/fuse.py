@@ -10,7 +10,7 @@ from passes.capture.naming import Namer, name_wishes
 from passes.fuse.check import CannotRun, difference
 from passes.fuse.copies import NOTHING, Copies, Ending
 from passes.fuse.fused_nodes import CannotBuild, build, is_registered
-from passes.fuse.match import Found, Matcher
+from passes.fuse.match import Matcher, PatternMatch
 from passes.fuse.patterns import ALREADY, Row
 from passes.fuse.report import Match, NearMiss
 from passes.ir.graph import Graph, Node, Ref, Value, assign_keys, map_refs
@@ -79,7 +79,7 @@ class Rewriter:
         for node in reversed(self.graph.nodes):
             if node.constant or node.name in self.taken:
                 continue
-            ending = copies.known(node) if copies is not None else None
+            ending = copies.ending_of(node) if copies is not None else None
             if ending == NOTHING:
                 continue
             if isinstance(ending, Row):
@@ -120,7 +120,7 @@ class Rewriter:
         if best is not None:
             self.near_misses[node.name] = best[1]
 
-    def _replace(self, row: Row, root: Node, matched: Found, *, checked: bool = False) -> str | None:
+    def _replace(self, row: Row, root: Node, matched: PatternMatch, *, checked: bool = False) -> str | None:
         """Replace a match, or say why not ("" if it overlaps another); ``checked``: its like passed the check."""
         if matched.inside & self.taken:
             return ""
@@ -151,7 +151,7 @@ class Rewriter:
         self._accept(row, root, matched, nodes)
         return None
 
-    def _of_wider(self, root: Node, matched: Found) -> list[Found]:
+    def _of_wider(self, root: Node, matched: PatternMatch) -> list[PatternMatch]:
         """The same match of what tensors are cast to, not of what they are, so that its result is as wide."""
         if not matched.casts or self.matcher.is_cast(root):
             return []
@@ -173,7 +173,7 @@ class Rewriter:
                     return f"{value.name} inside of it is used by {others[0]} too"
         return ""
 
-    def _differs(self, match: Found, nodes: Sequence[Node]) -> str:
+    def _differs(self, match: PatternMatch, nodes: Sequence[Node]) -> str:
         matched_nodes = [self.by_name[name] for name in sorted(match.inside | match.casts, key=self.order.__getitem__)]
         try:
             distance = difference(matched_nodes, nodes, self.matcher.values)
@@ -183,7 +183,7 @@ class Rewriter:
             return ""
         return f"the fused operator gives something else: {distance:.1e} relative, {self.tolerance:.0e} allowed"
 
-    def _accept(self, row: Row, root: Node, match: Found, nodes: Sequence[Node]) -> None:
+    def _accept(self, row: Row, root: Node, match: PatternMatch, nodes: Sequence[Node]) -> None:
         removed = {name for name in match.inside if self.by_name[name].op not in _FREE} | {root.name}
         self.taken |= removed
         self.replaced[root.name] = Replaced(row, root, frozenset(removed), tuple(nodes))

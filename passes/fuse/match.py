@@ -22,7 +22,7 @@ DEEPEST, CASTS = 12, 3
 _ABSENT = object()
 
 
-class Found(NamedTuple):
+class PatternMatch(NamedTuple):
     """A pattern laid over a graph.
 
     Attributes:
@@ -39,9 +39,9 @@ class Found(NamedTuple):
     casts: frozenset[str] = frozenset()
     num_found: int = 0
 
-    def with_node(self, name: str, *, count: int) -> Found:
+    def with_node(self, name: str, *, count: int) -> PatternMatch:
         """The same with one node more."""
-        return Found(self.tensors, self.constants, self.inside | {name}, self.casts, self.num_found + count)
+        return PatternMatch(self.tensors, self.constants, self.inside | {name}, self.casts, self.num_found + count)
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Matcher:
         mask = self.upstream[sieve.depth][node.name]
         return all(mask & needed for needed in sieve.needed)
 
-    def find(self, tree: PatternCall, node: Node) -> tuple[Found | None, Attempt]:
+    def find(self, tree: PatternCall, node: Node) -> tuple[PatternMatch | None, Attempt]:
         """The match of ``tree`` whose result is ``node``'s first output, if any, and how far the attempt came."""
         attempt = Attempt()
-        matched = next(self._tree(tree, Ref(node.output.name), Found({}, {}), attempt), None)
+        matched = next(self._tree(tree, Ref(node.output.name), PatternMatch({}, {}), attempt), None)
         return matched, attempt
 
     def maker(self, name: str) -> Node | None:
@@ -128,7 +128,7 @@ class Matcher:
             node = maker
         return node
 
-    def _tree(self, tree: Tree, argument: Any, match: Found, attempt: Attempt) -> Iterator[Found]:
+    def _tree(self, tree: Tree, argument: Any, match: PatternMatch, attempt: Attempt) -> Iterator[PatternMatch]:
         if isinstance(tree, Tensor):
             yield from self._tensor(tree, argument, match)
         elif isinstance(tree, PatternCall):
@@ -147,7 +147,7 @@ class Matcher:
             elif same_constant(bound, argument):
                 yield match
 
-    def _tensor(self, tree: Tensor, argument: Any, match: Found) -> Iterator[Found]:
+    def _tensor(self, tree: Tensor, argument: Any, match: PatternMatch) -> Iterator[PatternMatch]:
         if tree.name == "_":
             yield match
             return
@@ -170,7 +170,7 @@ class Matcher:
             name = source.name
         return name, casts
 
-    def _call(self, tree: PatternCall, name: str, match: Found, attempt: Attempt) -> Iterator[Found]:
+    def _call(self, tree: PatternCall, name: str, match: PatternMatch, attempt: Attempt) -> Iterator[PatternMatch]:
         node, place = self.makers.get(name, (None, 0))
         if node is None or node.constant:
             return
@@ -217,7 +217,7 @@ class Matcher:
         first = self.values[node.inputs[0]] if node.inputs else node.output
         return len(first.shape) + (node.op in _ADDS_DIM)
 
-    def _all(self, pairs: list[tuple[Tree, Any]], match: Found, attempt: Attempt) -> Iterator[Found]:
+    def _all(self, pairs: list[tuple[Tree, Any]], match: PatternMatch, attempt: Attempt) -> Iterator[PatternMatch]:
         if not pairs:
             yield match
             return

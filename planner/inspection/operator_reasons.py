@@ -236,13 +236,13 @@ class _Explainer:
 
     def _conversion_text(self, charge: Charge, node: Node) -> str:
         assert charge.step is not None
-        made = self.first.get(self.maker.get(charge.name, ""), self.maker.get(charge.name)) == node.name
+        is_made_here = self.first.get(self.maker.get(charge.name, ""), self.maker.get(charge.name)) == node.name
         changes = [
             f"{source} → {target} on {axis}"
             for axis, source, target in zip(self.plan.mesh.names, *charge.step)
             if source != target
         ]
-        return f"{'what it gives' if made else 'what it takes'}: {', '.join(changes)}"
+        return f"{'what it gives' if is_made_here else 'what it takes'}: {', '.join(changes)}"
 
     def _strategy(self, node: Node, labels: tuple[str, ...]) -> str:
         """What the axes cut; of those that always divide samples only that they do, where no other axis cuts."""

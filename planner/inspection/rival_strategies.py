@@ -35,7 +35,7 @@ from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import Cut, ShardingSpace, solved_sharding
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ def _of_step(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[ShardingIlp, P
         pins=plan.constraints,
         blocks=folded_runs(graph, plan.blocks),
     )
-    kept = KeptSpace.of(space, compiled=step.compiled)
+    step_units = StepUnits.of(space, compiled=step.compiled)
     if CHUNKED_LOSS in step.recompute:
-        space.unconverted = kept.logits
+        space.unconverted = step_units.logits
     experts = sizes.get(EXPERT, 1)
     order = tuple(axis for axis in sizes if axis != EXPERT)
     layout = MeshLayout(sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order, experts)
     cut = Cut(sizes[DATA] * step.num_microbatches, sizes[CONTEXT], sizes[TENSOR], experts)
-    sharded = LevelOne(cluster, space, kept).sharded(cut, layout, Links.of(cluster, layout))
+    sharded = LevelOne(cluster, space, step_units).sharded(cut, layout, Links.of(cluster, layout))
     if sharded is None:
         return None
     variant = sharded.variant

@@ -36,7 +36,7 @@ from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.result.outcome import Outcome
 from planner.whole_step.result.plan_of_solution import extract, judge
 
@@ -183,7 +183,7 @@ class _Rivals:
         )
         fusion = fuse(graph) if step.compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints)
-        self.kept = KeptSpace.of(self.space, compiled=step.compiled)
+        self.step_units = StepUnits.of(self.space, compiled=step.compiled)
         self.fullest = max(rank.total for rank in step.memory)
 
     def break_even(self, figure: Figure, *, larger: bool) -> BreakEven:
@@ -223,7 +223,7 @@ class _Rivals:
     def _winner(self, figure: Figure, factor: float, *, capped: bool = True) -> tuple[_Winner | None, bool]:
         """The best plan that wins at ``factor`` (not ``capped``: the best at all), and whether all were looked at."""
         cluster = figure.at(self.cluster, factor)
-        level_one = LevelOne(cluster, self.space, self.kept)
+        level_one = LevelOne(cluster, self.space, self.step_units)
         limit = self.objective(self.plan, cluster) * (1.0 - MARGIN) if capped else math.inf
         search = CappedSearch(level_one, cluster, self.demands, limit=limit)
         outcome = search.run()

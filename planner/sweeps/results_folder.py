@@ -81,15 +81,15 @@ class ResultsFolder:
         text = result["plan"]
         if text is not None:
             write_text(self.plans / request.plan_file, text)
-        kept = {
+        row = {
             "request": _named(request),
             "record": result["record"],
             "plan_hash": None if text is None else _hash(text.encode()),
             "seconds": result["seconds"],
             "processor_seconds": result["processor_seconds"],
         }
-        write_text(self.rows / f"{request.key}.json", json.dumps(kept, indent=1) + os.linesep)
-        return kept
+        write_text(self.rows / f"{request.key}.json", json.dumps(row, indent=1) + os.linesep)
+        return row
 
     def write(self, name: str, text: str) -> Path:
         """Write a table or page of the results."""

@@ -234,7 +234,7 @@ class Search:
         enumerated = families(
             self.cluster,
             global_batch=self.level_one.global_batch,
-            num_units=sum(unit.count for unit in self.level_one.kept.units),
+            num_units=sum(unit.count for unit in self.level_one.step_units.units),
             demands=self.demands,
             micro_batches=self.level_one.micro_batches,
             num_experts=self.level_one.num_experts,

@@ -27,7 +27,7 @@ from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.longer_blocks import UnlikeCopies, longer_blocks
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace
+from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
@@ -117,12 +117,12 @@ class _Planner:
         self.space = ShardingSpace.of(
             self.graph, fusion=self.fusion, pins=self.pins, blocks=blocks, solver=self.demands.solver
         )
-        self.kept = KeptSpace.of(self.space, compiled=self.demands.compiled)
+        self.step_units = StepUnits.of(self.space, compiled=self.demands.compiled)
         if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
-            self.space.unconverted = self.kept.logits  # what is demanded must be possible
+            self.space.unconverted = self.step_units.logits  # what is demanded must be possible
 
     def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
-        level_one = level_one or LevelOne(cluster, self.space, self.kept)
+        level_one = level_one or LevelOne(cluster, self.space, self.step_units)
         search = Search(level_one, cluster, demands, progress=self.progress)
         return search, search.run()
 

@@ -193,8 +193,8 @@ class CallAgreement:
         try:
             own_call = _with_values(read(), reads)
             key = (action, own_call.signature)
-        except Exception as found:
-            error, key = found, None
+        except Exception as problem:
+            error, key = problem, None
         kind = self._kinds.get(key) if error is None else None
         is_due = values and self._is_due()
         vote = self._vote(None if kind is None or is_due else kind[0], weight)
@@ -275,8 +275,8 @@ class CallAgreement:
                     f"{self.ranks.names(apart)} began with what ranks passed together before, which is not what they "
                     "pass now"
                 )
-        except Exception as found:
-            self._note_broken(found)
+        except Exception as problem:
+            self._note_broken(problem)
             raise
         return number, whole
 

@@ -50,8 +50,8 @@ def together(function: Callable[[], Result], group: dist.ProcessGroup | None = N
     result, error = None, None
     try:
         result = function()
-    except Exception as found:
-        error = found
+    except Exception as problem:
+        error = problem
     messages = gathered(None if error is None else str(error), group)
     if isinstance(error, OSError):
         raise ValueError(str(error)) from error

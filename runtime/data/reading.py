@@ -87,14 +87,14 @@ class Collate:
 
     Args:
         collate_fn: list of samples → batch.
-        kept: fields that a batch keeps; None: all.
+        kept_fields: fields that a batch keeps; None: all.
         label_fields: where filled rows are set to ``ignore_index``; none of them: this rank needs no labels.
         ignore_index: the label that the loss leaves out.
         checked: look for a label field in every batch, not only where it is needed.
     """
 
     collate_fn: Callable[[list[Any]], Any]
-    kept: Collection[str] | None
+    kept_fields: Collection[str] | None
     label_fields: tuple[str, ...]
     ignore_index: int
     checked: bool
@@ -104,8 +104,8 @@ class Collate:
         batch = self.collate_fn(samples)
         if self.label_fields and (part.padded_epoch or self.checked):
             batch = self._ignore(batch, part)
-        if self.kept is not None and isinstance(batch, Mapping):
-            batch = keep_fields(batch, self.kept)
+        if self.kept_fields is not None and isinstance(batch, Mapping):
+            batch = keep_fields(batch, self.kept_fields)
         return part.num_samples, batch
 
     def _ignore(self, batch: Any, part: SampleRange) -> Any:

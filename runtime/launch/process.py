@@ -79,9 +79,11 @@ def init(
 def _present(rank: int | None, world_size: int | None, local_rank: int | None, device: str | None) -> Process:
     """Who this process is in the group that it has joined before."""
     actual = dist.get_rank(), dist.get_world_size()
-    for name, asked, found in (("rank", rank, actual[0]), ("world_size", world_size, actual[1])):
-        if asked is not None and asked != found:
-            raise ValueError(f"the process group is there already, with {name} {found}; {name}={asked} contradicts it")
+    for name, asked, present in (("rank", rank, actual[0]), ("world_size", world_size, actual[1])):
+        if asked is not None and asked != present:
+            raise ValueError(
+                f"the process group is there already, with {name} {present}; {name}={asked} contradicts it"
+            )
     place = ProcessPlace(*actual, local_rank, "", 1, "arguments")
     if local_rank is None and "LOCAL_RANK" in os.environ:
         place = ProcessPlace(*actual, int(os.environ["LOCAL_RANK"]), "", 1, "arguments")

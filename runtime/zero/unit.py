@@ -204,7 +204,7 @@ class Unit:
             bundle.gradients.settle()
 
     def _kept(self) -> list[list[torch.Tensor]]:
-        return [bundle.weights.kept() for bundle in self._bundles]
+        return [bundle.weights.kept_tensors() for bundle in self._bundles]
 
     def _gathered(self) -> list[list[torch.Tensor]]:
         """Whole weights for one use, which autograd need not keep."""

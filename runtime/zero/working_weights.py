@@ -90,7 +90,7 @@ class WorkingWeights:
         """Whole weights, of its own for every call."""
         return self._fill(self._empty())
 
-    def kept(self) -> list[torch.Tensor]:
+    def kept_tensors(self) -> list[torch.Tensor]:
         """Whole weights that live on (stages 0 to 2): those of the last call unless the owners have changed."""
         if self.as_owned:
             return [owner.detach() for owner in self.owners]

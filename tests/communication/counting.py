@@ -40,15 +40,15 @@ def planned_counts(collectives: Iterable[CollectivePlan]) -> Counts:
 def recorded_counts(calls: Iterable[Call], axes: Mapping[str, int]) -> Counts:
     """What the ranks of one pipeline issued on a mesh of ``axes`` (outermost first) over all ranks."""
     names = dict(_groups(axes))
-    found = []
+    counts = []
     for call in calls:
         if call.kind == "recv":
             continue
         collective, is_part = NAMES[call.kind]
         num_bytes = _passed(call) * (len(call.members) if is_part else 1)
         axis = names.get(call.members) or next(name for group, name in names.items() if {*call.members} <= {*group})
-        found.append(((collective, axis), 1, num_bytes))
-    return _summed(found)
+        counts.append(((collective, axis), 1, num_bytes))
+    return _summed(counts)
 
 
 def first_pipeline(axes: Mapping[str, int]) -> list[int]:
@@ -80,11 +80,11 @@ def _passed(call: Call) -> int:
 
 
 def _summed(items: Iterable[tuple[tuple[str, str], int, int]]) -> Counts:
-    found: Counts = {}
+    counts: Counts = {}
     for key, count, num_bytes in items:
-        before = found.get(key, (0, 0))
-        found[key] = (before[0] + count, before[1] + num_bytes)
-    return found
+        before = counts.get(key, (0, 0))
+        counts[key] = (before[0] + count, before[1] + num_bytes)
+    return counts
 
 
 def differences(planned: Counts, recorded: Counts) -> list[str]:

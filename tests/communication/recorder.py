@@ -68,7 +68,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         group = None
         if namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
-            group = next((found for found in map(_group, (*args, *kwargs.values())) if found is not None), None)
+            group = next(
+                (
+                    process_group
+                    for process_group in map(_group, (*args, *kwargs.values()))
+                    if process_group is not None
+                ),
+                None,
+            )
         for tensor in _tensors(args) if group is None else ():
             if isinstance(tensor, AsyncCollectiveTensor) and not name.startswith("_wrap_tensor"):
                 self._wait_for(self._results.pop(tensor.elem.data_ptr(), None))

@@ -31,7 +31,7 @@ _HIDDEN = ("order",)
 
 def conflict(search: Search) -> str | None:
     """The error message for demands that leave no candidate; None if some candidate meets them."""
-    if not search.level_one.kept.units:
+    if not search.level_one.step_units.units:
         return "the model computes nothing that could be planned: its graph has no operators"
     if _possible(search, search.demands):
         return None
@@ -125,7 +125,7 @@ def _sizes(search: Search) -> dict[str, int]:
     return {
         "devices": search.cluster.num_devices,
         "batch": search.level_one.global_batch,
-        "units": sum(unit.count for unit in search.level_one.kept.units),
+        "units": sum(unit.count for unit in search.level_one.step_units.units),
     }
 
 

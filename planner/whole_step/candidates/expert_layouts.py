@@ -36,7 +36,7 @@ from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.costs.sharding import ShardingSpace
-from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures
+from planner.whole_step.costs.unit_costs import StepUnits, UnitFigures
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import Judged, extract, judge
 
@@ -213,9 +213,9 @@ class BaselineSpace:
         self.graph, self.config = graph, config
         fusion = fuse(graph) if compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion)
-        self.kept = KeptSpace.of(self.space, compiled=compiled)
+        self.step_units = StepUnits.of(self.space, compiled=compiled)
         self._roles: dict[Splitter, TensorRoles | None] = {}
-        self._spaces: dict[Splitter | None, tuple[ShardingSpace, KeptSpace]] = {None: (self.space, self.kept)}
+        self._spaces: dict[Splitter | None, tuple[ShardingSpace, StepUnits]] = {None: (self.space, self.step_units)}
         self._level_ones: dict[Splitter | None, LevelOne] = {}
 
     def reason_not(self, row: StepBaseline) -> str | None:
@@ -241,17 +241,17 @@ class BaselineSpace:
             level = self._level_ones[tensor] = LevelOne(cluster, *self._space(tensor))
         return level
 
-    def _space(self, tensor: Splitter | None) -> tuple[ShardingSpace, KeptSpace]:
+    def _space(self, tensor: Splitter | None) -> tuple[ShardingSpace, StepUnits]:
         if tensor not in self._spaces:
             assert tensor is not None
             tensor_roles = self.roles(tensor)
             assert tensor_roles is not None
-            space, kept = self.space, self.kept
-            blocks = alike(space.runs, tensor_roles.found)
+            space, step_units = self.space, self.step_units
+            blocks = alike(space.runs, tensor_roles.named_roles)
             if blocks != space.runs:
                 space = ShardingSpace.of(self.graph, fusion=space.fusion, blocks=blocks)
-                kept = KeptSpace.of(space, compiled=kept.compiled)
-            self._spaces[tensor] = (replace(space, rules=tensor_roles.rules(self.graph)), kept)
+                step_units = StepUnits.of(space, compiled=step_units.compiled)
+            self._spaces[tensor] = (replace(space, rules=tensor_roles.rules(self.graph)), step_units)
         return self._spaces[tensor]
 
 
@@ -300,7 +300,7 @@ def _near(outcome: Outcome) -> Iterator[Judged]:
 
 
 @dataclass
-class _Found:
+class _BestSolutions:
     """Solutions so far, best first."""
 
     solutions: list[StepSolution] = field(default_factory=list)
@@ -314,7 +314,7 @@ class _Found:
 
 def _with_cuts(search: CappedSearch, cuts: Cutter) -> Outcome:
     """Solve every candidate with the pipeline cut by rule, for fixed recompute and ZeRO."""
-    level_one, best_solutions = search.level_one, _Found()
+    level_one, best_solutions = search.level_one, _BestSolutions()
     lacks: dict[Candidate, float] = {}
     bounded: list[tuple[float, int, Candidate]] = []
     for index, candidate in enumerate(_all_candidates(search)):
@@ -341,7 +341,7 @@ def _all_candidates(search: Search) -> Iterator[Candidate]:
     return candidates(
         search.cluster,
         global_batch=level_one.global_batch,
-        num_units=sum(unit.count for unit in level_one.kept.units),
+        num_units=sum(unit.count for unit in level_one.step_units.units),
         demands=search.demands,
         micro_batches=level_one.micro_batches,
         num_experts=level_one.num_experts,

@@ -60,7 +60,7 @@ def allowed(search: Search) -> Iterator[Candidate]:
     return candidates(
         search.cluster,
         global_batch=search.level_one.global_batch,
-        num_units=sum(unit.count for unit in search.level_one.kept.units),
+        num_units=sum(unit.count for unit in search.level_one.step_units.units),
         demands=search.demands,
         micro_batches=search.level_one.micro_batches,
         num_experts=search.level_one.num_experts,

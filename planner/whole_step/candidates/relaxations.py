@@ -67,7 +67,7 @@ def _devices(search: Search, looks: Looks) -> Iterator[str]:
         for times in TIMES:
             if looks.left <= 0:
                 return
-            level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.kept)
+            level = LevelOne(_grown(search.cluster, times), search.level_one.space, search.level_one.step_units)
             fitting = _fits(Search(level, level.cluster, demands), looks)
             if fitting is not None:
                 yield f"{level.cluster.num_devices} {what} ({fitting.candidate})"

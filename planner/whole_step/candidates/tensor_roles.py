@@ -39,12 +39,12 @@ GATHERED = frozenset(("colwise_rep", "colwise_gather_output"))
 
 @dataclass(frozen=True)
 class TensorRoles:
-    """Roles by node name (``found``), nodes whose output is gathered at once, and the kind of baseline.
+    """Roles by node name (``named_roles``), nodes whose output is gathered at once, and the kind of baseline.
 
     ``sequence``: whether activations between split layers may be sharded (Korthikanti et al. 2022)
     """
 
-    found: Mapping[str, Role]
+    named_roles: Mapping[str, Role]
     baseline: Baseline
     sequence: bool
     gathered: frozenset[str] = field(default_factory=frozenset)
@@ -54,8 +54,10 @@ class TensorRoles:
         split = frozenset() if self.sequence else _split(graph, self)
 
         def narrow(problem: Problem) -> list[Constraint]:
-            constraints = restrict(problem, self.baseline, self.found)
-            return constraints if self.sequence else [*constraints, _whole_outside(problem, {*split, *self.found})]
+            constraints = restrict(problem, self.baseline, self.named_roles)
+            return (
+                constraints if self.sequence else [*constraints, _whole_outside(problem, {*split, *self.named_roles})]
+            )
 
         return narrow
 
@@ -98,7 +100,7 @@ def whole_head_roles(graph: Graph, config: Any) -> TensorRoles | None:
         return None
     split = {
         name: role
-        for name, role in roles_of_plan.found.items()
+        for name, role in roles_of_plan.named_roles.items()
         if role != "embedding" and name not in roles_of_plan.gathered
     }
     return TensorRoles(split, Baseline(tensor=True), sequence=False)
@@ -114,7 +116,7 @@ def _split(graph: Graph, tensor_roles: TensorRoles) -> frozenset[str]:
     split: set[str] = set()
     nodes = set()
     for node in graph.nodes:
-        role = tensor_roles.found.get(node.name)
+        role = tensor_roles.named_roles.get(node.name)
         if role is None and any(name in split for name in node.inputs):
             nodes.add(node.name)
         if node.name in nodes or (role == "column" and node.name not in tensor_roles.gathered):

@@ -86,8 +86,10 @@ def read_layout(text: str) -> UserLayout:
         if not equals or not value:
             raise ValueError(f"--layout takes NAME=VALUE …, such as 'dp=8,tp=8,pp=16 v=2 zero=1', got {word!r}")
         if name not in (*CHOICES, SEQUENCE_PARALLEL):
-            known = (*CHOICES, SEQUENCE_PARALLEL, *ALIASES)
-            raise ValueError(f"--layout: unknown name {name!r}{suggest(name, known) or ': it has ' + ', '.join(known)}")
+            option_names = (*CHOICES, SEQUENCE_PARALLEL, *ALIASES)
+            raise ValueError(
+                f"--layout: unknown name {name!r}{suggest(name, option_names) or ': it has ' + ', '.join(option_names)}"
+            )
         if name in fixed:
             raise ValueError(f"--layout: {name} is there twice in {text!r}")
         fixed[name] = int(value) if re.fullmatch(r"[0-9]{1,18}", value) and name != SEQUENCE_PARALLEL else value.lower()

@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 SHARED_FROM = 256
 
 
-class Known:
+class PricedCuts:
     """Seconds of one micro-batch for some cuts, and the lower bounds that follow for cuts into more parts."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Least:
     """Least bytes of the undivided model with one micro-batch: state; saved under the leanest policies; peak."""
 
     state: float
-    kept: float
+    saved: float
     peak: float
 
 
@@ -81,9 +81,9 @@ class Bounds:
 
     def __init__(self, level_one: LevelOne, training: TrainingOptions, *, context_first: bool = True) -> None:
         self.level_one, self.training, self.context_first = level_one, training, context_first
-        self.known = Known()
+        self.priced_cuts = PricedCuts()
         #: Seconds of conversions on the context axis, by the size of the tensor axis beside it.
-        self.conversions: defaultdict[int, Known] = defaultdict(Known)
+        self.conversions: defaultdict[int, PricedCuts] = defaultdict(PricedCuts)
         self.impossible: set[Cut] = set()
         self._zero: dict[MeshLayout, tuple[tuple[float, float], ...]] = {}
         self._leasts: dict[int, _Least | None] = {}
@@ -125,7 +125,7 @@ class Bounds:
         assert least is not None  # the candidate has been bounded by it
         layout = candidate.layout
         ways = layout.context * layout.tensor * layout.expert
-        activations = max(least.kept, least.peak) / ways
+        activations = max(least.saved, least.peak) / ways
         if layout not in self._zero:
             self._zero[layout] = tuple(self._zero_costs(candidate, links, stages))
         hull = _hull([(held, seconds) for held, seconds in self._zero[layout]])
@@ -234,12 +234,12 @@ class Bounds:
         axis does at every operator what it does alone (``planner.whole_step.costs.sharding``), so its conversions add
         to the whole cost of the tensor axis, each with at least 1/n of the bytes.
         """
-        least = self.known.most(cut)
+        least = self.priced_cuts.most(cut)
         if cut.expert > 1:
             return max(least, self.whole(cut), self._beside(cut, self.rest.scaled))
         if cut.context == 1 or cut.tensor == 1 or not self.context_first:
             return least
-        tensor = self.known.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
+        tensor = self.priced_cuts.most(Cut(cut.pieces, 1, cut.tensor)) / cut.context
         along = Cut(cut.pieces, cut.context)
         between = max(self.conversions[beside].most(along) for beside in (1, cut.tensor))
         return max(least, tensor + between / cut.tensor)
@@ -268,7 +268,7 @@ class Bounds:
 
     def learn(self, cut: Cut, seconds: float) -> None:
         """Record the seconds of a cut on the best links, to bound cuts into more parts."""
-        self.known.add(cut, seconds)
+        self.priced_cuts.add(cut, seconds)
 
     def memory(self, candidate: Candidate) -> float:
         """Lower bound of the fullest device's bytes: state divided over all devices, one micro-batch in flight."""
@@ -276,7 +276,7 @@ class Bounds:
         if least is None:
             return math.inf
         layout = candidate.layout
-        activations = max(least.kept / layout.pipeline, least.peak) / (layout.context * layout.tensor * layout.expert)
+        activations = max(least.saved / layout.pipeline, least.peak) / (layout.context * layout.tensor * layout.expert)
         return least.state / layout.num_devices + activations
 
     def _least(self, pieces: int) -> _Least | None:
@@ -289,7 +289,7 @@ class Bounds:
         figures = sharded.figures
         return _Least(
             state=self._state(sharded),
-            kept=sum(
+            saved=sum(
                 unit_figures.unit.count * min(policy.saved_bytes for policy in unit_figures.policies)
                 for unit_figures in figures
             ),
@@ -316,15 +316,15 @@ class Bounds:
     def _alone(self, cut: Cut) -> float:
         if cut in self.impossible:
             return math.inf
-        if cut not in self.known.seconds:
+        if cut not in self.priced_cuts.seconds:
             sharded = self.level_one.alone(cut)
             if sharded is None:
                 self.impossible.add(cut)
                 return math.inf
-            self.known.add(cut, sharded.without_samples)
+            self.priced_cuts.add(cut, sharded.without_samples)
             if cut.context > 1:
                 self.conversions[1].add(cut, sharded.between)
-        return self.known.seconds[cut]
+        return self.priced_cuts.seconds[cut]
 
 
 def _hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

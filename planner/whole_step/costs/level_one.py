@@ -13,7 +13,7 @@ from planner.sharding_ilp.model_figures import batch_size_of
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.costs.sharding import Cut, Shardings, ShardingSpace, Variant, least_of_experts
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, TENSOR, BatchPrices
-from planner.whole_step.costs.unit_costs import KeptSpace, UnitFigures, unit_figures
+from planner.whole_step.costs.unit_costs import StepUnits, UnitFigures, unit_figures
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sharded:
     """One variant with what every unit costs under it."""
 
     space: ShardingSpace
-    kept: KeptSpace
+    step_units: StepUnits
     variant: Variant
 
     @property
@@ -62,7 +62,7 @@ class Sharded:
     @functools.cached_property
     def figures(self) -> tuple[UnitFigures, ...]:
         """Of every unit, in model order."""
-        return unit_figures(self.space, self.kept, self.variant)
+        return unit_figures(self.space, self.step_units, self.variant)
 
 
 def batch_prices(links: Links, *, mixes: bool) -> BatchPrices:
@@ -78,7 +78,7 @@ class LevelOne:
 
     cluster: Cluster
     space: ShardingSpace
-    kept: KeptSpace
+    step_units: StepUnits
     solved: int = 0
     _shardings: dict[tuple[object, ...], Shardings | None] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Sharded | None] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class LevelOne:
     @functools.cached_property
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""
-        return LevelOne(self.cluster, replace(self.space, without_experts=True), self.kept)
+        return LevelOne(self.cluster, replace(self.space, without_experts=True), self.step_units)
 
     @property
     def num_programs(self) -> int:
@@ -130,7 +130,7 @@ class LevelOne:
             self.solved += 1
             shardings = self._shardings[key]
             variant = None if shardings is None else shardings.variant(weight=weight)
-            self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.kept, variant)
+            self._sharded[*key, weight] = None if variant is None else Sharded(self.space, self.step_units, variant)
         return self._sharded[*key, weight]
 
     def alone(self, cut: Cut) -> Sharded | None:
@@ -185,7 +185,7 @@ class LevelOne:
             prices = batch_prices(Links.of(self.cluster, spread), mixes=True)
             variant = Shardings(self.space, cut, prices, along=along.variant).variant()
             self.solved += 1
-            self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.kept, variant).between
+            self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between
         return self._beside[key]
 
     def _programs(self, cut: Cut, prices: BatchPrices) -> Shardings | None:

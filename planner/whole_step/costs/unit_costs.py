@@ -71,7 +71,7 @@ class UnitFigures:
 
 
 @dataclass(frozen=True)
-class KeptSpace:
+class StepUnits:
     """What autograd saves of every unit under every policy, whatever the sharding: computed once per graph.
 
     ``activations`` are the graph's saved activations. ``chunked`` are the units whose loss may be computed in chunks,
@@ -94,7 +94,7 @@ class KeptSpace:
         return frozenset(node.output.name for pair in pairs for node in (pair.linear, *pair.between))
 
     @staticmethod
-    def of(space: ShardingSpace, *, compiled: bool = False) -> KeptSpace:
+    def of(space: ShardingSpace, *, compiled: bool = False) -> StepUnits:
         graph, live = space.graph, live_nodes(space.graph)
         units = find_units(graph, space.runs)
         activations = Activations.of(graph, live, [name for unit in units for name in unit.nodes])
@@ -105,12 +105,12 @@ class KeptSpace:
         }
         chunked = chunked_units(graph, space.runs, units)
         if not chunked.pairs:
-            return KeptSpace(units, activations, recompute, compiled)
+            return StepUnits(units, activations, recompute, compiled)
         inside = [name for nodes in chunked.nodes.values() for name in nodes]
         chunked_activations = Activations.of(chunked.graph, live_nodes(chunked.graph), inside)
         for index, nodes in chunked.nodes.items():
             recompute[index, CHUNKED_LOSS] = kept_under(chunked_activations, nodes, "none", compiled=compiled)
-        return KeptSpace(units, activations, recompute, compiled, chunked, chunked_activations)
+        return StepUnits(units, activations, recompute, compiled, chunked, chunked_activations)
 
 
 @dataclass(frozen=True)
@@ -127,20 +127,20 @@ class UnitVariant:
     new_placements: Mapping[str, Placement] = field(default_factory=dict)
 
 
-def unit_figures(space: ShardingSpace, kept: KeptSpace, variant: Variant) -> tuple[UnitFigures, ...]:
+def unit_figures(space: ShardingSpace, step_units: StepUnits, variant: Variant) -> tuple[UnitFigures, ...]:
     """The figures of every unit under ``variant``."""
-    reader = _FigureReader(space, kept, variant)
-    return tuple(reader.figures(index) for index in range(len(kept.units)))
+    reader = _FigureReader(space, step_units, variant)
+    return tuple(reader.figures(index) for index in range(len(step_units.units)))
 
 
 class _FigureReader:
-    def __init__(self, space: ShardingSpace, kept: KeptSpace, variant: Variant) -> None:
-        self.space, self.kept, self.variant = space, kept, variant
+    def __init__(self, space: ShardingSpace, step_units: StepUnits, variant: Variant) -> None:
+        self.space, self.step_units, self.variant = space, step_units, variant
         self.problem, self.pricing = variant.problem, variant.pricing
         self.options = variant.assignment.options
-        chunked = kept.chunked.graph.values if kept.chunked is not None else {}
+        chunked = step_units.chunked.graph.values if step_units.chunked is not None else {}
         self.values: Mapping[str, Value] = ChainMap(space.graph.values, chunked)  # type: ignore[arg-type]
-        self.unit_of = unit_of_nodes(kept.units)
+        self.unit_of = unit_of_nodes(step_units.units)
         self.streams_of: dict[int, list[ValueStream]] = defaultdict(list)
         for stream in self.problem.streams.values():
             unit = self._unit_of_stream(stream)
@@ -151,7 +151,7 @@ class _FigureReader:
         self.weights_of = self._weights()
 
     def figures(self, index: int) -> UnitFigures:
-        unit = self.kept.units[index]
+        unit = self.step_units.units[index]
         compute, communication = [0.0, 0.0], [0.0, 0.0]
         weight_backward = 0.0
         for name in unit.nodes:
@@ -185,7 +185,7 @@ class _FigureReader:
             return self.unit_of[stream.source]
         if element.kind == "carry":
             run = int(element.key.removeprefix("carry:").partition("#")[0])
-            return next(index for index, unit in enumerate(self.kept.units) if unit.run == run)
+            return next(index for index, unit in enumerate(self.step_units.units) if unit.run == run)
         users = [self.unit_of[use.element] for use in stream.uses if use.element in self.unit_of]
         return min(users) if users else None
 
@@ -194,7 +194,9 @@ class _FigureReader:
         return 0.0 if node is None else weight_share(node, self.values, self.space.states)
 
     def _weights(self) -> dict[int, tuple[list[Weight], float]]:
-        by_unit: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.kept.units))}
+        by_unit: dict[int, tuple[list[Weight], float]] = {
+            index: ([], 0.0) for index in range(len(self.step_units.units))
+        }
         paths = {state.value.name: state.path for state in self.space.graph.states}
         for name, element in self.problem.elements.items():
             if element.kind not in ("parameter", "buffer"):
@@ -209,7 +211,7 @@ class _FigureReader:
             if element.kind == "buffer":
                 by_unit[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
                 continue
-            shared = element.copies == 1 and self.kept.units[owner].count > 1
+            shared = element.copies == 1 and self.step_units.units[owner].count > 1
             weights.append(
                 Weight(
                     paths[name],
@@ -297,17 +299,17 @@ class _FigureReader:
         return policies
 
     def _as_captured(self, index: int) -> UnitVariant:
-        unit = self.kept.units[index]
+        unit = self.step_units.units[index]
         placed = {
             name: Placed(self.options[name].inputs, self.options[name].outputs)
             for name in unit.nodes
             if name in self.options and self.problem.elements[name].node is not None
         }
-        return UnitVariant(self.kept.activations, unit.nodes, placed)
+        return UnitVariant(self.step_units.activations, unit.nodes, placed)
 
     def _with_chunked_loss(self, index: int) -> UnitVariant | None:
         """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
-        chunked, activations = self.kept.chunked, self.kept.chunked_activations
+        chunked, activations = self.step_units.chunked, self.step_units.chunked_activations
         if chunked is None or activations is None or index not in chunked.pairs:
             return None
         placed = dict(self._as_captured(index).placed)
@@ -330,7 +332,10 @@ class _FigureReader:
     ) -> Policy:
         keep_copies = name in _KEEPS_COPIES
         base = _BASES.get(name, name)
-        unit, rule = self.kept.units[index], self.kept.recompute[index, name if name == CHUNKED_LOSS else base]
+        unit, rule = (
+            self.step_units.units[index],
+            self.step_units.recompute[index, name if name == CHUNKED_LOSS else base],
+        )
         self.places.update(way.new_placements)
         roots = {root for root in rule.values if self._is_held(unit, root)}
         if keep_copies:
@@ -355,7 +360,7 @@ class _FigureReader:
             base,
             local_bytes=self._local_bytes,
             extra_bytes=self._extra_bytes,
-            compiled=self.kept.compiled,
+            compiled=self.step_units.compiled,
         )
         return Policy(name, compute, again, saved, peak + visiting)
 
@@ -375,15 +380,19 @@ class _FigureReader:
     def _logits_again(self, index: int) -> float:
         """Seconds of the matrix products that losses in chunks do once more; that logits are not widened is not counted
         for them, so that no policy takes less time than ``none``."""
-        assert self.kept.chunked is not None
-        return sum(self.options[pair.linear.name].compute[0] for pair in self.kept.chunked.pairs[index])
+        assert self.step_units.chunked is not None
+        return sum(self.options[pair.linear.name].compute[0] for pair in self.step_units.chunked.pairs[index])
 
     def _is_held(self, unit: ModelUnit, root: str) -> bool:
         """Whether a value's memory counts for the unit: the unit produces it, or takes it from the unit before."""
         if root in unit.carried:
             return True
         made_here = self.problem.streams.get(root)
-        return root in self.kept.activations.computed and made_here is not None and made_here.source in set(unit.nodes)
+        return (
+            root in self.step_units.activations.computed
+            and made_here is not None
+            and made_here.source in set(unit.nodes)
+        )
 
     def _taken_as_made(self, way: UnitVariant) -> set[str]:
         """Storage roots that some operator of the unit saves in the placement in which they are produced."""
@@ -399,7 +408,7 @@ class _FigureReader:
 
     def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], tuple[float, float]]:
         """Converted copies that the backward pass needs: (value, placement) → bytes, seconds to convert again."""
-        unit = self.kept.units[index]
+        unit = self.step_units.units[index]
         copies: dict[tuple[str, Placement], tuple[float, float]] = {}
         for name in way.nodes:
             saved = way.activations.saved_by_node.get(name)
@@ -439,7 +448,7 @@ class _FigureReader:
 
     def _forward_communication(self, index: int) -> float:
         """Seconds of all forward conversions that one copy of the unit does."""
-        unit = self.kept.units[index]
+        unit = self.step_units.units[index]
         return sum(
             item.copies * item.arc.forward / unit.count
             for stream in self.streams_of[index]

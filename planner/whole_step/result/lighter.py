@@ -94,7 +94,7 @@ def _shardings(search: Search, like: Candidate, slowest: float) -> Iterator[tupl
     siblings = candidates(
         search.cluster,
         global_batch=search.level_one.global_batch,
-        num_units=sum(unit.count for unit in search.level_one.kept.units),
+        num_units=sum(unit.count for unit in search.level_one.step_units.units),
         demands=replace(search.demands, fixed=same),
         micro_batches=search.level_one.micro_batches,
         num_experts=search.level_one.num_experts,

@@ -71,7 +71,7 @@ class _Counter:
         self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
         self.sizes = plan.mesh.as_dict()
         self.deferral = deferral_of(plan)
-        self.known = _Known(programs.graph)
+        self.saved_by_autograd = _SavedByAutograd(programs.graph)
         self.tally: Tally = {}
 
     def count(self) -> tuple[CollectivePlan, ...]:
@@ -105,12 +105,12 @@ class _Counter:
                 self._operations(operation.between, (copies - 1) * self.times)
                 policy = operation.policy.recompute if operation.policy is not None else "none"
                 if self.trains and policy != "none":
-                    saved = self.known.kept(operation)
+                    saved = self.saved_by_autograd.of_unit(operation)
                     for sent in sent_again(operation.block.section.body, self.axes, saved, policy):
                         self._add(sent, copies * self.times)
 
     def _operations(self, operations: Sequence[Operation], count: int) -> None:
-        for sent in sent_once(operations, self.axes, self.known.live):
+        for sent in sent_once(operations, self.axes, self.saved_by_autograd.live):
             if self.trains or sent.phase == FORWARD:
                 self._add(sent, count)
 
@@ -149,7 +149,7 @@ class _Counter:
     def _gathers_again(self, block: Repeat | None) -> bool:
         if not self.trains or block is None or block.policy is None:
             return False
-        return gathers_in_backward(self.known.kept(block), block.policy.recompute)
+        return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute)
 
     def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
         """The trained weights of a unit, with the axes over which their gradients are summed."""
@@ -256,18 +256,18 @@ def _takes_totals(stage: StageGraph) -> bool:
     return any(path[0] == "total" for path in stage.sharded.graph.input_paths)
 
 
-class _Known:
+class _SavedByAutograd:
     """What autograd saves of the operators of a step, computed on demand."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.live = live_nodes(graph)
-        self._kept: dict[tuple[str, ...], SavedLocals] = {}
+        self._saved_by_unit: dict[tuple[str, ...], SavedLocals] = {}
 
-    def kept(self, repeat: Repeat) -> SavedLocals:
+    def of_unit(self, repeat: Repeat) -> SavedLocals:
         """What autograd saves of one copy of a unit."""
         body = repeat.block.section.body
         names = tuple(operation.node.name for operation in body if isinstance(operation, Compute))
-        if names not in self._kept:
-            self._kept[names] = SavedLocals.of(body, Activations.of(self.graph, self.live, names))
-        return self._kept[names]
+        if names not in self._saved_by_unit:
+            self._saved_by_unit[names] = SavedLocals.of(body, Activations.of(self.graph, self.live, names))
+        return self._saved_by_unit[names]

@@ -174,15 +174,15 @@ class _Storages:
             self.weight[view] = self.weight[source]
 
 
-def sent_again(operations: Sequence[Operation], axes: Axes, kept: SavedLocals, policy: str) -> Iterator[Sent]:
+def sent_again(operations: Sequence[Operation], axes: Axes, saved_locals: SavedLocals, policy: str) -> Iterator[Sent]:
     """Yield the forward collectives that the backward pass repeats under a recompute policy."""
     if policy == "none":
         return
-    again = operations[: kept.last + 1] if policy == "full" else kept.brought
+    again = operations[: saved_locals.last + 1] if policy == "full" else saved_locals.brought
     for operation in again:
         yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
 
 
-def gathers_in_backward(kept: SavedLocals, policy: str) -> bool:
+def gathers_in_backward(saved_locals: SavedLocals, policy: str) -> bool:
     """Whether the backward pass of a unit whose weights are freed after each use gathers them again."""
-    return bool(kept.weights) if policy in ("none", "regather") else kept.last >= 0
+    return bool(saved_locals.weights) if policy in ("none", "regather") else saved_locals.last >= 0
