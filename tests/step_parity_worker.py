@@ -92,7 +92,9 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         single_optimizer = torch.optim.AdamW(single.parameters(), lr=LEARNING_RATE, eps=epsilon)
         comparisons = []
         for step in range(STEPS):
-            backward_thread = backward_on_its_own_thread() if case.get("device_thread") else nullcontext()
+            # The recorder sees what its own thread issues.
+            on_thread = case.get("device_thread") and step != 1
+            backward_thread = backward_on_its_own_thread() if on_thread else nullcontext()
             with backward_thread, recorded() if step == 1 else nullcontext() as recorder:
                 loss = parallel.train_step(*args, **kwargs)
             if recorder is not None:
