@@ -30,9 +30,10 @@ def from_first_rank(
         yield from own_tensors
         return
     message: list[Any] = [[tensor.is_meta for tensor in own_tensors]]
-    broadcast_objects(message, device_mesh)
+    route = _Route(device_mesh)
+    route.objects(message)
     for tensor, meta in zip(own_tensors, message[0], strict=True):
-        yield torch.empty_like(tensor, device="meta") if meta else _broadcast(tensor, device_mesh, device)
+        yield torch.empty_like(tensor, device="meta") if meta else route.tensor(tensor, device)
 
 
 class FirstRanksState(Mapping[str, torch.Tensor]):
@@ -47,12 +48,10 @@ class FirstRanksState(Mapping[str, torch.Tensor]):
     def __init__(
         self, state: Mapping[str, torch.Tensor], device_mesh: DeviceMesh, device: torch.device, ranks: Ranks
     ) -> None:
-        self._own, self._device_mesh, self._device = state, device_mesh, device
-        is_first = is_first_rank(device_mesh)
-        message: list[Any] = [ranks.together(lambda: _described(state) if is_first else None)]
-        broadcast_objects(message, device_mesh)
+        self._own, self._route, self._device = state, _Route(device_mesh), device
+        message: list[Any] = [ranks.together(lambda: _described(state) if self._route.is_first else None)]
+        self._route.objects(message)
         self._described: dict[str, tuple[torch.Size, torch.dtype]] = message[0]
-        self._is_first = is_first
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)
@@ -63,8 +62,8 @@ class FirstRanksState(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """The first rank's tensor; all ranks must ask for it at the same time."""
         shape, dtype = self._described[name]
-        tensor = self._own[name] if self._is_first else torch.empty(shape, dtype=dtype, device="meta")
-        return _broadcast(tensor, self._device_mesh, self._device)
+        tensor = self._own[name] if self._route.is_first else torch.empty(shape, dtype=dtype, device="meta")
+        return self._route.tensor(tensor, self._device)
 
 
 def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -79,17 +78,39 @@ def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Size,
     return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
 
-def _broadcast(tensor: torch.Tensor, device_mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """A copy of the first rank's ``tensor``."""
-    if dist.get_rank() == int(device_mesh.mesh.flatten()[0]):
-        copied = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-    else:
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    # As bytes: backends do not know all dtypes.
-    content = copied.reshape(-1).view(torch.uint8)
-    for group, source in _groups_from_first(device_mesh):
-        dist.broadcast(content, src=source, group=group)
-    return copied
+class _Route:
+    """How this rank hears from the first of a mesh; read once, because ``DeviceMesh.mesh`` computes at every access.
+
+    Attributes:
+        groups: those in which this rank hears from the first, or passes it on, with their source; one for each axis.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        ranks, coordinate = device_mesh.mesh, device_mesh.get_coordinate() or ()
+        self.is_first = is_first_rank(device_mesh)
+        self.groups: list[tuple[dist.ProcessGroup, int]] = []
+        for axis, size in enumerate(ranks.shape):
+            # Ranks beyond the first on a later axis have not received yet.
+            if size > 1 and not any(coordinate[axis + 1 :]):
+                group = device_mesh.get_group(axis)
+                self.groups.append((group, dist.get_process_group_ranks(group)[0]))
+
+    def tensor(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy of the first rank's ``tensor``."""
+        if self.is_first:
+            copied = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        else:
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        # As bytes: backends do not know all dtypes.
+        content = copied.reshape(-1).view(torch.uint8)
+        for group, source in self.groups:
+            dist.broadcast(content, src=source, group=group)
+        return copied
+
+    def objects(self, message: list[Any]) -> None:
+        """Replace the contents of ``message`` by the first rank's (pickled)."""
+        for group, source in self.groups:
+            dist.broadcast_object_list(message, src=source, group=group)
 
 
 def is_first_rank(device_mesh: DeviceMesh) -> bool:
@@ -98,17 +119,5 @@ def is_first_rank(device_mesh: DeviceMesh) -> bool:
 
 
 def broadcast_objects(message: list[Any], device_mesh: DeviceMesh) -> None:
-    """Replace the contents of ``message`` by the first rank's (pickled)."""
-    for group, source in _groups_from_first(device_mesh):
-        dist.broadcast_object_list(message, src=source, group=group)
-
-
-def _groups_from_first(device_mesh: DeviceMesh) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    """The groups in which this rank hears from the mesh's first, or passes it on: one axis after the other."""
-    coordinate = device_mesh.get_coordinate() or ()
-    for axis in range(device_mesh.mesh.ndim):
-        # Ranks beyond the first on a later axis have not received yet.
-        if any(coordinate[axis + 1 :]) or device_mesh.mesh.shape[axis] == 1:
-            continue
-        group = device_mesh.get_group(axis)
-        yield group, dist.get_process_group_ranks(group)[0]
+    """Replace the contents of ``message`` by those of the mesh's first rank (pickled)."""
+    _Route(device_mesh).objects(message)
