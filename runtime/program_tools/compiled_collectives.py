@@ -134,7 +134,8 @@ class Collectives:
 
         ``axis`` is a mesh axis, or what ``joint_axis`` gives.
         """
-        return x if src == dst else _Convert.apply(x, *(self.axes[axis] if isinstance(axis, str) else axis), src, dst)
+        group, size, rank = self.axes[axis] if isinstance(axis, str) else axis
+        return x if src == dst or size == 1 else _Convert.apply(x, group, size, rank, src, dst)
 
     all_gather = all_reduce = reduce_scatter = all_to_all = redistribute = convert
 

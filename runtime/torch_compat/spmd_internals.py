@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from spmd_types import _collectives, _state
 from spmd_types._local import _build_rank_to_group_local as places_in_group
 from spmd_types._local import _get_local_tensor_mode as local_tensor_mode_of
 from spmd_types._mesh import _pg_for_axis as group_of_axis
 
 __all__ = ["accept_any_stride_in_all_reduce", "group_of_axis", "local_tensor_mode_of", "mesh_of_thread",
-           "places_in_group", "use_mesh"]  # fmt: skip
+           "places_in_group", "send_nothing_over_one_rank", "use_mesh"]  # fmt: skip
 
 
 def mesh_of_thread() -> Any:
@@ -45,3 +46,29 @@ def accept_any_stride_in_all_reduce() -> None:
         return original(ctx, x if inplace else x.contiguous(), axis, dst, inplace, dtype_options)
 
     _collectives._AllReduce.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+def send_nothing_over_one_rank() -> None:
+    """All-gathers and reduce-scatters are issued also over one rank (0.3), other than all-reduces.
+
+    Micro-batches divide the batch axis of a program, so its conversions are there with one data rank too.
+    """
+    _collectives.funcol = _OverSeveralRanks(_collectives.funcol)  # type: ignore[assignment]
+
+
+class _OverSeveralRanks:
+    """Functional collectives, which leave a tensor as it is where the group is one rank."""
+
+    def __init__(self, functional: Any) -> None:
+        self._functional = functional
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functional, name)
+
+    def all_gather_tensor(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        alone = dist.get_world_size(group) == 1
+        return x if alone else self._functional.all_gather_tensor(x, dim, group)
+
+    def reduce_scatter_tensor(self, x: torch.Tensor, kind: str, dim: int, group: Any) -> torch.Tensor:
+        alone = dist.get_world_size(group) == 1
+        return x if alone else self._functional.reduce_scatter_tensor(x, kind, dim, group)

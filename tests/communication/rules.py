@@ -7,7 +7,8 @@ receive outside of a batch uses one of its own for the two ranks. So
 1. all members of a group issue the same collectives in the same order;
 2. sends and receives of two ranks pair up in order within one communicator, tensor by tensor;
 3. nothing waits in a circle: a call waits for the call before it on its communicator, for what its rank had waited for
-   when it issued it, and for the same of everyone who takes part.
+   when it issued it, and for the same of everyone who takes part;
+4. no rank issues a collective to itself alone: it would cost a launch, and do nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def communicator(rank: int, call: Call) -> Communicator:
 
 
 def _collectives(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Node]]) -> list[str]:
-    """Rule 1."""
+    """Rules 1 and 4."""
     issued: dict[tuple[str, tuple[int, ...]], dict[int, list[Node]]] = defaultdict(dict)
     for rank, own in enumerate(calls):
         for number, call in enumerate(own):
@@ -49,6 +50,8 @@ def _collectives(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Nod
                 issued[call.group, call.members].setdefault(rank, []).append((rank, number))
     errors = []
     for (group, members), by_rank in issued.items():
+        if len(members) == 1:
+            errors.append(f"collective of group {group!r} over one rank {members}")
         for place, nodes in enumerate(itertools.zip_longest(*(by_rank.get(rank, []) for rank in members))):
             kinds = [None if node is None else _meaning(_at(calls, node)) for node in nodes]
             if len(set(kinds)) > 1:
