@@ -16,6 +16,7 @@ import planner
 from planner.library import load_config
 from planner.verification.verify_model import real_module
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 STEPS, LEARNING_RATE = 3, 0.1
 Batch = Mapping[str, torch.Tensor]
@@ -120,4 +121,5 @@ FRAMEWORKS: Mapping[str, Callable[[Mapping[str, Any], torch.nn.Module, list[Batc
 }
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()

@@ -37,7 +37,7 @@ class OddShapes(nn.Module):
     def __init__(self, *, vocabulary: int = 32, size: int = 12) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size)
-        self.layers = nn.ModuleList(Gated(size) for _ in range(4))
+        self.layers = nn.ModuleList(Gated(size) for _ in range(2))
         self.output = nn.Linear(size, vocabulary, bias=False)
         self.output.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor(0.75))

@@ -122,10 +122,11 @@ def _import_what_ranks_need() -> None:
     import torch
 
     from passes.capture import capture
+    from passes.fuse import fuse
 
     torch.set_num_threads(1)
-    # What torch.export and the tracer set up at first use.
-    capture(torch.nn.Linear(2, 2), args=(torch.zeros(2, 2),), loss_fn=lambda outputs, batch: outputs.sum())
+    # What torch.export, the tracer and the table of patterns set up at first use.
+    fuse(capture(torch.nn.Linear(2, 2), args=(torch.zeros(2, 2),), loss_fn=lambda outputs, batch: outputs.sum()))
 
 
 def _run(request: dict[str, Any]) -> list[int | None]:

@@ -23,7 +23,7 @@ DATA = {"dp": 4, "num_microbatches": 2, "recompute": "none"}
 BOTH = {**DATA, "dp": 2, "tp": 2}
 CASES: tuple[dict[str, Any], ...] = (
     {"name": "mesh", "mesh": "dp=2,tp=2"},
-    {"name": "pipeline", "fix": {**PIPELINE, "zero": 0}},
+    {"name": "pipeline zero 1", "fix": {**PIPELINE, "zero": 1}},
     {"name": "pipeline zero 3", "fix": {**PIPELINE, "zero": 3, "recompute": "full"}},
     {"name": "pipeline tp", "fix": {**PIPELINE, "dp": 1, "tp": 2, "zero": 0, "schedule": "zb_h1"}},
     {"name": "zero 2", "fix": {**BOTH, "zero": 2, "recompute": "full"}},

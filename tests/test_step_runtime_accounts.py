@@ -23,7 +23,7 @@ def sharded(zero: int, *, model: str = "tiny-llama", **more: Any) -> Case:
 
 def pipelined(model: str, schedule: str, chunks: int) -> Case:
     account_case = case(model, f"{model} {schedule}", **PIPELINE, schedule=schedule, chunks_per_rank=chunks)
-    return {**account_case, "dtype": "float32"}
+    return {**account_case, "layers": 2, "dtype": "float32"}
 
 
 SHARDED = [
