@@ -76,3 +76,24 @@ def test_what_needs_the_mesh_before_the_first_call_is_refused() -> None:
         _ = parallel.num_data_ranks
     with pytest.raises(ValueError, match="give example_inputs to"):
         parallel(torch.ones(2, 4), local_inputs=True)
+
+
+class Guessing(nn.Module):
+    """Notes in its config how it was called, as Hugging Face's classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(problem=None)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        return self.linear(x)
+
+
+def test_what_forward_sets_on_the_config_is_no_change_of_the_users() -> None:
+    parallel = planner.compile(Guessing(), "dp=1")
+    parallel(torch.ones(2, 4))
+    parallel._engine.watch.update()
+    assert parallel.config.problem is None and not parallel._engine.watch.changed

@@ -293,3 +293,25 @@ def test_a_tensor_written_part_by_part_is_its_parts_side_by_side() -> None:
     }
     assert "aten.slice_scatter.default" in check(lambda y: write(y, 1), 3, 6)  # entry 1 is written twice
     assert "aten.slice_scatter.default" in check(lambda y: write(y, 3), 3, 6)  # entry 2 is never written
+
+
+@pytest.mark.parametrize(
+    ("function", "looked_up"),
+    [
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(3)], False),
+        (lambda y: y[torch.arange(2)[:, None, None, None], torch.arange(3)], False),
+        (lambda y: y[torch.arange(2), torch.arange(3)[:, None]], False),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(1, 3)[None]], False),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(2, 3)], False),
+        (lambda y: y[torch.arange(2)[None], torch.arange(3)[:, None], torch.arange(8)[:, None, None]], False),
+        (lambda y: y[torch.arange(2)], False),
+        (lambda y: y[torch.arange(2)[:, None].expand(2, 5), torch.arange(1)], False),
+        (lambda y: y[torch.arange(2), torch.arange(2)], True),
+        (lambda y: y[torch.arange(2)[:, None], torch.arange(0, 3, 2)], True),
+        (lambda y: y[:, torch.arange(3)[:, None], torch.arange(8)[None] // 2], True),
+    ],
+)
+def test_a_look_up_of_rows_one_after_the_other_is_a_view(
+    function: Callable[[torch.Tensor], torch.Tensor], looked_up: bool
+) -> None:
+    assert ("aten.index.Tensor" in check(function, 2, 3, 8)) is looked_up

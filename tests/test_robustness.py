@@ -10,7 +10,7 @@ import planner
 from benchmarks.break_evens import faults
 from cost_models import Cluster
 from planner.inspection.plan_graph import graph_of_plan
-from planner.inspection.robustness import figures_of, robustness, robustness_table
+from planner.inspection.robustness import BEFORE, LARGEST, figures_of, least_memory, robustness, robustness_table
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, plan_of
 
@@ -45,3 +45,16 @@ def test_the_plan_stops_to_fit_where_its_fullest_device_is_full() -> None:
 def test_a_plan_on_a_mesh_has_no_rivals() -> None:
     with pytest.raises(ValueError, match="on a given mesh"):
         robustness(plan_of("mesh"), model=Mlp(layers=4), **CALL)
+
+
+@pytest.mark.parametrize("least", [1.0, 1.01, 1.5, 2.3, 3.99])
+def test_of_many_plans_that_each_take_a_little_less_memory_the_leanest_is_named(least: float) -> None:
+    def winner_at(factor: float) -> tuple[float | None, bool]:
+        return (max(least, 0.999 * factor) if factor >= least else None), True
+
+    factor, memory, proved = least_memory(winner_at, lambda memory: memory)
+    assert proved and factor == memory and factor is not None and least <= factor <= (1 + BEFORE) * least
+
+
+def test_where_no_plan_takes_more_memory_no_factor_is_named() -> None:
+    assert least_memory(lambda factor: (None, factor < LARGEST), float) == (None, None, False)

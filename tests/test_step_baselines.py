@@ -144,7 +144,9 @@ def test_the_plan_that_transformers_has_for_llama_is_read() -> None:
     graph = captured("tiny-llama")
     tp_roles = transformers_roles(graph, load_config("tiny-llama"))
     assert tp_roles is not None
-    roles = {node.module_path: tp_roles.baseline[node.name] for node in graph.nodes if node.name in tp_roles.baseline}
+    roles = {
+        node.module_path: tp_roles.named_roles[node.name] for node in graph.nodes if node.name in tp_roles.named_roles
+    }
     layers = {path.rpartition(".")[2]: role for path, role in roles.items()}
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column")
     assert layers == {**columns, "o_proj": "row", "down_proj": "row"}

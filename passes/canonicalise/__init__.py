@@ -11,6 +11,7 @@ from passes.canonicalise.batch_norm import write_out_batch_norm
 from passes.canonicalise.broadcasts import narrow_constants
 from passes.canonicalise.causal_masks import name_causal_masks
 from passes.canonicalise.constants import CONSTANT, mark_constants
+from passes.canonicalise.counted_lookups import view_counted_lookups
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
@@ -70,6 +71,7 @@ def canonicalise(
     split_cross_entropy(module)
     unsort_experts(module)
     name_gathered_experts(module)
+    view_counted_lookups(module)
     expand_repeated_rows(module)
     drop_dead_code(module)
     unmerge_token_dims(module)

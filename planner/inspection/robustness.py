@@ -7,7 +7,8 @@ by more than ``MARGIN``, the gap at which a search stops: up to there a search m
 For a figure and a direction the cluster is changed by the largest factor, and searched for a plan that wins there.
 Where its lead begins is a root of the difference of the two objectives. Just before that factor the cluster is searched
 again: if a third plan wins there, its root is nearer and takes the place; else the factor holds.
-Memory only decides what fits: a plan breaks where its fullest device no longer holds it.
+Memory only decides what fits: a plan breaks where its fullest device no longer holds it, and what wins with some
+memory wins with more, so that the factor is found by bisection.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from cost_models import Cluster
 from cost_models.hardware import Device, LinkLevel
@@ -40,6 +41,8 @@ from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.result.outcome import Outcome
 from planner.whole_step.result.plan_of_solution import extract, judge
 
+Winner = TypeVar("Winner")
+
 #: A plan wins where it is faster by more than this share.
 MARGIN = 0.01
 #: Figures are changed by at most this factor, up and down.
@@ -48,6 +51,8 @@ LARGEST = 4.0
 BEFORE, PRECISION = 0.02, 1e-4
 #: Plans that may take each other's place for one figure and direction; steps of one root.
 MAX_ROUNDS, MAX_STEPS = 6, 40
+#: Of memory: so many plans may take each other's place just before their factors, then the rest is halved.
+NEAR_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -196,8 +201,11 @@ class _Rivals:
             winner, _ = self._winner(figure, limit * (1.0 - BEFORE), capped=False)
             rival = "nothing fits" if winner is None else winner.what
             return BreakEven(figure.name, larger, limit, rival, winner.plan if winner else None, reason=reason)
-        factor: float | None = None
-        best: _Winner | None = None
+        if figure.is_memory:
+            factor, best, proved = least_memory(partial(self._winner, figure), self._fits_from)
+            rival, plan = (best.what, best.plan) if best else ("", None)
+            return BreakEven(figure.name, larger, factor, rival, plan, proved)
+        factor, best = None, None
         tried = LARGEST if larger else 1.0 / LARGEST
         proved = True
         for _ in range(MAX_ROUNDS):
@@ -217,8 +225,14 @@ class _Rivals:
 
     def _last_fit(self) -> float:
         """The factor of memory at which the plan still fits: its limit is a share of what a device has."""
-        usable = self.cluster.device.usable_bytes * (1.0 - self.plan.step.headroom)
-        return self.fullest / usable
+        return self.fullest / self._usable()
+
+    def _fits_from(self, winner: _Winner) -> float:
+        """The factor of memory from which on the winner fits."""
+        return max(1.0, max(rank.total for rank in winner.plan.step.memory) / self._usable())
+
+    def _usable(self) -> float:
+        return self.cluster.device.usable_bytes * (1.0 - self.plan.step.headroom)
 
     def _winner(self, figure: Figure, factor: float, *, capped: bool = True) -> tuple[_Winner | None, bool]:
         """The best plan that wins at ``factor`` (not ``capped``: the best at all), and whether all were looked at."""
@@ -238,10 +252,7 @@ class _Rivals:
         return reprice(self.graph, plan, cluster).seconds.total
 
     def _lead_begins(self, figure: Figure, winner: _Winner, far: float) -> float:
-        """The factor between 1 and ``far`` from which on the winner is ahead: of memory, from which on it fits."""
-        if figure.is_memory:
-            usable = self.cluster.device.usable_bytes * (1.0 - self.plan.step.headroom)
-            return max(1.0, max(rank.total for rank in winner.plan.step.memory) / usable)
+        """The factor between 1 and ``far`` from which on the winner is ahead."""
 
         def behind(factor: float) -> float:
             cluster = figure.at(self.cluster, factor)
@@ -257,6 +268,31 @@ def _as_winner(search: Search, outcome: Outcome, cluster: Cluster, plan: Plan) -
     labels = {(group.recompute, group.zero) for chunk in extracted.step.chunks for group in chunk.groups}
     units = ", ".join(f"{recompute} zero-{zero}" for recompute, zero in sorted(labels))
     return _Winner(extracted, f"{solution.candidate}; {units}")
+
+
+def least_memory(
+    winner_at: Callable[[float], tuple[Winner | None, bool]], fits_from: Callable[[Winner], float]
+) -> tuple[float | None, Winner | None, bool]:
+    """The factor of memory from which on a plan wins, up to ``BEFORE``, that plan, and whether all searches ended.
+
+    Args:
+        winner_at: a plan that wins with that factor of memory, if any, and whether all were looked at.
+        fits_from: the factor from which on it fits.
+    """
+    best, proved = winner_at(LARGEST)
+    if best is None:
+        return None, None, proved
+    none_wins, factor, rounds = 1.0, min(fits_from(best), LARGEST), 0
+    while factor / none_wins > (1.0 + BEFORE) * (1.0 + PRECISION**2):
+        just_before, middle = factor / (1.0 + BEFORE), math.sqrt(none_wins * factor)
+        tried = just_before if rounds < NEAR_ROUNDS else middle
+        winner, complete = winner_at(tried)
+        proved, rounds = proved and complete, rounds + 1
+        if winner is None:
+            none_wins = tried
+        else:
+            best, factor = winner, min(fits_from(winner), tried)
+    return factor, best, proved
 
 
 def _root(behind: Callable[[float], float], near: float, far: float) -> float:

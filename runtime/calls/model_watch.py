@@ -14,6 +14,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,18 @@ class ModelWatch:
         around = [f"{name}={in_words(value)}" for name, value in sorted(self._surroundings.changed.items())]
         modes = [f"{path!r} in the other mode" for path in self.other_modes]
         return [*attributes, *around, *modes, *(f"{name!r} frozen" for name in self.frozen)]
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """Undo what ``forward`` itself sets on the copy's settings while it is traced: not every rank traces."""
+        settings = [(vars(owner.reference()), dict(vars(owner.reference()))) for owner in self._settings]
+        try:
+            yield
+        finally:
+            for attributes, before in settings:
+                if attributes != before:
+                    attributes.clear()
+                    attributes.update(before)
 
     def update(self) -> None:
         """Take up what changed since the last call."""

@@ -277,15 +277,16 @@ class Maker:
         values = self._values
 
         def capture_call() -> Graph:
-            return capture(
-                self.model,
-                args=call.args,
-                kwargs=call.kwargs,
-                loss_fn=self.loss_fn,
-                copy_repeats=True,
-                values=values.tensors,
-                buffer_values=self._cases.buffers,
-            )
+            with self.watch.unwritten():
+                return capture(
+                    self.model,
+                    args=call.args,
+                    kwargs=call.kwargs,
+                    loss_fn=self.loss_fn,
+                    copy_repeats=True,
+                    values=values.tensors,
+                    buffer_values=self._cases.buffers,
+                )
 
         graph = with_values_gathered(values, lambda: captured_alike(self.ranks, capture_call))
         if self.plan is None:

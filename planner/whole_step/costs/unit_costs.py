@@ -136,6 +136,7 @@ def unit_figures(space: ShardingSpace, step_units: StepUnits, variant: Variant) 
 class _FigureReader:
     def __init__(self, space: ShardingSpace, step_units: StepUnits, variant: Variant) -> None:
         self.space, self.step_units, self.variant = space, step_units, variant
+        self.units, self.activations = step_units.units, step_units.activations
         self.problem, self.pricing = variant.problem, variant.pricing
         self.options = variant.assignment.options
         chunked = step_units.chunked.graph.values if step_units.chunked is not None else {}
@@ -151,7 +152,7 @@ class _FigureReader:
         self.weights_of = self._weights()
 
     def figures(self, index: int) -> UnitFigures:
-        unit = self.step_units.units[index]
+        unit = self.units[index]
         compute, communication = [0.0, 0.0], [0.0, 0.0]
         weight_backward = 0.0
         for name in unit.nodes:
@@ -185,7 +186,7 @@ class _FigureReader:
             return self.unit_of[stream.source]
         if element.kind == "carry":
             run = int(element.key.removeprefix("carry:").partition("#")[0])
-            return next(index for index, unit in enumerate(self.step_units.units) if unit.run == run)
+            return next(index for index, unit in enumerate(self.units) if unit.run == run)
         users = [self.unit_of[use.element] for use in stream.uses if use.element in self.unit_of]
         return min(users) if users else None
 
@@ -194,9 +195,7 @@ class _FigureReader:
         return 0.0 if node is None else weight_share(node, self.values, self.space.states)
 
     def _weights(self) -> dict[int, tuple[list[Weight], float]]:
-        by_unit: dict[int, tuple[list[Weight], float]] = {
-            index: ([], 0.0) for index in range(len(self.step_units.units))
-        }
+        by_unit: dict[int, tuple[list[Weight], float]] = {index: ([], 0.0) for index in range(len(self.units))}
         paths = {state.value.name: state.path for state in self.space.graph.states}
         for name, element in self.problem.elements.items():
             if element.kind not in ("parameter", "buffer"):
@@ -211,7 +210,7 @@ class _FigureReader:
             if element.kind == "buffer":
                 by_unit[owner] = (weights, buffers + self.pricing.local_bytes(value, where))
                 continue
-            shared = element.copies == 1 and self.step_units.units[owner].count > 1
+            shared = element.copies == 1 and self.units[owner].count > 1
             weights.append(
                 Weight(
                     paths[name],
@@ -299,13 +298,13 @@ class _FigureReader:
         return policies
 
     def _as_captured(self, index: int) -> UnitVariant:
-        unit = self.step_units.units[index]
+        unit = self.units[index]
         placed = {
             name: Placed(self.options[name].inputs, self.options[name].outputs)
             for name in unit.nodes
             if name in self.options and self.problem.elements[name].node is not None
         }
-        return UnitVariant(self.step_units.activations, unit.nodes, placed)
+        return UnitVariant(self.activations, unit.nodes, placed)
 
     def _with_chunked_loss(self, index: int) -> UnitVariant | None:
         """The unit with its loss in chunks; None if it has none, or the sharding converts its logits."""
@@ -332,10 +331,8 @@ class _FigureReader:
     ) -> Policy:
         keep_copies = name in _KEEPS_COPIES
         base = _BASES.get(name, name)
-        unit, rule = (
-            self.step_units.units[index],
-            self.step_units.recompute[index, name if name == CHUNKED_LOSS else base],
-        )
+        unit = self.units[index]
+        rule = self.step_units.recompute[index, name if name == CHUNKED_LOSS else base]
         self.places.update(way.new_placements)
         roots = {root for root in rule.values if self._is_held(unit, root)}
         if keep_copies:
@@ -388,11 +385,7 @@ class _FigureReader:
         if root in unit.carried:
             return True
         made_here = self.problem.streams.get(root)
-        return (
-            root in self.step_units.activations.computed
-            and made_here is not None
-            and made_here.source in set(unit.nodes)
-        )
+        return root in self.activations.computed and made_here is not None and made_here.source in set(unit.nodes)
 
     def _taken_as_made(self, way: UnitVariant) -> set[str]:
         """Storage roots that some operator of the unit saves in the placement in which they are produced."""
@@ -408,7 +401,7 @@ class _FigureReader:
 
     def _converted_copies(self, index: int, way: UnitVariant) -> dict[tuple[str, Placement], tuple[float, float]]:
         """Converted copies that the backward pass needs: (value, placement) → bytes, seconds to convert again."""
-        unit = self.step_units.units[index]
+        unit = self.units[index]
         copies: dict[tuple[str, Placement], tuple[float, float]] = {}
         for name in way.nodes:
             saved = way.activations.saved_by_node.get(name)
@@ -448,7 +441,7 @@ class _FigureReader:
 
     def _forward_communication(self, index: int) -> float:
         """Seconds of all forward conversions that one copy of the unit does."""
-        unit = self.step_units.units[index]
+        unit = self.units[index]
         return sum(
             item.copies * item.arc.forward / unit.count
             for stream in self.streams_of[index]
