@@ -120,14 +120,9 @@ def _checked(options: argparse.Namespace, plan: Any, asked: dict[str, Any]) -> A
 
     read_demands(asked.get("fix"), asked.get("forbid"))
     if plan is not None:
-        from planner.inspection.plan_graph import float_dtype as float_dtype_of
+        from planner.verification.verify_model import dtype_to_compare_in
 
-        dtype = float_dtype_of(plan)
-        if dtype in ("bfloat16", "float16"):
-            raise ValueError(
-                f"the plan is of {dtype} parameters, and verify compares in float64: verify its mesh and choices "
-                "(--mesh, --fix), or a plan made with --dtype float64"
-            )
+        dtype_to_compare_in(plan)
         return plan
     if options.mesh is None and options.cluster is None:
         raise ValueError("verify needs to know on what: --mesh dp=2,tp=2, --cluster dgx-h100:1, or a saved plan")

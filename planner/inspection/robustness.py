@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import Device, LinkLevel
@@ -40,8 +40,6 @@ from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.result.outcome import Outcome
 from planner.whole_step.result.plan_of_solution import extract, judge
-
-Winner = TypeVar("Winner")
 
 #: A plan wins where it is faster by more than this share.
 MARGIN = 0.01
@@ -271,8 +269,8 @@ def _as_winner(search: Search, outcome: Outcome, cluster: Cluster, plan: Plan) -
 
 
 def least_memory(
-    winner_at: Callable[[float], tuple[Winner | None, bool]], fits_from: Callable[[Winner], float]
-) -> tuple[float | None, Winner | None, bool]:
+    winner_at: Callable[[float], tuple[Any, bool]], fits_from: Callable[[Any], float]
+) -> tuple[float | None, Any, bool]:
     """The factor of memory from which on a plan wins, up to ``BEFORE``, that plan, and whether all searches ended.
 
     Args:

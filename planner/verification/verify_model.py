@@ -19,6 +19,7 @@ from passes.ir.types import I, MeshShape
 from passes.plan import Plan
 from planner.checked_numbers import check_whole_number
 from planner.compilation import parallelise
+from planner.inspection.plan_graph import float_dtype
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.verification.comparison import Comparison
@@ -62,8 +63,8 @@ def verify(
         batch: one global batch, arguments by name or a tuple; made up for Hugging Face models from ``batch_size``
             (default 8) and ``seq_len`` (default 16), with uneven numbers of ignored labels.
         steps: AdamW steps after which the weights are compared, at least one.
-        dtype: of the parameters in this run. Default: float64, or float32 if the model cannot compute in float64 (the
-            report says so).
+        dtype: of the parameters in this run. Default: a plan's own; else float64, or float32 if the model cannot
+            compute in float64 (the report says so).
         cluster: the hardware to plan for (default: slow devices on fast links, so that a tiny model is split too).
         fuse: plan and run fused operators; a plan that is given says so itself.
         options: constraints, memory_limit and the like, for the search.
@@ -74,13 +75,15 @@ def verify(
         are changed (``planner.verification.rounding``).
 
     Raises:
-        ValueError: for more than 64 ranks, less than one step, a model that draws random numbers other than by modules
-            of dropout (which are switched off), and whatever planning refuses.
+        ValueError: for more than 64 ranks, less than one step, a plan of 16-bit parameters, a model that draws random
+            numbers other than by modules of dropout (which are switched off), and whatever planning refuses.
     """
     for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
         if value is not None:
             check_whole_number(name, value, at_least=1)
     user_plan = _given_plan(mesh)
+    if user_plan is not None and dtype is None:
+        dtype = dtype_to_compare_in(user_plan)
     shape: MeshShape | None = None
     hardware = None if cluster is None else as_cluster(cluster, num_devices=_size_of(mesh))
     if user_plan is None and mesh is None:
@@ -189,6 +192,21 @@ class _Subject:
                 tolerance=self.tolerance,
                 exact=exact,
             )
+
+
+def dtype_to_compare_in(plan: Plan) -> torch.dtype | None:
+    """The dtype of a plan's parameters: in another one a model casts elsewhere, and its program is another.
+
+    Raises:
+        ValueError: for a plan of 16-bit parameters.
+    """
+    name = float_dtype(plan)
+    if name in ("bfloat16", "float16"):
+        raise ValueError(
+            f"the plan is of {name} parameters, in which equal programs differ too much to be told from wrong ones: "
+            "verify its mesh and choices (--mesh, --fix), or a plan made with --dtype float64"
+        )
+    return None if name is None else getattr(torch, name)
 
 
 def _in_widest_dtype(subject_in: Callable[[torch.dtype], _Subject], dtype: str | torch.dtype | None) -> _Subject:
