@@ -9,6 +9,7 @@ from typing import Any
 from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import tokens_per_sample
 
 
@@ -62,9 +63,3 @@ def library_model(plan: Plan) -> str:
             "config, or MODULE:FUNCTION or FILE.py:FUNCTION that returns the module)"
         )
     return plan.config_name
-
-
-def float_dtype(plan: Plan) -> str | None:
-    """The dtype that most parameters have."""
-    dtypes = [tensor.dtype for tensor in plan.states.values() if tensor.trainable and "float" in tensor.dtype]
-    return max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else None

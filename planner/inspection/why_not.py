@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.plan import Plan
+from passes.plan.parameter_dtype import float_dtype
 from passes.plan.step_summary import tokens_per_sample
 from planner.inspection.plan_difference import PlanDifference, difference
-from planner.inspection.plan_graph import check_model, float_dtype, library_model
+from planner.inspection.plan_graph import check_model, library_model
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from passes.capture import keep_float64
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import Plan
+from passes.plan.parameter_dtype import float_dtype
 from planner.checked_numbers import check_whole_number
 from planner.compilation import parallelise
-from planner.inspection.plan_graph import float_dtype
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
 from planner.verification.comparison import Comparison
