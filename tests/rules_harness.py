@@ -6,6 +6,7 @@ rank's part is float64. The same source is also run under ``spmd_types``' checke
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -264,58 +265,77 @@ def local_call(case: Case, rule: ShardingRule, choices: tuple[AxisChoice, ...]) 
     return LocalCall(case.node, inputs, outputs, choices, MESH, rule)
 
 
+#: What an expression may name beside its operands, and what of it computes on one rank alone.
+_LOCAL = {"torch": torch, "F": F, "kernels": kernels, "math": math, "self": None}
+_NAMES = {**_LOCAL, "spmd": spmd, "ops": ops, "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V}
+
+
 def evaluate(source: str, operands: dict[str, Any]) -> list[Any]:
-    names = {
-        "torch": torch, "F": F, "spmd": spmd, "ops": ops, "kernels": kernels, "math": math,
-        "I": spmd.I, "P": spmd.P, "R": spmd.R, "S": spmd.S, "V": spmd.V, "self": None,
-    }  # fmt: skip
-    result = eval(source, names, operands)
+    result = eval(source, dict(_NAMES), operands)
     return list(result) if isinstance(result, (list, tuple)) else [result]
+
+
+def _computes_on_one_rank_alone(source: str) -> bool:
+    names = {node.id for node in ast.walk(ast.parse(source, mode="eval")) if isinstance(node, ast.Name)}
+    return not names & (set(_NAMES) - set(_LOCAL))
+
+
+#: A tensor's part on each rank.
+Parts = dict[int, torch.Tensor]
+
+
+def run_on_shards(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> tuple[list[Parts], list[Parts | None]]:
+    """Outputs, and gradients of the inputs that have one (None: zeros), by rank.
+
+    Without communication each rank computes by itself: ``LocalTensorMode`` takes many times as long.
+    """
+    inputs = [distribute(t.detach(), operand.placement) for operand, t in zip(call.inputs, case.tensors)]
+    upstream = [distribute(grad, _dual(operand.placement)) for operand, grad in zip(call.outputs, case.upstream)]
+    if _computes_on_one_rank_alone(source):
+        ranks = [_run(case, call, source, [p[r] for p in inputs], [p[r] for p in upstream]) for r in range(RANKS)]
+        outputs, gradients = ([list(parts) for parts in zip(*results)] for results in zip(*ranks))
+    else:
+        with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh):
+            results = _run(case, call, source, [*map(LocalTensor, inputs)], [*map(LocalTensor, upstream)])
+        outputs, gradients = ([None if t is None else _by_rank(t) for t in tensors] for tensors in results)
+    return [_parts(output) for output in outputs], [None if g is None or g[0] is None else _parts(g) for g in gradients]
+
+
+def _run(
+    case: Case, call: LocalCall, source: str, inputs: list[torch.Tensor], upstream: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    leaves = [tensor.requires_grad_(grad) for tensor, grad in zip(inputs, case.grads)]
+    outputs = evaluate(source, {operand.name: leaf for operand, leaf in zip(call.inputs, leaves)})
+    # an output that is an input itself hands its gradient straight through
+    pairs = [(output, grad) for output, grad, has in zip(outputs, upstream, case.out_grads) if has]
+    trained = [leaf for leaf, grad in zip(leaves, case.grads) if grad]
+    if not pairs or not trained:
+        return outputs, [None] * len(trained)
+    return outputs, list(torch.autograd.grad([o for o, _ in pairs], trained, [g for _, g in pairs], allow_unused=True))
 
 
 def check_numbers(mesh: DeviceMesh, case: Case, call: LocalCall, source: str) -> None:
     """Outputs and gradients of the shards, put together, are those of the whole operator."""
-    with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh):
-        leaves = {}
-        for operand, tensor, grad in zip(call.inputs, case.tensors, case.grads):
-            local = LocalTensor(distribute(tensor.detach(), operand.placement))
-            leaves[operand.name] = local.requires_grad_(grad)
-        outputs = evaluate(source, leaves)
-        # an output that is an input itself hands its gradient straight through
-        pairs = [
-            (output, LocalTensor(distribute(grad, _dual(operand.placement))))
-            for output, operand, grad, has in zip(outputs, call.outputs, case.upstream, case.out_grads)
-            if has
-        ]
-        inputs = [leaves[operand.name] for operand, grad in zip(call.inputs, case.grads) if grad]
-        computed = iter(
-            torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
-            if pairs and inputs
-            else []
-        )
+    outputs, gradients = run_on_shards(mesh, case, call, source)
     exact = all(tensor.dtype != torch.float32 for tensor in (*case.tensors, *case.outputs))
-    for operand, output, expected in zip(call.outputs, outputs, case.outputs):
-        parts = _parts(output)
+    for operand, parts, expected in zip(call.outputs, outputs, case.outputs):
         for rank, part in parts.items():
             shape = part_of(expected, operand.placement, MESH, divmod(rank, MESH.sizes[1])).shape
             assert part.shape == shape, f"{source}: local shape {part.shape}, expected {shape}"
         _assert_close(assemble(parts, operand.placement, exact=exact), expected, f"output of {source}", exact)
-    for operand, grad, expected in zip(call.inputs, case.grads, case.input_gradients):
-        if grad:
-            gradient = next(computed)
-            parts = (
-                _parts(gradient) if gradient is not None else distribute(torch.zeros_like(expected), operand.placement)
-            )
-            _assert_close(
-                assemble(parts, _dual(operand.placement), exact=exact),
-                expected,
-                f"gradient of {operand} in {source}",
-                exact,
-            )
+    trained = [pair for pair, grad in zip(zip(call.inputs, case.input_gradients), case.grads) if grad]
+    for (operand, expected), gradient in zip(trained, gradients):
+        parts = distribute(torch.zeros_like(expected), operand.placement) if gradient is None else gradient
+        whole = assemble(parts, _dual(operand.placement), exact=exact)
+        _assert_close(whole, expected, f"gradient of {operand} in {source}", exact)
 
 
-def _parts(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-    return {rank: tensor._local_tensors[rank].detach() for rank in range(RANKS)}  # type: ignore[attr-defined]
+def _by_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor._local_tensors[rank] for rank in range(RANKS)]  # type: ignore[attr-defined]
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Parts:
+    return {rank: tensor.detach() for rank, tensor in enumerate(tensors)}
 
 
 def _dual(placement: Placement) -> Placement:
