@@ -26,6 +26,7 @@ from tests.hugging_face_cases import (
     with_own_loss,
 )
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 
 def adapters(mesh: str) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def num_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-if __name__ == "__main__":
+def main() -> None:
     folder = task()
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     batch_size = BATCH // dist.get_world_size()
@@ -95,3 +96,8 @@ if __name__ == "__main__":
     planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example}}
     logged["accelerate again"] = accelerated(Accelerator, resume=state, **planned)
     answer(logged)
+
+
+if __name__ == "__main__":
+    with traced_once():
+        main()
