@@ -110,7 +110,9 @@ def compile(
     if example_inputs is not None or batch_size is not None:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
     elif mesh is None and plan is None:
-        parallel = planned_at_first_call(model, process_group_as_cluster(), partial(engine_for, **options), loss_fn)
+        fix = options.pop("fix", None)
+        plan_call = partial(engine_for, **options)
+        parallel = planned_at_first_call(model, process_group_as_cluster(), plan_call, loss_fn, fix)
         return _in_place_of(model, parallel, optimizer)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ def planned_at_first_call(
     cluster: Cluster,
     engine_for: Callable[..., Engine],
     loss_fn: Callable[..., Any] | None,
+    fix: Mapping[str, Any] | None,
 ) -> ParallelModule:
     """A parallel module that ``engine_for(model, cluster, example_inputs=…, fix=…)`` plans at its first call.
 
@@ -37,14 +38,13 @@ def planned_at_first_call(
     whole = Engine(model, RankPlaces(device_mesh, shape), plan=None, loss_fn=loss_fn)
 
     def plan(before: Engine, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Engine:
-        fixed = dict(getattr(engine_for, "keywords", {}).get("fix") or {})
+        fixed = dict(fix or {})
         if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
             fixed.setdefault("pp", 1)
         with _as_left(model, before):
             engine = engine_for(model, cluster, example_inputs=_example(model, args, kwargs), fix=fixed or None)
         _fill(engine, before, model)
-        for place, value in before.watch.changed.items():
-            engine.watch.set(place, value)
+        engine.watch.continue_from(before.watch)
         if is_first_rank(engine.places.device_mesh):
             _announce(engine, verb)
         return engine
@@ -67,8 +67,9 @@ def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def _as_left(model: nn.Module, before: Engine) -> Iterator[None]:
-    """Bring ``model`` into the modes, and freeze what was frozen, since the parallel module was made of it."""
+    """Inside the block ``model`` has the modes, and is frozen, as the parallel module made of it was meanwhile."""
     modes = [(module, module.training) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     for module, lean in zip(model.modules(), before.model.modules(), strict=True):
         module.training = lean.training
     for name, parameter in model.named_parameters():
@@ -78,6 +79,8 @@ def _as_left(model: nn.Module, before: Engine) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
 
 
 def _fill(engine: Engine, before: Engine, model: nn.Module) -> None:

@@ -31,13 +31,15 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 def test_a_parallel_module_answers_as_its_original() -> None:
     model = llama()
     model.model.embed_tokens.requires_grad_(False)
-    parallel = planner.compile(llama())
+    original = llama()
+    parallel = planner.compile(original)
     parallel.model.embed_tokens.weight.requires_grad_(False)
     assert inspect.signature(parallel.forward) == inspect.signature(model.forward)
     assert parallel.config.to_dict() == model.config.to_dict() and parallel.main_input_name == "input_ids"
     assert (parallel.dtype, parallel.device) == (model.dtype, model.device)
     tokens = torch.randint(0, 64, (2, 5))
     parallel.train_step(input_ids=tokens, labels=tokens)  # planned here, with what was frozen
+    assert all(parameter.requires_grad for parameter in original.parameters())
     for choice in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
         assert parallel.num_parameters(**choice) == model.num_parameters(**choice)
     options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2, "pad_token_id": 0}

@@ -179,6 +179,12 @@ class ModelWatch:
                     "requires_grad of the parallel module's parameters, or before planner.compile"
                 )
 
+    def continue_from(self, earlier: ModelWatch) -> None:
+        """Take over what changed on the copy under ``earlier``, and which parameters it saw train at first."""
+        for place, value in earlier.changed.items():
+            self.set(place, value)
+        self._trained = self._trained_first = earlier._trained_first
+
     def set(self, place: Place, value: Any) -> None:
         """Set a plain attribute of the copy."""
         path, attribute, inner = place
