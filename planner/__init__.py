@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from planner.trainer import Trainer
     from planner.verification.verify_model import verify
     from runtime.checkpoint import CheckpointManager
+    from runtime.data.length_buckets import length_buckets
     from runtime.data.loader import DataLoader
+    from runtime.data.packing import PackedDataset, sample_lengths
     from runtime.launch.process import init
     from runtime.module.expert_balance import balance_experts
     from runtime.module.parallel_module import ParallelModule
@@ -36,6 +38,7 @@ _HOMES = {
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
+    "PackedDataset": "runtime.data.packing",
     "ParallelModule": "runtime.module.parallel_module",
     "Plan": "passes.plan",
     "Trainer": "planner.trainer",
@@ -43,8 +46,10 @@ _HOMES = {
     "balance_experts": "runtime.module.expert_balance",
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
+    "length_buckets": "runtime.data.length_buckets",
     "plan": "planner.planning",
     "register_rule": "passes.rules.registered_rules",
+    "sample_lengths": "runtime.data.packing",
     "seed": "runtime.ops.random",
     "sweep": "planner.sweeps.run_sweep",
     "verify": "planner.verification.verify_model",
@@ -58,6 +63,7 @@ __all__ = [
     "CheckpointManager",
     "Cluster",
     "DataLoader",
+    "PackedDataset",
     "ParallelModule",
     "Plan",
     "Trainer",
@@ -65,8 +71,10 @@ __all__ = [
     "balance_experts",
     "compile",
     "init",
+    "length_buckets",
     "plan",
     "register_rule",
+    "sample_lengths",
     "seed",
     "sweep",
     "verify",

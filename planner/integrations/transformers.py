@@ -31,6 +31,7 @@ from planner.integrations.torch_compat.framework_internals import (
 )
 from planner.targets import Target
 from planner.trainer.trainer_batches import example_batch
+from runtime.data.padding import Buckets, PaddedCollator, read_padding
 from runtime.module.parallel_module import ParallelModule
 
 #: The name by which losses of transformers take the number of labels that they are divided by.
@@ -47,6 +48,8 @@ class TransformersTrainer(transformers.Trainer):
         args: of ``transformers.Trainer``, in the same order.
         mesh: as in ``planner.compile``; None for the mesh that is best for the processes there are.
         plan_options: other arguments of ``planner.compile``: ``fix``, ``constraints``, ``memory_limit``, …
+        pad_to, pad_values: as in ``planner.DataLoader``: what the collator gives is padded to one of a few lengths,
+            each of which has a program. Labels that the loss leaves out are −100.
         kwargs: of ``transformers.Trainer``. A loss of the caller's own (``compute_loss`` overridden,
             ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
 
@@ -58,13 +61,22 @@ class TransformersTrainer(transformers.Trainer):
     optimizer: Any
 
     def __init__(
-        self, *args: Any, mesh: Target | None = None, plan_options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        mesh: Target | None = None,
+        plan_options: Mapping[str, Any] | None = None,
+        pad_to: Buckets | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        **kwargs: Any,
     ) -> None:
         self.mesh = mesh
         self.plan_options = dict(plan_options or {})
         self._accelerator_arguments: dict[str, Any] = {}
         self._training = SavedTraining()
         super().__init__(*args, **kwargs)
+        if pad_to is not None:
+            padding = read_padding(pad_to, label_fields=tuple(self.label_names), pad_values=pad_values)
+            self.data_collator = PaddedCollator(padding, self.data_collator)
         if self.args.fsdp or self.args.deepspeed or self.args.fp16:
             raise ValueError(
                 "fsdp, deepspeed and fp16 are other ways to train than a plan's: leave them out (bf16 works)"

@@ -76,7 +76,8 @@ def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool =
             batches.DataGroup.of(trainer.parallel) if local else None,
             batch_size=size,
             shuffle=False,
-            collate_fn=trainer.collate_fn,
+            # Groups do not know how long the samples of the others are.
+            collate_fn=trainer.collator(longest=local),
             num_workers=0 if block is not dataset else trainer.loader_options.get("num_workers", 0),
             last="drop",
         )

@@ -26,8 +26,10 @@ class Training(Protocol):
     metrics: dict[str, Callable[[Any, Any], Any]]
     loader_options: dict[str, Any]
     count_fn: Callable[[Any], float]
-    collate_fn: Callable[..., Any] | None
     predict_fn: Callable[..., Any] | None
+
+    def collator(self, *, longest: bool) -> Callable[[list[Any]], Any] | None:
+        """What makes a batch of samples; None for torch's."""
 
     @property
     def parallel(self) -> ParallelModule:

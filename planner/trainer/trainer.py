@@ -23,6 +23,7 @@ from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
 from runtime import ops
 from runtime.data.loader import DataLoader
+from runtime.data.padding import PaddedCollator, Padding, read_padding
 from runtime.module.parallel_module import ParallelModule
 from runtime.zero.norm import check_max_norm
 
@@ -84,8 +85,9 @@ class Trainer:
             last step of ``fit`` has both in any case.
         log_every: steps between lines of the log; 0: silence.
         on_log: called on the first rank with everything that is logged.
-        loader: options of ``planner.DataLoader`` for training (``num_workers``, ``shuffle``, ``last``, …). A last batch
-            that is not full is padded if the batch has integer labels, else left out with a warning.
+        loader: options of ``planner.DataLoader`` for training (``num_workers``, ``shuffle``, ``last``, ``pad_to``, …).
+            With ``pad_to`` evaluation is padded too, and the step is planned for the largest bucket. A last batch that
+            is not full is padded if the batch has integer labels, else left out with a warning.
         label_fields: names of integer labels in a batch: what a mean loss is weighed by in ``evaluate``.
         count_fn: batch → how many samples or tokens its mean loss is over, where labels do not tell.
         **options: of ``planner.compile``: ``constraints``, ``fix``, ``memory_limit``, …
@@ -148,6 +150,13 @@ class Trainer:
         self._make_schedule = lr_schedule
         self._loss_fn = loss_fn
         self.loader_options = dict(loader or {})
+        self._padding: Padding | None = None
+        if "pad_to" in self.loader_options:
+            options_of_labels = {"label_fields": label_fields, **self.loader_options}
+            names = ("pad_to", "label_fields", "ignore_index", "pad_values")
+            self._padding = read_padding(
+                **{name: options_of_labels[name] for name in names if name in options_of_labels}
+            )
         self._save: dict[str, Any] = {"keep_last": keep_last, "asynchronous": save_asynchronously}
         self._checkpoint_dir = checkpoint_dir
         self._options = options
@@ -273,7 +282,7 @@ class Trainer:
             return
         torch.manual_seed(self.seed)
         ops.seed(self.seed)
-        example = batches.example_batch(dataset, self.global_batch, self.collate_fn)
+        example = batches.example_batch(dataset, self.global_batch, self.collator(longest=True))
         pins = batches.data_pins(example, self.global_batch, self.mesh, self._options)
         options = {"constraints": pins or None, **self._options}
         inputs = dict(example) if isinstance(example, Mapping) else example
@@ -285,6 +294,12 @@ class Trainer:
         self.loader_options.setdefault("last", "pad" if batches.has_labels(example, self.label_fields) else "drop")
         if self._checkpoint_dir is not None:
             self._saver = Saver(self._checkpoint_dir, **self._save)
+
+    def collator(self, *, longest: bool) -> Callable[[list[Any]], Any] | None:
+        """What makes a batch of samples: padded to a bucket (or the largest) if batches are padded."""
+        if self._padding is None:
+            return self.collate_fn
+        return PaddedCollator(self._padding, self.collate_fn, longest=longest)
 
     def _loader(self, dataset: Any) -> DataLoader:
         return DataLoader(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from runtime.data.order import Last, Order, Sampler
+from runtime.data.padding import Buckets, KnownLengths, Padding, read_padding
 from runtime.data.permutation import random_key
 from runtime.data.reading import Collate, Reader, SampleStream, warn_of_dropped
 
@@ -58,6 +59,14 @@ class DataLoader:
             smaller. ``"drop"``: left out; a warning says how many samples.
         label_fields: names of integer labels in a batch, one row a sample.
         ignore_index: the label that the loss leaves out.
+        pad_to: lengths that batches are padded to, so that a few programs serve samples of any length (from
+            ``planner.length_buckets``); by pattern of field names where fields have lengths of their own
+            (``{"labels": (16, 32), "*": (64, 128)}``). Dim 1 of integer fields is filled at its end: labels with
+            ``ignore_index``, masks with 0, tokens beside an attention mask with 0; anything else is refused unless
+            ``pad_values`` names it. Samples of different lengths need no ``collate_fn`` then.
+        pad_values: what further fields are filled with, by name.
+        lengths: tokens of each sample (by pattern as ``pad_to`` if that is), which several data groups need to pad
+            their parts of a batch alike.
         fields: names of what is kept of samples that are mappings. Default: with torch's ``collate_fn`` what
             ``parallel`` needs on this rank, with another one all.
         **options: of ``torch.utils.data.DataLoader``: ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, …
@@ -81,6 +90,9 @@ class DataLoader:
         last: Last | None = None,
         label_fields: Collection[str] = ("labels",),
         ignore_index: int = -100,
+        pad_to: Buckets | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        lengths: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         fields: Collection[str] | None = None,
         **options: Any,
     ) -> None:
@@ -103,6 +115,19 @@ class DataLoader:
         if num_samples is not None:
             self._sampler = Sampler(self._order, num_samples, shuffle is not False, seed)
             _check_last(self._order, num_samples)
+        self._padding: Padding | None = None
+        if pad_to is not None:
+            self._padding = read_padding(
+                pad_to, label_fields=self._label_fields, ignore_index=ignore_index, pad_values=pad_values
+            )
+            told_lengths = None if lengths is None else KnownLengths.of(lengths, self._padding, num_samples)
+            if self._sampler is not None and told_lengths is not None:
+                self._sampler.lengths_of = told_lengths
+            elif num_groups > 1:
+                raise ValueError(
+                    f"pad_to: {num_groups} data groups must pad their parts of a batch alike, so each has to know how "
+                    "long the samples of the others are: give lengths= (planner.sample_lengths counts them once)"
+                )
         if self._order.last == "pad" and not self._label_fields:
             raise ValueError("last='pad' needs to know what the labels are called: label_fields is empty")
         self._seed = seed
@@ -201,7 +226,7 @@ class DataLoader:
         """Names of what is read of a sample; None: all. What another collate_fn makes a batch of is not known."""
         if self._fields is not None:
             return frozenset(self._fields)
-        return self._needed() if self._collate_fn is None else None
+        return self._needed() if self._collate_fn is None and self._padding is None else None
 
     def _selected(self) -> Any:
         fields = self._read_fields()
@@ -216,11 +241,12 @@ class DataLoader:
         # A stream does not say before its end whether the last batch is full.
         checked = self._sampler is None and self._order.last == "pad"
         collate = Collate(
-            self._collate_fn or default_collate,
+            self._collate_fn,
             needed_fields,
             tuple(name for name in self._label_fields if name in labels),
             self._ignore_index,
             checked,
+            self._padding,
         )
         return {**self._options, "collate_fn": collate, "generator": self._generator}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -24,6 +24,7 @@ class SampleRange:
     ``indices`` are places in the dataset (in a stream: rows of the global batch), of which the first ``num_real`` are
     samples and the others repeats that fill the batch. ``num_samples`` counts the samples of the whole global batch.
     ``seeds`` has one number for each index. ``padded_epoch``: the epoch ends with a batch that is filled up.
+    ``lengths``: what fields of the global batch are padded to, by pattern of names; None where the batch itself tells.
     """
 
     indices: tuple[int, ...]
@@ -31,6 +32,7 @@ class SampleRange:
     num_samples: int
     padded_epoch: bool
     seeds: tuple[int, ...] = ()
+    lengths: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Sampler:
     """Parts of the global batches of one epoch over a dataset of known length, from sample ``start`` on.
 
     Each iteration reads ``epoch`` and ``start`` anew. Any start costs the same: nothing before it is enumerated.
+    ``lengths_of`` tells what the global batch of these samples is padded to.
     """
 
     order: Order
@@ -102,6 +105,7 @@ class Sampler:
     seed: int
     epoch: int = 0
     start: int = 0
+    lengths_of: Callable[[Sequence[int]], Mapping[str, int]] | None = None
 
     def __iter__(self) -> Iterator[SampleRange]:
         permutation = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
@@ -113,7 +117,11 @@ class Sampler:
             part = self.order.part(stop - first)
             indices = self._indices(permutation, first, part)
             seeds = tuple(int(seed) for seed in keyed(np.array(indices, dtype=np.uint64), key))
-            yield replace(part, indices=indices, seeds=seeds, padded_epoch=padded)
+            lengths = None
+            if self.lengths_of is not None:
+                every = range(first, stop) if permutation is None else permutation(first, stop)
+                lengths = self.lengths_of([int(index) for index in every])
+            yield replace(part, indices=indices, seeds=seeds, padded_epoch=padded, lengths=lengths)
 
     def _indices(self, permutation: Permutation | None, first: int, part: SampleRange) -> tuple[int, ...]:
         if permutation is None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from runtime.data.order import Order, SampleRange
+from runtime.data.padding import Padding
 
 #: Samples as they were read, and where they belong.
 Read = tuple[SampleRange, list[Any]]
@@ -86,27 +87,35 @@ class Collate:
     """Makes a batch of the samples of a part, and takes its filling out of the loss.
 
     Args:
-        collate_fn: list of samples → batch.
+        collate_fn: list of samples → batch; None: torch's, or, with padding, one for samples of different lengths.
         kept_fields: fields that a batch keeps; None: all.
         label_fields: where filled rows are set to ``ignore_index``; none of them: this rank needs no labels.
         ignore_index: the label that the loss leaves out.
         checked: look for a label field in every batch, not only where it is needed.
+        padding: to a few lengths; None: batches stay as they are.
     """
 
-    collate_fn: Callable[[list[Any]], Any]
+    collate_fn: Callable[[list[Any]], Any] | None
     kept_fields: Collection[str] | None
     label_fields: tuple[str, ...]
     ignore_index: int
     checked: bool
+    padding: Padding | None = None
 
     def __call__(self, read: Read) -> tuple[int, Any]:
         part, samples = read
-        batch = self.collate_fn(samples)
+        batch = self._collated(samples, part)
         if self.label_fields and (part.padded_epoch or self.checked):
             batch = self._ignore(batch, part)
         if self.kept_fields is not None and isinstance(batch, Mapping):
             batch = keep_fields(batch, self.kept_fields)
         return part.num_samples, batch
+
+    def _collated(self, samples: list[Any], part: SampleRange) -> Any:
+        if self.padding is None:
+            return (self.collate_fn or default_collate)(samples)
+        batch = self.padding.collate(samples) if self.collate_fn is None else self.collate_fn(samples)
+        return self.padding.pad(batch, part.lengths)
 
     def _ignore(self, batch: Any, part: SampleRange) -> Any:
         present = [name for name in self.label_fields if isinstance(batch, Mapping) and name in batch]
