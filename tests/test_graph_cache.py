@@ -109,17 +109,19 @@ def test_the_folder_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_kept_graph_is_planned_without_torch(folder: Path) -> None:
-    """In a process of its own; the collectives of the whole step are counted, too."""
+    """In processes of their own, the second for another layout; the collectives of the whole step are counted, too."""
     code = (
         "import sys, planner\n"
-        "fix = {'pp': 2, 'dp': 4, 'zero': 1}\n"
+        "fix = {'schedule': '1f1b', 'zero': 1, **eval(sys.argv[1])}\n"
         "plan = planner.plan('tiny-llama', 'dgx-h100:1', seq_len=16, global_batch=8, fix=fix)\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
     )
     environment = {**os.environ, FOLDER_VARIABLE: str(folder.parent)}
     run = [
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
+        subprocess.run(
+            [sys.executable, "-c", code, repr(fix)], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for fix in ({"dp": 8}, {"pp": 2, "dp": 2, "tp": 2, "recompute": "full"})
     ]
     assert run == ["True True\n", "False False\n"]
 

@@ -13,6 +13,8 @@ from passes.ir.records import from_plain
 from passes.ir.torch_facts import asked
 
 _records: RecentResults[CallRecord | None] = RecentResults(8192)
+#: Options of fused operators that only say where a GPU's kernels write in the backward pass.
+_BACKWARD_MARKS = ("reuse_logits",)
 
 
 def record_call(node: Node, operands: Mapping[str, RecordedOperand], *, grad: bool, kernels: str) -> CallRecord | None:
@@ -29,7 +31,11 @@ def record_call(node: Node, operands: Mapping[str, RecordedOperand], *, grad: bo
         node,
         name="call",
         args=map_refs(node.args, lambda ref: places[ref.name]),
-        kwargs={key: map_refs(value, lambda ref: places[ref.name]) for key, value in node.kwargs.items()},
+        kwargs={
+            key: map_refs(value, lambda ref: places[ref.name])
+            for key, value in node.kwargs.items()
+            if kernels != "gpu" or key not in _BACKWARD_MARKS
+        },
         outputs=(),
         module_path="",
         module_class="",

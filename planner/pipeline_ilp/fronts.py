@@ -33,44 +33,48 @@ class Front:
     lost: float = 0.0
     before: Front | None = None
     slot: tuple[int, int] = (0, 0)
-    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    picks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    #: Of each point: its place among (point of ``before``, choice), and the choices that there are.
+    places: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    choices: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def with_unit(self, slot: tuple[int, int], options: Options) -> Front:
         """The front with one more unit of ``slot`` = (chunk, run), in any of ``options`` (seconds, bytes, choice)."""
         option_seconds, option_sizes, choices = options
-        if not len(choices) or not len(self.seconds):
+        if not len(self.seconds):
+            return self  # nothing fits beside what does not
+        if not len(choices):
             return Front(np.zeros(0), np.zeros(0), self.limit, self.lost, self, slot)
         seconds = (self.seconds[:, None] + option_seconds).ravel()
         sizes = (self.sizes[:, None] + option_sizes).ravel()
-        order = np.lexsort((sizes, seconds))
-        order = order[sizes[order] <= self.limit]
-        if len(order) > 1:
-            fewest = np.minimum.accumulate(sizes[order])
-            order = order[np.concatenate(([True], sizes[order][1:] < fewest[:-1]))]
+        order = _undominated(seconds, sizes, self.limit)
         lost = self.lost
         if len(order) > _LARGEST_FRONT:
             sampled = np.unique(np.linspace(0, len(order) - 1, _LARGEST_FRONT // 2).round().astype(int))
             lost += float(np.diff(seconds[order[sampled]]).max())
             order = order[sampled]
-        return Front(
-            seconds[order],
-            sizes[order],
-            self.limit,
-            lost,
-            self,
-            slot,
-            order // len(choices),
-            choices[order % len(choices)],
-        )
+        return Front(seconds[order], sizes[order], self.limit, lost, self, slot, order, choices)
 
     def units(self) -> list[tuple[int, int, int]]:
         """The (chunk, run, choice) of every unit of the fastest point."""
         placed, front, point = [], self, 0
         while front.before is not None:
-            placed.append((*front.slot, int(front.picks[point])))
-            front, point = front.before, int(front.parents[point])
+            parent, choice = divmod(int(front.places[point]), len(front.choices))
+            placed.append((*front.slot, int(front.choices[choice])))
+            front, point = front.before, parent
         return placed
+
+
+def _undominated(seconds: Array, sizes: Array, limit: float) -> NDArray[np.int64]:
+    """Indices of the points of at most ``limit`` bytes that no other beats in both, fastest first."""
+    order = np.lexsort((sizes, seconds))
+    ordered = sizes[order]
+    if len(order) > 1:
+        fewer = np.empty(len(order), dtype=bool)
+        fewer[0] = True
+        np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=fewer[1:])
+        order, ordered = order[fewer], ordered[fewer]
+    # sizes fall from here on, so that those beyond the limit are first
+    return order[np.count_nonzero(ordered > limit) :]
 
 
 def options_of(
