@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import planner
@@ -131,3 +132,73 @@ def test_first_fit_takes_the_first_bin_with_room() -> None:
 def test_a_sample_that_is_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sample \d+ has \d+ tokens, a row 4"):
         planner.PackedDataset(Ragged(8), 4)
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every call of ``torch.export``."""
+    calls: list[Any] = []
+    export = torch.export.export
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    return calls
+
+
+class Encoder(nn.Module):
+    """Attention over tokens with masks and positions of any length, and a shape of its own for long texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(32, 8), nn.Embedding(64, 8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 32)
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, length = input_ids.shape
+        x = self.tokens(input_ids) + self.positions(torch.arange(length, device=input_ids.device))
+        q, k, v = (part.view(rows, length, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, 8))
+        if length > 12:
+            x = x * 2
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def text(rows: int, length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(0, 32, (rows, length), generator=generator)
+    return {"input_ids": tokens, "mask": torch.rand(tokens.shape, generator=generator) < 0.9, "labels": tokens}
+
+
+def test_one_capture_serves_all_lengths(exports: list[Any]) -> None:
+    """Beside the eager model; a length at which forward branches takes another capture."""
+    torch.manual_seed(0)
+    model = Encoder().double()
+    parallel = planner.compile(model, "cpu-local:1", example_inputs=text(4, 6))
+    counts = []
+    for length in (7, 9, 12, 5, 11, 6, 20, 25):
+        exports.clear()
+        batch = text(4, length)
+        loss = model(**batch)["loss"]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        parallel.zero_grad()
+        torch.testing.assert_close(parallel.train_step(**batch), loss.detach(), rtol=1e-9, atol=0)
+        for own, gradient in zip(parallel.parameters(), gradients, strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), gradient, rtol=1e-9, atol=1e-12)
+        counts.append(len(exports))
+    assert counts == [1, 0, 0, 0, 0, 0, 1, 0]
+
+
+def test_a_new_program_says_what_it_cost(caplog: pytest.LogCaptureFixture) -> None:
+    parallel = planner.compile(Encoder(), "cpu-local:1", example_inputs=text(2, 6))
+    with caplog.at_level("INFO", logger="meshwright.programs"):
+        for _ in range(2):
+            parallel.train_step(**text(2, 8))
+    lines = [record.getMessage() for record in caplog.records if record.name == "meshwright.programs"]
+    assert len(lines) == 2  # once
+    assert lines[0].startswith("Encoder captured for any size of the dims that changed in ")
+    assert lines[1].startswith("a new program of Encoder in ") and "input_ids [2, 8]" in lines[1]

@@ -37,7 +37,7 @@ from passes.canonicalise.token_dims import unmerge_token_dims
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
 from passes.canonicalise.written_parts import join_written_parts
 
-__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "nodes_with_gradient"]
+__all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "inline_regions", "nodes_with_gradient"]
 
 
 def canonicalise(

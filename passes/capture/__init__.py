@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from passes.capture.capture import capture
+from passes.capture.capture import capture, trace_shapes
 from passes.capture.float64 import keep_float64
 from passes.capture.interpret import interpret
 from passes.capture.nested_values import TrainingOutput
 from passes.capture.refusals import refuse_unsupported
 from passes.ir.errors import CaptureError
 
-__all__ = ["CaptureError", "TrainingOutput", "capture", "interpret", "keep_float64", "refuse_unsupported"]
+__all__ = [
+    "CaptureError",
+    "TrainingOutput",
+    "capture",
+    "interpret",
+    "keep_float64",
+    "refuse_unsupported",
+    "trace_shapes",
+]

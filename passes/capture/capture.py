@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,33 +14,32 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from passes.canonicalise import canonicalise
+from passes.canonicalise import canonicalise, inline_regions
 from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
 from passes.capture.export import export
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
-from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
-from passes.capture.python_state import Changes, changes, describe, no_python_draws, plain_state, set_attributes
+from passes.capture.nested_values import Path, Structure, rebuild
+from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
+from passes.capture.python_state import describe, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
-from passes.capture.saved_values import reconnect_saved_values
+from passes.capture.saved_values import lifted_values, reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of
+from passes.capture.traced_call import LossFunction, TracedCall
 from passes.capture.tracing_errors import describe_failure, explain, is_raised_by_the_model
 from passes.capture.unfold import unfold
 from passes.capture.value_reads import ValueReads, drop_answered
-from passes.capture.watch import WatchedForward
 from passes.ir.errors import CaptureError, MissingValues
 from passes.ir.graph import Graph
-from passes.ir.value_guards import GuardReading, ValueGuards
+from passes.ir.value_guards import ValueGuards
 from passes.torch_compat.host_operators import CTC_LOSSES
 from passes.torch_compat.tensor_fields import FakeTensor
 from passes.torch_compat.tracer_questions import answered_reads
 from passes.torch_compat.tracing import unvalidated_distributions
-
-LossFunction = Callable[[Any, Any], Any]
 
 
 def capture(
@@ -137,10 +136,36 @@ def _traced(
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
-) -> tuple[Graph, _Call]:
+) -> tuple[Graph, TracedCall]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
-    stand_ins = StandIns(device_of(model))
-    call = copy_of(_Call(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
+    trace = _trace(
+        model,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=loss_fn,
+        training=training,
+        values=values,
+        buffer_values=buffer_values,
+        repeats=repeats,
+    )
+    return trace.graph(trace.program), trace.call
+
+
+def _trace(
+    model: nn.Module,
+    *,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFunction | None,
+    training: bool | None,
+    values: Mapping[Path, torch.Tensor] | None = None,
+    buffer_values: Mapping[str, torch.Tensor] | None = None,
+    repeats: tuple[RepeatedEntries, ...] = (),
+    open_dims: OpenDims | None = None,
+) -> _Trace:
+    """The exported program of a call on a copy of the model."""
+    stand_ins = StandIns(device_of(model), with_symbols=open_dims is not None)
+    call = copy_of(TracedCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
     refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
@@ -152,28 +177,106 @@ def _traced(
     with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
         graph_training = copied.training
         states = _state_names(call)
-        program = _export(call, tensors, paths)
-        loss = _loss_path(call, training)
-        gradients = training is not False and (loss is not None or graph_training)
+        program = _export(call, tensors, paths, open_dims)
+    loss = _loss_path(call, training)
+    gradients = training is not False and (loss is not None or graph_training)
+    return _Trace(call, program, states, loss, graph_training, gradients, repeats)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A call that was traced.
+
+    Attributes:
+        states: all paths of every parameter and buffer.
+        loss: the output that is the loss.
+        training: the mode it was traced in.
+        gradients: whether its graph has any.
+    """
+
+    call: TracedCall
+    program: ExportedProgram
+    states: Mapping[str, tuple[str, ...]]
+    loss: str | None
+    training: bool
+    gradients: bool
+    repeats: tuple[RepeatedEntries, ...]
+
+    def graph(self, program: ExportedProgram | StaticProgram) -> Graph:
+        """The graph of the program, or of what was made of it; it is changed.
+
+        Raises:
+            CaptureError: if there is none.
+        """
+        call = self.call
         merge_equal_literals(program)
-        sources = _sources(program, call, states, gradients=gradients)
+        sources = _sources(program, call, self.states, gradients=self.gradients)
         try:
             reconnect_saved_values(program)
             graph = _to_graph(program, sources, call)
         except CaptureError as error:
-            raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
-    names = {path: ".".join(map(str, path)) for path in call.result.tensors}
-    graph = graph.replace(
-        loss=loss,
-        training=graph_training,
-        checkpointed=call.result.checkpoints,
-        guards=_guards(graph, call),
-        unflatten=functools.partial(_returned, call.result.structure, names),
-    )
-    return graph, call
+            raise CaptureError(f"cannot capture {type(call.model).__name__}: {error}") from error
+        names = {path: ".".join(map(str, path)) for path in call.result.tensors}
+        return graph.replace(
+            loss=self.loss,
+            training=self.training,
+            checkpointed=call.result.checkpoints,
+            guards=_guards(graph, call),
+            unflatten=functools.partial(_returned, call.result.structure, names),
+        )
+
+    def graph_of_shapes(self, shapes: Mapping[Path, tuple[int, ...]]) -> Graph:
+        """The graph for other shapes of the inputs, of a trace with open sizes.
+
+        Raises:
+            ValueError: if the trace does not hold for them.
+            CaptureError: if it has no such graph.
+            NotRepeated: as ``unfold``.
+        """
+        specs = self.program.graph_signature.input_specs
+        names = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT]
+        if lifted_values(self.program):
+            raise CaptureError("gradients inside of forward are traced for each shape")
+        by_name = {name: shapes[path] for name, path in zip(names, self.call.tensors, strict=True)}
+        graph = self.graph(with_sizes(self.program, by_name))
+        return number_draws(unfold(graph, self.repeats) if self.repeats else graph)
 
 
-def _guards(graph: Graph, call: _Call) -> ValueGuards:
+def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Callable[[Mapping[Path, Any]], Graph]:
+    """Trace a call with the sizes of some dims left open.
+
+    Args:
+        options: of ``capture``.
+
+    Returns:
+        what gives the graph for shapes of the inputs by path; it raises ValueError for shapes that need another trace.
+
+    Raises:
+        CaptureError: if no trace serves several shapes: forward reads values or changes attributes, or the model cannot
+            be captured.
+    """
+    with _one_at_a_time:
+        buffers = dict(model.named_buffers())
+        options = {"training": None, **options, "buffer_values": options.get("buffer_values") or buffers}
+        repeats = find_repeats(model) if options.pop("copy_repeats", False) else ()
+        try:
+            trace = _trace(model, **options, repeats=repeats, open_dims=open_dims)
+            inline_regions(trace.program.graph_module)
+            trace.graph_of_shapes({path: tuple(tensor.shape) for path, tensor in trace.call.tensors.items()})
+        except NotRepeated:
+            trace = _trace(model, **options, open_dims=open_dims)
+            inline_regions(trace.program.graph_module)
+    if trace.call.result.changed or trace.call.reads.guards:
+        raise CaptureError("forward changes attributes, or reads values of its inputs, which is traced for each shape")
+
+    def graph(shapes: Mapping[Path, Any]) -> Graph:
+        with _one_at_a_time:
+            return trace.graph_of_shapes(shapes)
+
+    return graph
+
+
+def _guards(graph: Graph, call: TracedCall) -> ValueGuards:
     """The readings that the graph is for. Targets of CTC losses that lie in rows are as many as they like."""
     guards = call.reads.guards
     losses = [node for node in graph.nodes if node.op == CTC_LOSSES]
@@ -201,107 +304,7 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
         return None
 
 
-class _Result:
-    """What a call returned, taken apart."""
-
-    structure: Structure
-    tensors: dict[Path, torch.Tensor]
-    checkpoints: bool
-    sizes_of_targets: list[GuardReading]
-    changed: Changes
-
-
-class _Call(nn.Module):
-    """The example call as a module of flat tensors, remembering the structure of what comes out."""
-
-    def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.parameters_of_forward = inspect.signature(model.forward).parameters
-        self.extra = _without_cache(self.parameters_of_forward, kwargs)
-        self.structure, self.tensors = flatten((args, kwargs))
-        self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
-        self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        self.reads: ValueReads
-        # An object of its own: export puts the module's attributes back after tracing.
-        self.result = _Result()
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.reads.begin(self.sources(tensors))
-        args, kwargs = self.unflatten(tensors)
-        before = plain_state(self.model)
-        with WatchedForward(self.originals, self.reads) as watched, no_python_draws():
-            if self.loss_fn is None:
-                outputs = self.model(*args, **kwargs, **self.extra)
-            else:
-                outputs = self.with_loss(args, kwargs)
-            structure, results = flatten(outputs)
-            path = _smallest(results)
-            if path is not None:
-                results[path] = watched.checked(results[path])
-        self.result.checkpoints = watched.checkpoints
-        self.result.sizes_of_targets = watched.sizes_of_targets
-        self.result.changed = changes(before, plain_state(self.model))
-        self.result.structure, self.result.tensors = structure, results
-        return tuple(self.result.tensors.values())
-
-    def sources(self, tensors: tuple[torch.Tensor, ...]) -> dict[tuple[str, Any], torch.Tensor]:
-        """What the trace begins with, now that the tracer has put its own tensors in place."""
-        parameters = {("parameter", name): tensor for name, tensor in self.model.named_parameters()}
-        buffers = {("buffer", name): tensor for name, tensor in self.model.named_buffers()}
-        return {**parameters, **buffers, **{("input", path): tensor for path, tensor in zip(self.tensors, tensors)}}
-
-    def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        remaining_tensors = iter(tensors)
-        return rebuild(self.structure, _InOrder(remaining_tensors))
-
-    def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
-        assert self.loss_fn is not None
-        parameters = list(self.parameters_of_forward.values())
-        kinds = {parameter.kind for parameter in parameters}
-        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        positional = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
-        named = kwargs
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
-            named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
-        outputs = self.model(*positional, **named, **self.extra)
-        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in parameters])), outputs)
-
-
-def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:
-    """The floating-point tensor with the fewest elements: the loss, where there is one."""
-    floating = [path for path, tensor in tensors.items() if tensor.is_floating_point()]
-    return min(floating, key=lambda path: tensors[path].numel(), default=None)
-
-
-class _InOrder(dict[Path, Any]):
-    """Returns the next tensor for every requested path."""
-
-    def __init__(self, tensors: Any) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def __missing__(self, path: Path) -> Any:
-        return next(self._tensors)
-
-
-def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
-    if not args:
-        return kwargs
-    if kwargs:
-        return {**dict(zip(names, args)), **kwargs}
-    return args[0] if len(args) == 1 else args
-
-
-def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``use_cache=False`` for models that would return a key-value cache unless told otherwise."""
-    return {"use_cache": False} if "use_cache" in parameters and "use_cache" not in kwargs else {}
-
-
-def _state_names(call: _Call) -> dict[str, tuple[str, ...]]:
+def _state_names(call: TracedCall) -> dict[str, tuple[str, ...]]:
     """Path of every parameter and buffer → all paths of the same tensor, the first one first."""
     paths: dict[int, list[str]] = {}
     everything = (*call.named_parameters(remove_duplicate=False), *call.named_buffers(remove_duplicate=False))
@@ -310,12 +313,15 @@ def _state_names(call: _Call) -> dict[str, tuple[str, ...]]:
     return {path: tuple(group) for group in paths.values() for path in group}
 
 
-def _export(call: _Call, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str]) -> ExportedProgram:
+def _export(
+    call: TracedCall, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str], open_dims: OpenDims | None
+) -> ExportedProgram:
     name = type(call.model).__name__
+    dims = None if open_dims is None else [open_dims.get(path, ()) for path in call.tensors]
     try:
         with torch.enable_grad(), answered_reads(call.reads.answer):
-            program = export(call, tensors)
-            reads = _first_read(program)
+            program = export(call, tensors, open_dims=dims)
+            reads = _first_read(program) if dims is None else None
             if reads is not None:
                 reads = _first_read(export(call, tensors, stack_traces=True)) or reads
     except Exception as error:
@@ -351,7 +357,7 @@ def _first_read(program: ExportedProgram) -> str | None:
     return None
 
 
-def _loss_path(call: _Call, training: bool | None) -> str | None:
+def _loss_path(call: TracedCall, training: bool | None) -> str | None:
     """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
     values = call.result.tensors
     named = values.get(("loss",))
@@ -365,7 +371,11 @@ def _loss_path(call: _Call, training: bool | None) -> str | None:
 
 
 def _sources(
-    program: ExportedProgram, call: _Call, states: Mapping[str, tuple[str, ...]], *, gradients: bool
+    program: ExportedProgram | StaticProgram,
+    call: TracedCall,
+    states: Mapping[str, tuple[str, ...]],
+    *,
+    gradients: bool,
 ) -> dict[str, Source]:
     """What every placeholder of the exported graph is. Placeholders of tied weights become one."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -407,7 +417,7 @@ def _input_name(path: Path, names: list[str]) -> str:
     return "_".join(map(str, (first, *path[1:])))
 
 
-def _to_graph(program: ExportedProgram, sources: dict[str, Source], call: _Call) -> Graph:
+def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Source], call: TracedCall) -> Graph:
     module = program.graph_module
     canonicalise(
         module,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.host_functions import traced_host_functions
@@ -19,15 +20,25 @@ from passes.torch_compat.tracing import (
 )
 
 
-def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces: bool = False) -> ExportedProgram:
+def export(
+    module: nn.Module,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    open_dims: Sequence[Collection[int]] | None = None,
+    stack_traces: bool = False,
+) -> ExportedProgram:
     """Trace ``module(*tensors)`` to ATen operators, composite ones kept, nothing functionalised.
 
     Args:
+        open_dims: of each tensor, the dims whose sizes are left open where the model allows it; None: none.
         stack_traces: note on every node the lines it comes from; costs a tenth of the time.
 
     Raises:
         whatever the model or the tracer raises.
     """
+    shapes = None
+    if open_dims is not None:
+        shapes = (tuple(dict.fromkeys(sorted(dims), Dim.AUTO) for dims in open_dims),)
     with (
         warnings.catch_warnings(),
         quiet_export(),
@@ -39,4 +50,4 @@ def export(module: nn.Module, tensors: tuple[torch.Tensor, ...], *, stack_traces
     ):
         warnings.simplefilter("ignore")
         with stack_traces_noted(stack_traces):
-            return torch.export.export(module, tensors, {}, strict=False)
+            return torch.export.export(module, tensors, {}, strict=False, dynamic_shapes=shapes)

@@ -8,13 +8,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from passes.capture.open_shapes import StaticProgram
 from passes.torch_compat.tensor_fields import FakeTensor
 
 #: Larger ones are left alone: comparing them would take long.
 MAX_ELEMENTS = 4096
 
 
-def merge_equal_literals(program: ExportedProgram) -> None:
+def merge_equal_literals(program: ExportedProgram | StaticProgram) -> None:
     """Give the users of a literal tensor the first one of the same dtype, shape and values.
 
     A literal that is used other than by copying it, and so may be written to, is left alone.

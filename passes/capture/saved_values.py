@@ -14,17 +14,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from passes.canonicalise.gradient_carriers import passes_gradient
+from passes.capture.open_shapes import StaticProgram
 from passes.ir.errors import CaptureError
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
 
 
-def reconnect_saved_values(program: ExportedProgram) -> None:
+def reconnect_saved_values(program: ExportedProgram | StaticProgram) -> None:
     """Give the users of a saved value the node that computed it, so that gradients of gradients flow through it.
 
     Raises:
         CaptureError: for a value that no node computed.
     """
-    saved = _lifted_values(program)
+    saved = lifted_values(program)
     if not saved:
         return
     computed = _Computed()
@@ -36,7 +37,7 @@ def reconnect_saved_values(program: ExportedProgram) -> None:
             computed.add(node)
 
 
-def _lifted_values(program: ExportedProgram) -> dict[fx.Node, torch.Tensor]:
+def lifted_values(program: ExportedProgram | StaticProgram) -> dict[fx.Node, torch.Tensor]:
     """Placeholders of the constants that are no real tensors."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     lifted: dict[fx.Node, torch.Tensor] = {}

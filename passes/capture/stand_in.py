@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from passes.torch_compat.symbolic_sizes import mode_with_symbols
 from passes.torch_compat.tensor_fields import FakeTensorMode
 
 
 class StandIns:
-    """Fake tensors by the tensor they stand for: one object has one stand-in, so ties stay ties."""
+    """Fake tensors by the tensor they stand for: one object has one stand-in, so ties stay ties.
 
-    def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    ``with_symbols``: sizes of inputs may be left open.
+    """
+
+    def __init__(self, device: torch.device, *, with_symbols: bool = False) -> None:
+        self.mode = mode_with_symbols() if with_symbols else FakeTensorMode(allow_non_fake_inputs=True)
         self.device = device
         self._made: dict[int, torch.Tensor] = {}
 

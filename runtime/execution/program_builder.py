@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.capture import capture
+from passes.capture import capture, trace_shapes
 from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
@@ -32,6 +32,7 @@ from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_orde
 from runtime.execution.chunk_order import Execution, execution_of
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner, as_seen_by
+from runtime.execution.shape_captures import ShapeCaptures, announced
 from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
@@ -114,6 +115,7 @@ class Maker:
         self.planner = planner
         self.input_of = input_of
         self.latest: Prepared | None = None
+        self.captures = ShapeCaptures()
         self._graphs: ProgramCache[Graph] = ProgramCache(max_programs=8, announces=False)
         self._prepared: ProgramCache[Prepared] = ProgramCache()
         self._made: ProgramCache[Prepared] = ProgramCache()
@@ -258,7 +260,7 @@ class Maker:
         return read_call(self.model.forward, call.args, {**kwargs, **call.kwargs}, positional=None)
 
     def _make(self, whole: ModelCall, *, training: bool) -> Prepared:
-        with self.places.layout.plain():
+        with announced(whole) as say, self.places.layout.plain():
             graph = self._capture(whole)
             count = self._microbatches_of(graph) if training else 1
             programs = self._cut(graph, training=training, num_microbatches=count)
@@ -267,6 +269,7 @@ class Maker:
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])
+            say(f"a new program of {graph.model_name}")
         return self._assemble(programs, emitted, graph, training=training)
 
     def _capture(self, call: ModelCall) -> Graph:
@@ -277,16 +280,12 @@ class Maker:
         values = self._values
 
         def capture_call() -> Graph:
+            options: dict[str, Any] = {"args": call.args, "kwargs": call.kwargs, "loss_fn": self.loss_fn}
+            options |= {"copy_repeats": True, "values": values.tensors, "buffer_values": self._cases.buffers}
+            static = functools.partial(capture, self.model, **options)
+            with_open_sizes = functools.partial(trace_shapes, self.model, **options)
             with self.watch.unwritten():
-                return capture(
-                    self.model,
-                    args=call.args,
-                    kwargs=call.kwargs,
-                    loss_fn=self.loss_fn,
-                    copy_repeats=True,
-                    values=values.tensors,
-                    buffer_values=self._cases.buffers,
-                )
+                return self.captures.graph(call, self._graph_mode(), capture=static, trace=with_open_sizes)
 
         graph = with_values_gathered(values, lambda: captured_alike(self.ranks, capture_call))
         if self.plan is None:

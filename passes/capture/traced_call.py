@@ -1,0 +1,118 @@
+"""The example call as a module of flat tensors, which ``torch.export`` traces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
+from passes.capture.python_state import Changes, changes, no_python_draws, plain_state
+from passes.capture.value_reads import ValueReads
+from passes.capture.watch import WatchedForward
+from passes.ir.value_guards import GuardReading
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class CallResult:
+    """What a call returned, taken apart."""
+
+    structure: Structure
+    tensors: dict[Path, torch.Tensor]
+    checkpoints: bool
+    sizes_of_targets: list[GuardReading]
+    changed: Changes
+
+
+class TracedCall(nn.Module):
+    """The example call as a module of flat tensors, remembering the structure of what comes out."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.parameters_of_forward = inspect.signature(model.forward).parameters
+        self.extra = _without_cache(self.parameters_of_forward, kwargs)
+        self.structure, self.tensors = flatten((args, kwargs))
+        self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
+        self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self.reads: ValueReads
+        # An object of its own: export puts the module's attributes back after tracing.
+        self.result = CallResult()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.reads.begin(self.sources(tensors))
+        args, kwargs = self.unflatten(tensors)
+        before = plain_state(self.model)
+        with WatchedForward(self.originals, self.reads) as watched, no_python_draws():
+            if self.loss_fn is None:
+                outputs = self.model(*args, **kwargs, **self.extra)
+            else:
+                outputs = self.with_loss(args, kwargs)
+            structure, results = flatten(outputs)
+            path = _smallest(results)
+            if path is not None:
+                results[path] = watched.checked(results[path])
+        self.result.checkpoints = watched.checkpoints
+        self.result.sizes_of_targets = watched.sizes_of_targets
+        self.result.changed = changes(before, plain_state(self.model))
+        self.result.structure, self.result.tensors = structure, results
+        return tuple(self.result.tensors.values())
+
+    def sources(self, tensors: tuple[torch.Tensor, ...]) -> dict[tuple[str, Any], torch.Tensor]:
+        """What the trace begins with, now that the tracer has put its own tensors in place."""
+        parameters = {("parameter", name): tensor for name, tensor in self.model.named_parameters()}
+        buffers = {("buffer", name): tensor for name, tensor in self.model.named_buffers()}
+        return {**parameters, **buffers, **{("input", path): tensor for path, tensor in zip(self.tensors, tensors)}}
+
+    def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        remaining_tensors = iter(tensors)
+        return rebuild(self.structure, _InOrder(remaining_tensors))
+
+    def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
+        assert self.loss_fn is not None
+        parameters = list(self.parameters_of_forward.values())
+        kinds = {parameter.kind for parameter in parameters}
+        places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        positional = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
+        named = kwargs
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
+        outputs = self.model(*positional, **named, **self.extra)
+        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in parameters])), outputs)
+
+
+def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:
+    """The floating-point tensor with the fewest elements: the loss, where there is one."""
+    floating = [path for path, tensor in tensors.items() if tensor.is_floating_point()]
+    return min(floating, key=lambda path: tensors[path].numel(), default=None)
+
+
+class _InOrder(dict[Path, Any]):
+    """Returns the next tensor for every requested path."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __missing__(self, path: Path) -> Any:
+        return next(self._tensors)
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]) -> Any:
+    if not args:
+        return kwargs
+    if kwargs:
+        return {**dict(zip(names, args)), **kwargs}
+    return args[0] if len(args) == 1 else args
+
+
+def _without_cache(parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``use_cache=False`` for models that would return a key-value cache unless told otherwise."""
+    return {"use_cache": False} if "use_cache" in parameters and "use_cache" not in kwargs else {}
