@@ -18,6 +18,7 @@ from passes.canonicalise import canonicalise, inline_regions
 from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
 from passes.capture.export import export
+from passes.capture.flat_call import FlatCall, LossFunction
 from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
@@ -29,7 +30,6 @@ from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of
-from passes.capture.traced_call import LossFunction, TracedCall
 from passes.capture.tracing_errors import describe_failure, explain, is_raised_by_the_model
 from passes.capture.unfold import unfold
 from passes.capture.value_reads import ValueReads, drop_answered
@@ -136,7 +136,7 @@ def _traced(
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
-) -> tuple[Graph, TracedCall]:
+) -> tuple[Graph, FlatCall]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
     trace = _trace(
         model,
@@ -165,7 +165,7 @@ def _trace(
 ) -> _Trace:
     """The exported program of a call on a copy of the model."""
     stand_ins = StandIns(device_of(model), with_symbols=open_dims is not None)
-    call = copy_of(TracedCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
+    call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
     refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
@@ -194,7 +194,7 @@ class _Trace:
         gradients: whether its graph has any.
     """
 
-    call: TracedCall
+    call: FlatCall
     program: ExportedProgram
     states: Mapping[str, tuple[str, ...]]
     loss: str | None
@@ -276,7 +276,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
     return graph
 
 
-def _guards(graph: Graph, call: TracedCall) -> ValueGuards:
+def _guards(graph: Graph, call: FlatCall) -> ValueGuards:
     """The readings that the graph is for. Targets of CTC losses that lie in rows are as many as they like."""
     guards = call.reads.guards
     losses = [node for node in graph.nodes if node.op == CTC_LOSSES]
@@ -304,7 +304,7 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
         return None
 
 
-def _state_names(call: TracedCall) -> dict[str, tuple[str, ...]]:
+def _state_names(call: FlatCall) -> dict[str, tuple[str, ...]]:
     """Path of every parameter and buffer → all paths of the same tensor, the first one first."""
     paths: dict[int, list[str]] = {}
     everything = (*call.named_parameters(remove_duplicate=False), *call.named_buffers(remove_duplicate=False))
@@ -314,7 +314,7 @@ def _state_names(call: TracedCall) -> dict[str, tuple[str, ...]]:
 
 
 def _export(
-    call: TracedCall, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str], open_dims: OpenDims | None
+    call: FlatCall, tensors: tuple[torch.Tensor, ...], paths: Mapping[int, str], open_dims: OpenDims | None
 ) -> ExportedProgram:
     name = type(call.model).__name__
     dims = None if open_dims is None else [open_dims.get(path, ()) for path in call.tensors]
@@ -357,7 +357,7 @@ def _first_read(program: ExportedProgram) -> str | None:
     return None
 
 
-def _loss_path(call: TracedCall, training: bool | None) -> str | None:
+def _loss_path(call: FlatCall, training: bool | None) -> str | None:
     """Which output is the loss: the scalar called ``loss``, or the first output if it is a scalar with gradient."""
     values = call.result.tensors
     named = values.get(("loss",))
@@ -372,7 +372,7 @@ def _loss_path(call: TracedCall, training: bool | None) -> str | None:
 
 def _sources(
     program: ExportedProgram | StaticProgram,
-    call: TracedCall,
+    call: FlatCall,
     states: Mapping[str, tuple[str, ...]],
     *,
     gradients: bool,
@@ -417,7 +417,7 @@ def _input_name(path: Path, names: list[str]) -> str:
     return "_".join(map(str, (first, *path[1:])))
 
 
-def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Source], call: TracedCall) -> Graph:
+def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Source], call: FlatCall) -> Graph:
     module = program.graph_module
     canonicalise(
         module,

@@ -116,7 +116,7 @@ class ShapeCaptures:
     def _trace_again(
         self, kind: _Kind, shapes: Shapes, trace: Callable[[Mapping[Path, set[int]]], GraphOfShapes]
     ) -> bool:
-        """Whether there is a new trace, which gives for the first shapes, if it is for them, what capturing them gave."""
+        """Whether there is a new trace, which gives for the first shapes what capturing gave, if it is for them."""
         changed = False
         for path, shape in shapes.items():
             dims = {dim for dim, size in enumerate(shape) if size != kind.shapes[path][dim]}

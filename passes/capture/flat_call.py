@@ -28,7 +28,7 @@ class CallResult:
     changed: Changes
 
 
-class TracedCall(nn.Module):
+class FlatCall(nn.Module):
     """The example call as a module of flat tensors, remembering the structure of what comes out."""
 
     def __init__(
