@@ -42,6 +42,15 @@ def run_of_the_tests(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
     os.environ["XDG_CACHE_HOME"] = os.environ["MESHWRIGHT_TEST_RUN"]  # rules found by running are not of the user's
 
 
+@pytest.fixture(scope="module")
+def models_traced_once() -> Iterator[None]:
+    """For modules whose tests are not about tracing: see ``tests.tracing``."""
+    from tests.tracing import traced_once
+
+    with traced_once():
+        yield
+
+
 def _has_group() -> bool:
     if "torch.distributed" not in sys.modules:
         return False

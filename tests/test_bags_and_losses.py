@@ -16,6 +16,8 @@ from passes.ir.graph import Graph
 from passes.rules import rule_for
 from tests.capture_parity import assert_parity
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 ROWS, WIDTH = 10, 4
 
 

@@ -22,6 +22,8 @@ from planner.whole_step.result.search_progress import CAPTURING, SEARCHING, Repo
 from tests.patience import PATIENCE
 from tests.ranks import ROOT
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 TINY = ["tiny-llama", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--global-batch", "8"]
 STEP = ["tiny-llama", "--cluster", "cpu-local:8", "--seq-len", "32", "--global-batch", "16"]
 

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import planner
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 WIDTH, FEATURES = 32, 16
 
 

@@ -33,6 +33,8 @@ from tests.emit_models import CASES as PLANNED
 from tests.emit_models import programs
 from tests.hand_plan import hand_plan, mlp_graph
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 GOLDEN = Path(__file__).parent / "golden"
 CASES = {**HAND_WRITTEN, **PLANNED}
 

@@ -12,6 +12,8 @@ from planner.library import load_config
 from planner.planning import capture_for_planning
 from tests.emit_models import COLUMNS_AND_ROWS, fused_for_planning, programs_of
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 pytest.importorskip("transformers")
 
 #: On one device, cut to two layers, so that capture and search take no time.

@@ -21,6 +21,8 @@ from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.plan_step import plan_step
 from tests.expert_models import mixture, mixture_batch
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 DEVICES = 32
 
 

@@ -14,6 +14,8 @@ from passes.fuse import fuse
 from passes.rules.expert_rules import is_experts
 from tests.expert_families import family_batch, family_model
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Operators that put rows in an order that depends on all samples.
 MIXING = ("sort", "grouped_mm", "index_put", "bincount", "nonzero")
 #: One spelling of each model, and what else only one of them has.

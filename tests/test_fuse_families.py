@@ -16,6 +16,8 @@ from passes.fuse import Fused, fuse
 from passes.ir.graph import Graph, State
 from planner.fusing import fold_paths, report
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 _DECODER = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip

@@ -11,6 +11,8 @@ from torch import nn
 
 import planner
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 class InnerStep(nn.Module):
     """The loss after one step of gradient descent, for every task with weights of its own."""

@@ -25,6 +25,8 @@ from runtime import ops
 from runtime.execution.rank_mapping import VirtualPlaces
 from runtime.mesh.layout import VirtualLayout, virtual_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 Numbers = Callable[[torch.Tensor], torch.Tensor]
 Normal, Bernoulli = torch.distributions.Normal, torch.distributions.Bernoulli
 #: Made of a tensor [rows, columns]; all give a tensor of that shape, or one that broadcasts to it.

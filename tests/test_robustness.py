@@ -14,6 +14,8 @@ from planner.inspection.robustness import BEFORE, LARGEST, figures_of, least_mem
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, plan_of
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 CLUSTER = Cluster.uniform(4, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e8, memory_bytes=2**20)
 
 

@@ -24,6 +24,8 @@ from runtime.mesh.layout import VirtualLayout, virtual_ranks
 from runtime.module.parallel_module import ParallelModule
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 DP_TP = "dp=2,tp=2"
 
 

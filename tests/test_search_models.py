@@ -18,6 +18,8 @@ from planner.sharding_ilp.role_restrictions import BASELINES
 from planner.verification.verify_model import slow_devices
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 MODELS = ["mlp", "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-t5", "tiny-vit", "tiny-opt", "tiny-bloom"]
 
 

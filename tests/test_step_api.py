@@ -17,6 +17,8 @@ from tests.ranks import run_on_ranks, run_script
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
 from tests.step_worker import SCENARIOS
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Nothing but a mesh of data, context and tensor ranks.
 PLAIN = {"pp": 1, "num_microbatches": 1, "recompute": "none", "zero": 0}
 NAMES = [scenario.__name__ for scenario in SCENARIOS]

@@ -37,6 +37,8 @@ from planner.whole_step.plan_step import plan_step
 from planner.whole_step.result.uniform_plans import plainer
 from tests.small_models import squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 class ConvNet(nn.Module):
     """Two convolutions and a classifier of uneven sizes."""

@@ -16,6 +16,8 @@ from cost_models import Cluster
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 def squared(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     return (outputs**2).mean()

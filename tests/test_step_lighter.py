@@ -18,6 +18,8 @@ from planner.whole_step.plan_step import plan_step
 from planner.whole_step.result.lighter import fullest
 from planner.whole_step.result.plan_of_solution import judge
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 CONFIG = LlamaConfig(
     hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16, vocab_size=8192
 )

@@ -26,6 +26,8 @@ from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
 from tests.small_models import Mlp, Residual, mlp_batch, squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Name in the library → what makes it small.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "tiny-llama": {},

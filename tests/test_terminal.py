@@ -11,6 +11,8 @@ from passes.plan import Plan
 from planner.cli import _parser, main
 from planner.cli.terminal import fold
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 STEP = ["plan", "tiny-llama", "--cluster", "dgx-h100:1", "--seq-len", "16", "--global-batch", "64"]
 
 

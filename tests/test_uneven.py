@@ -36,6 +36,8 @@ from passes.rules.uneven import can_run, cuts_of
 from passes.shard import Convert, Local
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: By name: whether the embedding is the linear layer's too, what is fixed of the step, the first rank's part.
 PLANS: dict[str, dict[str, Any]] = {
     "whole weights": {"tied": True, "fix": {"dp": 2, "tp": 2, "pp": 1, "zero": 0}, "rows": [129, 16]},

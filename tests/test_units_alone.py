@@ -20,6 +20,8 @@ from runtime.zero.state_pieces import piece, piece_of, piece_shape
 from runtime.zero.unit import Unit, UnitWeight, chained
 from tests.units_worker import FROZEN, forward, optimizer_of, reference, samples, whole_weights
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 

@@ -16,6 +16,8 @@ from planner.verification.comparison import Comparison, difference
 from planner.verification.training_run import run_sharded
 from tests.small_models import TiedClassifier, seeded, token_batch
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 OPTIONS: dict[str, Any] = {"forbid_replicated_matmul": True}
 
 
