@@ -36,6 +36,10 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Operand:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
     def tensor(self) -> torch.Tensor:
         """One without data."""
         empty = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
@@ -182,13 +186,12 @@ def chains_of_model(model: str) -> ModelChains:
     Raises:
         ValueError: if the model cannot be captured.
     """
-    program = emit(chain_up(sharded_of(fused_for_planning(_captured(model))[0])))
+    program = chained_program(captured_at_longest(model))
     calls: dict[tuple[Any, ...], Chain] = {}
     plain = Chain.__call__
 
     def call(chain: Chain, *tensors: torch.Tensor) -> Any:
-        operands = (Operand(tuple(one.shape), one.stride(), one.dtype, one.requires_grad) for one in tensors)
-        calls[chain.plain.__name__, *operands] = chain
+        calls[chain.plain.__name__, *map(Operand.of, tensors)] = chain
         return plain(chain, *tensors)
 
     with mock.patch.object(Chain, "__call__", call):
@@ -202,10 +205,20 @@ def chains_of_model(model: str) -> ModelChains:
     return ModelChains(model, backends.count(TRITON), len(backends) - backends.count(TRITON), cases)
 
 
-def _captured(model: str) -> Any:
+def chained_program(graph: Graph) -> Program:
+    """The program of a training step on one device, fused and with its chains."""
+    return emit(chain_up(sharded_of(fused_for_planning(graph)[0])))
+
+
+def captured_at_longest(model: str, **options: Any) -> Graph:
+    """The graph of two samples of the longest of the usual lengths that the model has positions for.
+
+    Raises:
+        ValueError: if the model cannot be captured.
+    """
     for length in LENGTHS:
         try:
-            return capture_for_planning(model, batch_size=2, seq_len=length)
+            return capture_for_planning(model, batch_size=2, seq_len=length, **options)
         except ValueError as error:
             if "seq_len" not in str(error) or length is None:
                 raise

@@ -325,8 +325,8 @@ def on_other_meshes(folder: Path) -> Iterator[Resumed]:
         assert file is not None
         observed = {step: float.fromhex(loss) for step, loss in losses_of(file)}
         assert list(observed) == list(range(SAVED_AT + 1, BASE.num_steps + 1))
-        wanted = {step: float.fromhex(losses[step]) for step in observed}
-        yield name, len(observed), max(abs(observed[step] / wanted[step] - 1) for step in observed)
+        expected = {step: float.fromhex(losses[step]) for step in observed}
+        yield name, len(observed), max(abs(observed[step] / expected[step] - 1) for step in observed)
 
 
 def table(head: str, rows: Sequence[Sequence[object]]) -> str:

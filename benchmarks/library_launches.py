@@ -13,18 +13,14 @@ from unittest import mock
 
 import torch
 
-from benchmarks.compiled_chains import LENGTHS, Operand, run_of
-from passes.chains import TRITON, chain_up
-from passes.emit import emit
-from planner.fusing import fused_for_planning
+from benchmarks.compiled_chains import Operand, captured_at_longest, chained_program, run_of
+from passes.chains import TRITON
 from planner.library import load_config
 from planner.library.configs import config_file
-from planner.planning import capture_for_planning
 from runtime.kernels import library
 from runtime.kernels.chain_call import Chain
 from runtime.kernels.library import FusedOperator
 from runtime.program_tools.typecheck import typecheck
-from tests.chain_graphs import sharded_of
 
 #: So many layers of each kind have every layer that is not like the others: the longest period is Jamba's.
 _LAYERS = 8
@@ -59,7 +55,7 @@ def launches_of(model: str) -> ModelLaunches:
     Raises:
         ValueError: if the model cannot be captured.
     """
-    program = emit(chain_up(sharded_of(fused_for_planning(_captured(model))[0])))
+    program = chained_program(_captured(model))
     launches: dict[str, Launch] = {}
     call_operator, call_chain = FusedOperator.__call__, Chain.__call__
 
@@ -89,9 +85,7 @@ def _note(launches: dict[str, Launch], name: str, source: str, operands: list[An
 
 
 def _operand(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return Operand(tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
+    return Operand.of(value) if isinstance(value, torch.Tensor) else value
 
 
 def _run_operator(operator: FusedOperator, operands: list[Any]) -> None:
@@ -119,13 +113,7 @@ def _captured(model: str) -> Any:
             load_config(path)
         except ValueError:  # a config that does not add up with fewer layers
             path = config_file(model)
-        for length in LENGTHS:
-            try:
-                return capture_for_planning(str(path), batch_size=2, seq_len=length, dtype="bfloat16")
-            except ValueError as error:
-                if "seq_len" not in str(error) or length is None:
-                    raise
-    raise AssertionError("unreachable")
+        return captured_at_longest(str(path), dtype="bfloat16")
 
 
 def _shortened(entries: Any) -> Any:

@@ -144,15 +144,15 @@ def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int)
 
 def published_seconds(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> float | None:
     """Seconds of a step, from whatever measure of speed the source gives."""
-    found = run.published
-    if "seconds" in found:
-        return found["seconds"]
-    if "tokens_per_second" in found:
-        return run.global_batch * run.seq_len / (found["tokens_per_second"] * num_devices)
-    if "tflops" in found:
-        return step.costs.flops / (found["tflops"] * 1e12 * num_devices)
-    if "hardware_tflops" in found:
-        return recomputed_flops(run, config) / (found["hardware_tflops"] * 1e12 * num_devices)
+    measured = run.published
+    if "seconds" in measured:
+        return measured["seconds"]
+    if "tokens_per_second" in measured:
+        return run.global_batch * run.seq_len / (measured["tokens_per_second"] * num_devices)
+    if "tflops" in measured:
+        return step.costs.flops / (measured["tflops"] * 1e12 * num_devices)
+    if "hardware_tflops" in measured:
+        return recomputed_flops(run, config) / (measured["hardware_tflops"] * 1e12 * num_devices)
     return None
 
 
