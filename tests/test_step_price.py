@@ -91,7 +91,7 @@ def counted(conversions: Iterable[ConversionPlan]) -> list[ConversionPlan]:
 def check(graph: Graph, cluster: Cluster, fixed: Mapping[str, Any]) -> bool:
     """Whether there is a plan; if so it costs what it says."""
     try:
-        plan = plan_step(graph, cluster, read_demands(fixed))
+        plan = plan_step(graph, cluster, read_demands(fixed, gap=0.5))  # any plan, not the fastest
     except ValueError:
         return False
     assert plan.step is not None

@@ -31,8 +31,8 @@ from passes.emit.variable_names import RESERVED, identifier
 from passes.ir.graph import Graph, Node, Ref, Value, iterate_refs
 from passes.rules.operator_call import signature
 
-#: The residual stream, what is normalised of it, and what goes from copy to copy of a block.
-STREAM, NORMED = "x", "h"
+#: The residual stream, and what goes from copy to copy of a block.
+STREAM = "x"
 _NUMBER_AT_END = re.compile(r"(_\d+)+$")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 

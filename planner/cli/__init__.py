@@ -21,7 +21,7 @@ from planner.cli.export_command import add_export
 from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
 from planner.cli.run_command import add_run
-from planner.cli.shared_options import Parser, add_solver_argument, count, subparser
+from planner.cli.shared_options import Parser, add_plan_argument, add_solver_argument, count, subparser
 from planner.cli.sweep_command import add_sweep
 from planner.cli.terminal import folded_output
 from planner.cli.verify_command import add_verify
@@ -118,7 +118,7 @@ def _add_show(commands: Any) -> None:
         help="print a saved plan",
         examples=["planner show plan.json", "planner show plan.json --operators"],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o'")
+    add_plan_argument(parser)
     parser.add_argument("--operators", action="store_true", help="also one line for each operator")
     parser.set_defaults(command=_show)
 

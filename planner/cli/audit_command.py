@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.text import printable_lines
-from planner.cli.shared_options import seconds, subparser
+from planner.cli.shared_options import add_plan_argument, seconds, subparser
 
 
 def add_audit(commands: Any) -> None:
@@ -27,7 +27,7 @@ def add_audit(commands: Any) -> None:
             "planner audit plan.json --model my_model.py:build --loss-fn my_model.py:loss",
         ],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument(
         "--model",
         help="what the plan is of, unless it says so itself: a library name, the path of a Hugging Face config, or "

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from cost_models.text import printable, printable_lines
-from planner.cli.shared_options import subparser
+from planner.cli.shared_options import add_plan_argument, subparser
 
 
 def add_export(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add_export(commands: Any) -> None:
             "planner export plan.json --to accelerate-fsdp2 -o accelerate.yaml",
         ],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument(
         "--to",
         required=True,

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models.text import printable, printable_lines
 from planner.cli.audit_command import read_model
-from planner.cli.shared_options import read_choices, seconds, subparser
+from planner.cli.shared_options import (
+    add_model_of_plan_argument,
+    add_plan_argument,
+    read_choices,
+    seconds,
+    subparser,
+)
 
 if TYPE_CHECKING:
     from passes.plan import Plan
@@ -24,14 +30,14 @@ def add_report(commands: Any) -> None:
             "planner report plan.json -o plan.html --emit --robustness --compare megatron,fsdp",
         ],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="where to write it")
     parser.add_argument("--price", type=_price, help="what one device costs an hour: adds the cost per million tokens")
     parser.add_argument("--source", metavar="FILE.py", help="an emitted program to show beside the model")
     parser.add_argument("--emit", action="store_true", help="capture the model and show its programs beside it")
     parser.add_argument("--robustness", action="store_true", help="add what 'planner robustness' finds: takes minutes")
     parser.add_argument("--compare", metavar="NAME,…", help="add experts' layouts, named as for planner plan")
-    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    add_model_of_plan_argument(parser)
     parser.set_defaults(command=_report)
 
 
@@ -43,7 +49,7 @@ def add_trace(commands: Any) -> None:
         help="write the simulated step of a saved plan for Perfetto (ui.perfetto.dev)",
         examples=["planner trace plan.json -o trace.json"],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE.json", help="where to write it")
     parser.set_defaults(command=_trace)
 
@@ -70,10 +76,10 @@ def add_why_not(commands: Any) -> None:
         help="search again under a wish, and print what it costs",
         examples=["planner why-not plan.json --fix tp=4", "planner why-not plan.json --forbid recompute=full"],
     )
-    parser.add_argument("plan", help="a plan of a whole step, saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
-    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    add_model_of_plan_argument(parser)
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
     parser.add_argument("--all", action="store_true", help="every tensor and operator that differs")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan that meets the wish")
@@ -91,9 +97,9 @@ def add_explain(commands: Any) -> None:
             "planner explain plan.json 'model.layers.*.mlp' --all",
         ],
     )
-    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+    add_plan_argument(parser)
     parser.add_argument("name", help="module, parameter, input, output or operator, or a pattern of them")
-    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    add_model_of_plan_argument(parser)
     parser.add_argument("--all", action="store_true", help="search every alternative of every operator")
     parser.set_defaults(command=_explain)
 
@@ -106,8 +112,8 @@ def add_robustness(commands: Any) -> None:
         help="by which factor the cluster's figures must be wrong before another plan wins",
         examples=["planner robustness plan.json"],
     )
-    parser.add_argument("plan", help="a plan of a whole step, saved by 'planner plan -o' or Plan.save")
-    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+    add_plan_argument(parser)
+    add_model_of_plan_argument(parser)
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for each of the searches")
     parser.set_defaults(command=_robustness)
 

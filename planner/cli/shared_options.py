@@ -74,6 +74,16 @@ def add_model_arguments(
     parser.add_argument("--dtype", type=float_dtype, help="parameter dtype (plan: bfloat16; verify: float64)")
 
 
+def add_plan_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the plan that a command looks at."""
+    parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+
+
+def add_model_of_plan_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the model that a saved plan is of."""
+    parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
+
+
 def add_solver_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for the solver of the integer programs."""
     parser.add_argument(
