@@ -38,7 +38,9 @@ def traced_once() -> Iterator[None]:
     in_full, shortened = vars(module)["_capture_whole"], vars(module)["_capture_shortened"]
     graphs: dict[object, Any] = {}
 
-    def graph_of(key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
+    def graph_of(model: nn.Module, key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
+        if any("<" in name for *_, name in _functions(model)):  # lambdas and local functions have no name of their own
+            return trace()
         if key not in graphs:
             graph = _traced_by_one_process(repr(key), trace)
             if graph is not None and graph.guards:  # it is for calls with the same values alone
@@ -47,10 +49,10 @@ def traced_once() -> Iterator[None]:
         return graphs[key]
 
     def traced_shortened(model: nn.Module, options: dict[str, Any]) -> Any:
-        return graph_of(("shortened", *_key(model, **options)), lambda: shortened(model, options))
+        return graph_of(model, ("shortened", *_key(model, **options)), lambda: shortened(model, options))
 
     def traced_in_full(model: nn.Module, **options: Any) -> Any:
-        return graph_of(("in full", *_key(model, **options)), lambda: in_full(model, **options))
+        return graph_of(model, ("in full", *_key(model, **options)), lambda: in_full(model, **options))
 
     with (
         mock.patch.object(module, "_capture_shortened", traced_shortened),
@@ -95,8 +97,18 @@ def _key(
     code = getattr(loss_fn, "__code__", None)
     function = type(loss_fn) if code is None else (code.co_filename, code.co_firstlineno, code.co_code, code.co_consts)
     return (
-        *(modules, _states(model), repr(plain_state(model)), repr(getattr(model, "config", None))),
+        *(modules, _functions(model), _states(model), repr(plain_state(model)), repr(getattr(model, "config", None))),
         *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, modes),
+    )
+
+
+def _functions(model: nn.Module) -> tuple[tuple[str, str, str], ...]:
+    """Functions that modules have as attributes: path, attribute and name."""
+    return tuple(
+        (path, attribute, value.__qualname__)
+        for path, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if hasattr(value, "__qualname__")
     )
 
 
