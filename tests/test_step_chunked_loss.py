@@ -29,6 +29,8 @@ from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
 from runtime.kernels.chunked_logits import tokens_at_a_time
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 MIB = 2**20
 
 
