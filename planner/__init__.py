@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from runtime.data.length_buckets import length_buckets
     from runtime.data.loader import DataLoader
     from runtime.data.packing import PackedDataset, sample_lengths
+    from runtime.islands.island_ranks import Islands
+    from runtime.islands.outer_training import DiLoCo
     from runtime.launch.process import init
     from runtime.module.expert_balance import balance_experts
     from runtime.module.parallel_module import ParallelModule
@@ -38,6 +40,8 @@ _HOMES = {
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
+    "DiLoCo": "runtime.islands.outer_training",
+    "Islands": "runtime.islands.island_ranks",
     "PackedDataset": "runtime.data.packing",
     "ParallelModule": "runtime.module.parallel_module",
     "Plan": "passes.plan",
@@ -63,6 +67,8 @@ __all__ = [
     "CheckpointManager",
     "Cluster",
     "DataLoader",
+    "DiLoCo",
+    "Islands",
     "PackedDataset",
     "ParallelModule",
     "Plan",

@@ -38,6 +38,7 @@ from runtime.execution.engine import Engine
 from runtime.execution.mixed_precision import cast_floats, compute_dtype, computing_in
 from runtime.execution.rank_mapping import Places, RankPlaces
 from runtime.execution.replanning import Planner
+from runtime.launch.groups import mesh_of_axes
 from runtime.mesh.first_rank import broadcast_objects
 from runtime.module.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
@@ -233,7 +234,7 @@ def plan_on_devices(
     fix: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """The best step on a cluster, or on a mesh whose axes are given, over the default process group.
+    """The best step on a cluster, or on axes of given sizes, over the default process group; or over a device mesh.
 
     Raises:
         ValueError: if there is another number of processes, no input, or no plan.
@@ -251,8 +252,11 @@ def plan_on_devices(
         requested_axes = fixed_axes(axis_sizes(target), fix)
         needed = target.mesh.numel() if isinstance(target, DeviceMesh) else target.num_devices
         cluster = as_cluster(hardware, num_devices=needed) if hardware is not None else None
-    device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
-    everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
+    if isinstance(target, DeviceMesh):  # perhaps of some of the processes only
+        everyone = mesh_of_axes(target.device_type, target.mesh.flatten(), ("ranks",))
+    else:
+        device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
+        everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
     priced = Cluster.from_device_mesh(everyone) if cluster is None else cluster
     plan_options = {name: value for name, value in options.items() if value is not None}
 

@@ -128,14 +128,15 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         ValueError: if there is another number of processes, or the given mesh has other sizes.
     """
     axes = plan.step.axes
-    device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
     if isinstance(target, DeviceMesh):
+        device = target.device_type
         sizes = fixed_axes(axis_sizes(target))
         if {axis: sizes.get(axis, 1) for axis in AXES} != {axis: axes.get(axis, 1) for axis in AXES}:
             raise ValueError(f"the plan is for axes {axes}, the mesh has {sizes}: plan again for it")
         names = list(target.mesh_dim_names or ())
         ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
+        device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
         ranks = torch.arange(plan.step.num_devices, device="cpu")
     order, placed_axes = list(axes), tuple(axis for axis in AXES if axis in axes)
     placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in placed_axes])

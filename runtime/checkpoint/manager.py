@@ -81,9 +81,10 @@ class CheckpointManager:
             background. The next ``save``, ``load`` or
             ``wait`` waits for it, and raises what went wrong; call ``wait`` before the process group is destroyed.
         device: where tensors still on meta get memory; None for the mesh's, or the CPU.
+        ranks: that hold the model and save together; None for all. Others may have a directory of their own.
 
     Raises:
-        ValueError: for ``keep_last`` below 1.
+        ValueError: for ``keep_last`` below 1, and if this rank is not among ``ranks``.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class CheckpointManager:
         keep_last: int | None = 2,
         asynchronous: bool = False,
         device: torch.device | str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: keep at least one checkpoint, or None to keep all")
@@ -101,7 +103,10 @@ class CheckpointManager:
         self.asynchronous = asynchronous
         self._device = device
         # A group of its own: writing in the background must not meet the collectives of training.
-        self._group = group_of(range(num_ranks()), backend="gloo") if num_ranks() > 1 else None
+        members = sorted(range(num_ranks()) if ranks is None else ranks)
+        if rank_in() not in members:
+            raise ValueError(f"rank {rank_in()} is not among the ranks {members} of this checkpoint manager")
+        self._group = group_of(members, backend="gloo") if num_ranks() > 1 else None
         self._running: Future[Any] | None = None
         self._staging = HostStaging()
 
