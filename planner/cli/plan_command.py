@@ -6,7 +6,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from cost_models.files import check_writable
+from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
+from planner.cli.island_command import refuse_island_options, run_island_plan
 from planner.cli.shared_options import (
     MESH_HELP,
     add_model_arguments,
@@ -88,6 +90,16 @@ def add_plan(commands: Any) -> None:
         metavar="FRAMEWORK",
         help="search only what it has settings for: torchtitan, megatron, accelerate-fsdp2, deepspeed, transformers-tp",
     )
+    islands = parser.add_argument_group("islands with slow links between them (a cluster file with [[islands]])")
+    islands.add_argument(
+        "--loss-budget",
+        type=float,
+        metavar="SHARE",
+        help="more perplexity than a synchronous run's that is accepted for islands that meet every H steps "
+        "(default: 0.02); it says which H",
+    )
+    islands.add_argument("--inner-steps", type=count, metavar="H", help="H itself, in the place of --loss-budget")
+    islands.add_argument("--wire-format", metavar="DTYPE", help="float32 (default), bfloat16, float16 or int8")
     parser.set_defaults(command=run_plan)
     _add_step_arguments(
         parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
@@ -135,6 +147,9 @@ def run_plan(options: argparse.Namespace) -> int:
     # Invalid options are reported before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
+    if options.cluster is not None and has_islands(options.cluster):
+        return run_island_plan(options)
+    refuse_island_options(options)
     names, layouts = _baselines(options), _user_layouts(options)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:

@@ -59,7 +59,9 @@ class JointState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         self._inner.state.pop(parameter, None)
-        self._outer.state.pop(self._copies(parameter), None)
+        copy = self._copies(parameter)
+        if copy is not None:
+            self._outer.state.pop(copy, None)
 
     def clear(self) -> None:
         """Forget the state of both."""

@@ -53,7 +53,7 @@ def shared_cells(name: str, islands: Sequence[Holders]) -> list[SharedCell]:
     num_dims = len(extents[0][0])
     cuts = [sorted({edge for offsets, sizes in extents for edge in (offsets[dim], offsets[dim] + sizes[dim])})
             for dim in range(num_dims)]  # fmt: skip
-    cells = []
+    cells: list[SharedCell] = []
     for corner in itertools.product(*(itertools.pairwise(edges) for edges in cuts)):
         offsets, sizes = tuple(low for low, _ in corner), tuple(high - low for low, high in corner)
         holders = tuple(_holders_around(name, holders, offsets) for holders in islands)
