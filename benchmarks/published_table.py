@@ -19,9 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.published_frameworks import Framework
 from cost_models import Cluster
 from cost_models.hardware import DeviceGroup
 from cost_models.memory import reserved_bytes
+from cost_models.simulator import simulate
+from cost_models.step import PipelineStep
+from cost_models.step_time import step_memory
+from passes.ir.graph import Graph
 from passes.plan.step_plan import StepPlan
 from planner import planning
 from planner.library import load_config
@@ -57,6 +62,8 @@ class PublishedRun:
     memory_binds: bool = False
     tensor: Splitter | None = None
     fitted_before: bool = False
+    framework: Mapping[str, Any] = field(default_factory=dict)
+    second_hand: str = ""
     open: str = ""
     why: str = ""
 
@@ -105,23 +112,23 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 
 def compare(run: PublishedRun, *, gap: float = Demands.gap) -> Comparison:
-    """Plan ``run``, to ``gap`` of the best, and set its step beside what was published."""
+    """Plan ``run``, to ``gap`` of the best, and set its step, as its software runs it, beside what was published."""
     config = config_of(run)
     cluster = cluster_of(run)
+    graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
     if run.tensor is None:
         # Their own software ran these, without our kernels, and what ran fitted: no headroom.
-        graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
         demands = read_demands(run.fix, compiled=run.compiled, headroom=0.0, gap=gap, time_limit=TIME_LIMIT)
         step = plan_step(graph, cluster, demands).step
     else:
-        step = split_by_rule(run, run.tensor, config, cluster)
+        step = split_by_rule(run, run.tensor, graph, config, cluster)
     assert step is not None
-    return comparison(run, step, config, cluster.num_devices)
+    played = Framework(**run.framework).on_step(step, graph, config, run.seq_len, cluster.device)
+    return comparison(run, step, played, config, cluster.num_devices)
 
 
-def split_by_rule(run: PublishedRun, tensor: Splitter, config: Any, cluster: Cluster) -> StepPlan | None:
+def split_by_rule(run: PublishedRun, tensor: Splitter, graph: Graph, config: Any, cluster: Cluster) -> StepPlan | None:
     """The step with layers split as the run's software splits them, where the planner would split otherwise."""
-    graph = planning.capture_for_planning(config, batch_size=run.global_batch, seq_len=run.seq_len)
     level_one = BaselineSpace(graph, config=config, compiled=run.compiled).level_one(tensor, cluster)
     search = Search(level_one, cluster, read_demands(run.fix, compiled=run.compiled, time_limit=TIME_LIMIT))
     outcome = search.run()
@@ -129,13 +136,15 @@ def split_by_rule(run: PublishedRun, tensor: Splitter, config: Any, cluster: Clu
     return extract(search, outcome, best, [], cluster=cluster, constraints={}).step
 
 
-def comparison(run: PublishedRun, step: StepPlan, config: Any, num_devices: int) -> Comparison:
+def comparison(run: PublishedRun, step: StepPlan, played: PipelineStep, config: Any, num_devices: int) -> Comparison:
+    """``step`` beside what was published, with the seconds and bytes of ``played``."""
     tokens = run.global_batch * run.seq_len
     seconds = published_seconds(run, step, config, num_devices)
-    reserved = reserved_bytes(max(rank.total for rank in step.memory))
+    more = max(step_memory(played)) - max(step_memory(step.pipeline))
+    reserved = reserved_bytes(max(rank.total for rank in step.memory) + more)
     return Comparison(
         run=run,
-        predicted_speed=tokens / step.costs.simulated / num_devices,
+        predicted_speed=tokens / simulate(played).seconds / num_devices,
         published_speed=None if seconds is None else tokens / seconds / num_devices,
         predicted_gib=reserved / 2**30,
         published_gib=run.published.get("gib"),
@@ -182,7 +191,7 @@ def cluster_of(run: PublishedRun) -> Cluster:
     levels = cluster.levels
     if run.network_gbps is not None:
         levels = (*levels[:-1], dataclasses.replace(levels[-1], bandwidth=run.network_gbps * 1e9 / 8))
-    return dataclasses.replace(cluster, groups=groups, levels=levels)
+    return Framework(**run.framework).on_cluster(dataclasses.replace(cluster, groups=groups, levels=levels))
 
 
 def table_row(result: Comparison) -> str:
@@ -190,7 +199,7 @@ def table_row(result: Comparison) -> str:
     run = result.run
     speed = _cell(result.predicted_speed, result.published_speed)
     memory = _cell(result.predicted_gib, result.published_gib)
-    notes = "; ".join(filter(None, (run.source, run.open and f"open: {run.open}", run.why)))
+    notes = "; ".join(filter(None, (run.source, run.second_hand, run.open and f"open: {run.open}", run.why)))
     return f"{run.name:34} {run.split:11} {speed:>26} {memory:>22}  {notes}"
 
 

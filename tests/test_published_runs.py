@@ -69,8 +69,14 @@ def test_flops_with_recomputation_are_those_of_the_published_table() -> None:
     assert run.global_batch * run.seq_len * 8 * 1008e9 / (163e12 * 3072) == pytest.approx(seconds, rel=0.03)
 
 
-def test_runs_far_off_say_why() -> None:
-    assert all(run.why for run in published_runs() if run.name.startswith(("OPT", "BLOOM")) or "eager" in run.name)
+def test_runs_whose_speed_or_memory_is_far_off_say_why() -> None:
+    far = {
+        name
+        for name, row in read_predictions().items()
+        for ratio in (row["speed"], row["memory"])
+        if ratio is not None and not 1 / (1 + TOLERANCE) <= ratio <= 1 + TOLERANCE
+    }
+    assert [name for name in sorted(far) if not RUNS[name].why] == []
 
 
 @pytest.mark.parametrize("name", PRICED_AGAIN)
@@ -117,7 +123,7 @@ def test_shipped_residuals_are_of_the_calibration_half_and_cover_the_other() -> 
         for run in test_half
         for ratio in speed_ratios([run], read_predictions())
     ]
-    assert 0.85 <= sum(inside) / len(inside) <= 0.97
+    assert 0.85 <= sum(inside) / len(inside) <= 0.98
     assert set(quantiles) == set(CHIPS)
 
 
