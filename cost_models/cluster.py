@@ -120,8 +120,13 @@ class Cluster:
                 f"unknown cluster {name!r}{hint or ':'} known are {', '.join(preset_names())}; or give the path of a"
                 " .toml file"
             )
-        data = dict(expand_topology(load_preset(name)))
-        return Cluster.from_dict(_resized(data, text, sizes) if colon else data)
+        preset = load_preset(name)
+        try:
+            check_finite(preset, "the cluster")
+            whole = Cluster.from_dict(dict(expand_topology(preset)))
+        except ValueError as error:
+            raise ValueError(f"cluster {name!r}: {error}") from error
+        return Cluster.from_dict(_resized(dict(expand_topology(preset)), text, sizes)) if colon else whole
 
     @staticmethod
     def from_toml(path: str | Path) -> Cluster:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cost_models.schedules import actions
+from cost_models.schedules import SCHEDULES, actions
 
 #: Micro-batches per rank that are played: enough to fill the pipeline.
 PLAYED = 3
@@ -42,8 +42,10 @@ class OrderStep(NamedTuple):
     source: int
 
 
-def played_microbatches(num_ranks: int, num_microbatches: int) -> int:
-    """How many of the micro-batches are played."""
+def played_microbatches(schedule: str, num_ranks: int, num_microbatches: int) -> int:
+    """How many of the micro-batches are played: all under a registered order, whose steady state nobody has stated."""
+    if SCHEDULES[schedule].order is not None:
+        return num_microbatches
     return min(num_microbatches, PLAYED * num_ranks)
 
 

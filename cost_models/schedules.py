@@ -1,7 +1,8 @@
 """Pipeline schedules: which rank holds which chunk of the model, and in what order each rank runs its actions.
 
 The orders are those that ``torch.distributed.pipelining.schedules`` runs (``SCHEDULES`` says which class), so that a
-plan priced here is the program that trains; ``cost_models.schedule_orders`` generates them, without torch.
+plan priced here is the program that trains; ``cost_models.schedule_orders`` generates them, without torch. Those that
+people register (``cost_models.registered_schedules``) bring an order of their own, which torch runs action by action.
 
 Where PyTorch's orders differ from the papers:
 
@@ -21,9 +22,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cost_models import schedule_orders
+from cost_models.order_checks import as_actions, fault_of, peaks_of_order
 from cost_models.schedule_orders import Action, microbatches_per_round
 
 __all__ = [
@@ -47,7 +49,8 @@ class Schedule:
 
     Attributes:
         name: its name here.
-        torch_class: the class of ``torch.distributed.pipelining.schedules`` that runs this order.
+        torch_class: the class of ``torch.distributed.pipelining.schedules`` that runs this order; None for a
+            registered one.
         placement: "loop": chunk k is on rank k mod p; "vee": down the ranks and back up.
         chunks_per_rank: how many chunks a rank must hold; None: any number from 2 on.
         splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
@@ -55,16 +58,23 @@ class Schedule:
         fill: (φF, φB, φW), what each rank adds to the fill and drain of the pipeline: φF seconds of forward, φB of
             input gradients and φW of weight gradients (see ``cost_models.step_time``).
         divided: whether fill and drain shrink by the number of chunks a rank holds.
+        order: of a registered schedule: (rank, ranks, micro-batches, chunks a rank) → the rank's actions.
     """
 
     name: str
-    torch_class: str
+    torch_class: str | None
     placement: Literal["loop", "vee"]
     chunks_per_rank: int | None
     splits_backward: bool
     fill: tuple[float, float, float]
     splits_all: bool = False
     divided: bool = False
+    order: Callable[[int, int, int, int], Any] | None = None
+
+    @property
+    def is_played(self) -> bool:
+        """Whether the pipeline may take longer than the closed form says: as long as the longest path of its order."""
+        return self.placement == "vee" or self.order is not None
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -136,6 +146,18 @@ def schedule_named(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
+def add_schedule(row: Schedule) -> None:
+    """Add a row that brings its order."""
+    SCHEDULES[row.name] = row
+
+
+def remove_schedule(name: str) -> None:
+    """Remove a row, and what was computed of it."""
+    del SCHEDULES[name]
+    for cached in (_actions, _registered_orders, _in_flight, _in_flight_peaks):
+        cached.cache_clear()
+
+
 def rank_of_chunk(schedule: str, chunk: int, *, num_ranks: int, num_chunks: int) -> int:
     """The pipeline rank that holds ``chunk`` (0 is the model's first)."""
     if schedule_named(schedule).placement == "vee" and chunk >= num_ranks:
@@ -155,6 +177,9 @@ def reason_not(schedule: str, *, num_ranks: int, num_microbatches: int, num_chun
         return f"{schedule} needs at least 2 chunks a rank, not {chunks_per_rank}"
     if row.chunks_per_rank not in (None, chunks_per_rank):
         return f"{schedule} needs {row.chunks_per_rank} chunk(s) a rank, not {chunks_per_rank}"
+    if row.order is not None:
+        orders = _registered_orders(schedule, num_ranks, num_microbatches, num_chunks)
+        return orders if isinstance(orders, str) else None
     return _MICROBATCH_RULES.get(schedule, _any_number)(num_ranks, num_microbatches)
 
 
@@ -207,8 +232,41 @@ def _check(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
 
 @functools.lru_cache(maxsize=4)
 def _actions(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
+    if schedule not in schedule_orders.ORDERS:
+        orders = _registered_orders(schedule, num_ranks, num_microbatches, num_chunks)
+        assert not isinstance(orders, str)
+        return orders
     order = schedule_orders.ORDERS[schedule]
     return tuple(tuple(order(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def _registered_orders(
+    schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
+) -> tuple[tuple[Action, ...], ...] | str:
+    """The orders of a registered schedule; why there are none, where its function says so.
+
+    Raises:
+        ValueError: if no pipeline can run what the function gives.
+    """
+    order = SCHEDULES[schedule].order
+    assert order is not None
+    chunks_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for chunk in range(num_chunks):
+        chunks_of_ranks[rank_of_chunk(schedule, chunk, num_ranks=num_ranks, num_chunks=num_chunks)].append(chunk)
+    try:
+        entries = [list(order(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks)]
+    except ValueError as error:
+        return str(error)
+    where = f"{num_microbatches} micro-batches through {num_chunks} chunks on {num_ranks} ranks"
+    try:
+        orders = tuple(map(as_actions, entries))
+    except ValueError as error:
+        raise ValueError(f"the order of schedule {schedule!r} for {where}: {error}") from None
+    fault = fault_of(orders, chunks_of_ranks, num_microbatches)
+    if fault is not None:
+        raise ValueError(f"the order of schedule {schedule!r} for {where} cannot run: {fault}")
+    return orders
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,6 +283,9 @@ def _in_flight_peaks(
     schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int
 ) -> tuple[tuple[Held, ...], ...]:
     _check(schedule, num_ranks, num_microbatches, num_chunks)
+    if schedule not in _PEAKS:
+        orders = _actions(schedule, num_ranks, num_microbatches, num_chunks)
+        return tuple(tuple(peaks_of_order(order, sorted({action.chunk for action in order}))) for order in orders)
     peaks = _PEAKS[schedule]
     return tuple(tuple(peaks(rank, num_ranks, num_microbatches, num_chunks // num_ranks)) for rank in range(num_ranks))
 

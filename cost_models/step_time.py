@@ -207,7 +207,7 @@ def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: lis
         path = _played_path(step, times)
         if path is None:
             return seconds
-        rest = step.num_microbatches - played_microbatches(step.num_ranks, step.num_microbatches)
+        rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
         return max(seconds, path.seconds + rest * longest)
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
@@ -221,12 +221,12 @@ def played_path(step: PipelineStep) -> OrderPath | None:
 
 
 def _played_path(step: PipelineStep, times: list[_ChunkSeconds]) -> OrderPath | None:
-    if schedule_named(step.schedule).placement != "vee" or step.num_ranks == 1:
+    if not schedule_named(step.schedule).is_played or step.num_ranks == 1:
         return None
     return longest_path(
         step.schedule,
         num_ranks=step.num_ranks,
-        num_microbatches=played_microbatches(step.num_ranks, step.num_microbatches),
+        num_microbatches=played_microbatches(step.schedule, step.num_ranks, step.num_microbatches),
         seconds=[(t.forward, t.backward - t.weight, t.weight) for t in times],
     )
 

@@ -14,7 +14,9 @@ from runtime.launch.last_words import leave_last_words
 
 if TYPE_CHECKING:
     from cost_models import Cluster
+    from cost_models.registered_schedules import register_schedule
     from passes.capture import CaptureError
+    from passes.fuse.registered_fusions import register_fusion
     from passes.plan import Plan
     from passes.rules.registered_rules import register_rule
     from planner.auditing.audit import audit
@@ -52,7 +54,9 @@ _HOMES = {
     "init": "runtime.launch.process",
     "length_buckets": "runtime.data.length_buckets",
     "plan": "planner.planning",
+    "register_fusion": "passes.fuse.registered_fusions",
     "register_rule": "passes.rules.registered_rules",
+    "register_schedule": "cost_models.registered_schedules",
     "sample_lengths": "runtime.data.packing",
     "seed": "runtime.ops.random",
     "sweep": "planner.sweeps.run_sweep",
@@ -79,7 +83,9 @@ __all__ = [
     "init",
     "length_buckets",
     "plan",
+    "register_fusion",
     "register_rule",
+    "register_schedule",
     "sample_lengths",
     "seed",
     "sweep",

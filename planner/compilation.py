@@ -17,6 +17,7 @@ from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.extensions import load_extensions
 from planner.first_call import planned_at_first_call
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
@@ -143,6 +144,7 @@ def engine_for(
         ValueError, CaptureError: as ``compile``.
     """
     ranks = ranks_of(mesh)
+    ranks.together(load_extensions)
     target, user_plan = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
     compared: dict[str, Any] = {
         "constraints": constraints,

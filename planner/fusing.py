@@ -28,6 +28,7 @@ def report(graph: Graph, fused: Fused) -> FusionPlan:
         operators=(_operators(graph), _operators(fused.graph)),
         saved_bytes=(saved_bytes(graph), saved_bytes(fused.graph)),
         tolerance=fused.tolerance,
+        registered=fused.registered,
     )
 
 

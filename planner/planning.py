@@ -14,6 +14,7 @@ from cost_models.files import check_writable
 from cost_models.memory import HEADROOM
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
+from planner.extensions import load_extensions
 from planner.solvers.collection import no_collection
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def plan(
     }.items():  # fmt: skip
         if value is not None:
             check_count(name, value)
+    load_extensions()
     if constraints is not None and not isinstance(constraints, Mapping):
         raise ValueError(f"constraints must be {{pattern: {{axis: demand}}}}, got {constraints!r}")
     shape = None if mesh is None else as_mesh_shape(mesh)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_models.registrations import registrations_in_words
 from passes.capture.nested_values import flatten
 from passes.plan import Plan
-from passes.rules.registered_rules import registered_in_words
 from runtime.agreement.call_contents import in_words
 from runtime.agreement.ranks_together import Ranks
 from runtime.launch.place import find_place
@@ -51,7 +51,7 @@ def check_compiled_alike(
         "the mesh": shown or (target.to_json() if isinstance(target, Plan) else str(target)),
         "the plan": "none" if plan is None else plan.to_json(),
         "loss_fn": f"{getattr(loss_fn, '__module__', None)}.{getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}",
-        "registered sharding rules": registered_in_words(),
+        "what is registered": "\n".join(f"{kind}: {words}" for kind, words in registrations_in_words().items()),
         **{f"option {name}": _in_words(value) for name, value in sorted(options.items())},
     }
     names = sorted(facts)

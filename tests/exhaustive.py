@@ -267,7 +267,7 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
         ]
         pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
         if schedule.placement == "vee":
-            played = played_microbatches(p, m)
+            played = played_microbatches(problem.schedule, p, m)
             actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
             steps = order_steps(problem.schedule, p, played, num_chunks)
             pipeline = _most(

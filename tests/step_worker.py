@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
+from passes.fuse.registered_fusions import forget_fusions
 from tests.ranks import answer, task
 from tests.runtime_worker import close, error_of
 from tests.small_models import Mlp, TiedClassifier, mlp_batch, seeded, squared_error, token_batch
@@ -116,6 +117,31 @@ def runs_a_saved_plan_with_everything() -> bool:
     )
 
 
+def late_weights(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> list[tuple[str, int, int]]:
+    """GPipe with the gradients of weights at its end."""
+    return [(kind, rank, microbatch) for kind in "FIW" for microbatch in range(num_microbatches)]
+
+
+def a_registered_schedule_trains_alike() -> bool:
+    planner.register_schedule("late_weights", late_weights)
+    batch, model = token_batch(), seeded(TiedClassifier)
+    fix = {"pp": 2, "dp": 2, "num_microbatches": 2, "schedule": "late_weights"}
+    parallel = planner.compile(seeded(TiedClassifier), CLUSTER, example_inputs=batch, fix=fix)
+    loss, expected = parallel.train_step(**batch), model(**batch)["loss"]
+    expected.backward()
+    gradients = parallel.full_gradients()
+    same = [close(gradients[name], each.grad) for name, each in model.named_parameters() if each.grad is not None]
+    return parallel.plan.step.schedule == "late_weights" and close(loss, expected) and all(same)
+
+
+def ranks_that_register_otherwise_are_refused() -> bool:
+    first = dist.get_rank() == 0
+    planner.register_fusion("doubled", "x + x", "mul(x, 2)" if first else "mul(x, 2.0)")
+    refused = error_of(lambda: planner.compile(seeded(TiedClassifier), "dp=4", example_inputs=token_batch()))
+    forget_fusions()
+    return "what is registered" in refused and "doubled" in refused
+
+
 SCENARIOS: tuple[Callable[[], bool], ...] = (
     trains_on_a_cluster,
     chooses_a_mesh_for_the_cluster,
@@ -123,6 +149,8 @@ SCENARIOS: tuple[Callable[[], bool], ...] = (
     other_shapes_keep_the_shards,
     bad_input_is_refused,
     runs_a_saved_plan_with_everything,
+    a_registered_schedule_trains_alike,
+    ranks_that_register_otherwise_are_refused,
 )
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def readme_names() -> dict[str, Any]:
 
 NAMES = {"README.md": readme_names}
 #: Pages whose Python names what its reader has (``my.op``, a study, other machines); each is compiled.
-COMPILED_ONLY = ("rules.md", "slow_links.md", "sweeps.md")
+#: Of the first, test_extension.py runs it.
+COMPILED_ONLY = ("extension.md", "rules.md", "slow_links.md", "sweeps.md")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.name)

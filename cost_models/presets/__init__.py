@@ -5,36 +5,48 @@ Conventions of the figures: flops are dense (vendors often print the figure with
 allowed; memory is what the driver reports; link bandwidth is of one link (``shared_by`` says of how many devices) and
 in one direction (NVLink's "900 GB/s" is 450 each way).
 
-``efficiency/`` holds the curves, one file for each kind of chip, since several clusters have the same.
+``efficiency/`` holds the curves, one file for each kind of chip, since several clusters have the same. Others add to
+both (``preset_files``).
 """
 
 from __future__ import annotations
 
 import tomllib
-from functools import cache
-from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
+from cost_models.files import read_toml
+from cost_models.presets.preset_files import cluster_files, efficiency_files
 
-@cache
+
 def preset_names() -> tuple[str, ...]:
     """Names of all presets, sorted."""
-    files = resources.files(__name__).iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    return tuple(sorted(cluster_files()))
 
 
-@cache
 def efficiency_names() -> tuple[str, ...]:
     """Names of all sets of efficiency curves, sorted."""
-    files = (resources.files(__name__) / "efficiency").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    return tuple(sorted(efficiency_files()))
 
 
 def load_efficiency(name: str) -> dict[str, Any]:
-    """A set of curves as a device's ``efficiency`` table; ``name`` must be one of ``efficiency_names()``."""
-    return tomllib.loads((resources.files(__name__) / "efficiency" / f"{name}.toml").read_text(encoding="utf-8"))
+    """A set of curves as a device's ``efficiency`` table; ``name`` must be one of ``efficiency_names()``.
+
+    Raises:
+        ValueError: if its file cannot be read.
+    """
+    return _content(efficiency_files()[name], "efficiency curves")
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The preset's data in the format of ``cost_models.cluster_format``; ``name`` must be one of ``preset_names()``."""
-    return tomllib.loads((resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
+    """The preset's data in the format of ``cost_models.cluster_format``; ``name`` must be one of ``preset_names()``.
+
+    Raises:
+        ValueError: if its file cannot be read.
+    """
+    return _content(cluster_files()[name], "cluster file")
+
+
+def _content(file: Traversable, what: str) -> dict[str, Any]:
+    return read_toml(file, what=what) if isinstance(file, Path) else tomllib.loads(file.read_text(encoding="utf-8"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib import resources
+from importlib.resources.abc import Traversable
 from itertools import takewhile
 
 from cost_models.presets import load_preset, preset_names
+from cost_models.presets.preset_files import cluster_files, efficiency_files
 
 #: The begin of a topic in a file's first comment; a level's name, and the source of its bandwidth.
 _TOPIC = re.compile(r"([A-Z][a-z]+(?:[- ][a-z]+)?): (.*)")
@@ -24,14 +25,13 @@ def figure_sources(preset: str) -> dict[str, str]:
     if preset not in preset_names():
         return {}
     efficiency = load_preset(preset).get("device", {}).get("efficiency")
-    curves = _lines(f"efficiency/{efficiency}.toml") if isinstance(efficiency, str) else []
-    lines = _lines(f"{preset}.toml")
+    curves = _lines(efficiency_files()[efficiency]) if isinstance(efficiency, str) else []
+    lines = _lines(cluster_files()[preset])
     return {**_topics(curves), **_topics(lines), **dict(_links(lines))}
 
 
-def _lines(file: str) -> list[str]:
-    path = resources.files("cost_models.presets").joinpath(*file.split("/"))
-    return path.read_text(encoding="utf-8").splitlines()
+def _lines(file: Traversable) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
 
 
 def _topics(lines: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@
 ``mean(x, -1)``        an operator of ``FUNCTIONS``: arguments in the order of its schema or by name; those that are
                        not written are at their default
 ``split(x, $n)[1]``    one of several outputs
+``ops.my.op(x)``       an operator of another library: its namespace and name, and its overload if that has a name
 =====================  ============================================================================================
 
 Casts between floating-point types need no notation: they may stand anywhere.
@@ -105,6 +106,13 @@ def operators_of(tree: Tree) -> frozenset[tuple[str, ...]]:
     return frozenset[tuple[str, ...]]().union(*map(operators_of, _parts(tree)))
 
 
+def leaves_of(tree: Tree) -> frozenset[Tensor | Constant]:
+    """The tensors and constants that a tree names."""
+    if isinstance(tree, (Tensor, Constant)):
+        return frozenset({tree})
+    return frozenset[Tensor | Constant]().union(*map(leaves_of, _parts(tree)))
+
+
 def _aten(*names: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names)
 
@@ -168,8 +176,10 @@ def _tree(node: ast.AST, text: str) -> Tree:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _binary(node, text)
     if isinstance(node, ast.Subscript):
-        call, output = _tree(node.value, text), ast.literal_eval(node.slice)
-        assert isinstance(call, PatternCall) and isinstance(output, int)
+        call = _tree(node.value, text)
+        output = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        if not isinstance(call, PatternCall) or not isinstance(output, int):
+            raise ValueError(f"pattern {text!r}: cannot read {ast.unparse(node)!r}, expected an operator and [number]")
         return PatternCall(call.ops, call.args, call.kwargs, output)
     if isinstance(node, ast.Call):
         ops = _function(node.func, text)
@@ -181,6 +191,9 @@ def _tree(node: ast.AST, text: str) -> Tree:
 def _function(node: ast.AST, text: str) -> tuple[str, ...]:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fused":
         return (f"meshwright.{node.attr}.default",)
+    parts = ast.unparse(node).split(".")
+    if parts[0] == "ops" and len(parts) in (3, 4) and all(map(str.isidentifier, parts)):
+        return (".".join((*parts[1:], "default")[:3]),)
     if isinstance(node, ast.Name):
         return FUNCTIONS.get(node.id, _aten(node.id))
     raise ValueError(f"pattern {text!r}: cannot read {ast.unparse(node)!r}")

@@ -133,7 +133,8 @@ class PatternPlan:
 class FusionPlan:
     """What the pattern pass did: operators, and bytes kept for the backward pass of the whole model, (before, after).
 
-    Programs of the plan are made of graphs that went through it; ``tolerance`` is by how much a match may differ.
+    Programs of the plan are made of graphs that went through it; ``tolerance`` is by how much a match may differ,
+    ``registered`` names the patterns that people had registered (``planner.register_fusion``).
     """
 
     matches: tuple[PatternPlan, ...]
@@ -141,6 +142,7 @@ class FusionPlan:
     operators: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     tolerance: float = 1e-11
+    registered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

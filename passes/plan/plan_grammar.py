@@ -37,6 +37,10 @@ def _one_of(*texts: str) -> Grammar:
     return frozenset(texts).__contains__
 
 
+def _is_schedule(text: str) -> bool:
+    return text == "none" or text in SCHEDULES
+
+
 #: One line without control characters, ANSI sequences, or marks that turn the direction of writing.
 TEXT: Grammar = str.isprintable
 WORD = _pattern(r"\w{1,64}")
@@ -69,7 +73,7 @@ GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "CollectivePlan.phase": (WORD, "a word"),
     "GroupPlan.recompute": (RECOMPUTE, "a recompute policy"),
     "StepPlan.axes{key}": (AXIS, "the name of a mesh axis"),
-    "StepPlan.schedule": (_one_of("none", *SCHEDULES), "a pipeline schedule"),
+    "StepPlan.schedule": (_is_schedule, "a pipeline schedule of this package, or one that was registered before"),
     "StepPlan.optimizer": (WORD, "the name of an optimizer"),
     "StepPlan.gradient_dtype": (_one_of("", *ITEM_SIZE), "a dtype"),
 }

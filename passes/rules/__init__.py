@@ -53,7 +53,8 @@ def rule_for(node: Node, values: Mapping[str, Value]) -> ShardingRule | None:
 
 def forward_flops(node: Node, values: Mapping[str, Value]) -> float:
     """Floating point operations of the whole call; 0 for operators bound by memory."""
-    count = FLOPS.get(node.op)
+    registered = REGISTRY.get(node.op)
+    count = FLOPS.get(node.op) if registered is None or registered.flops is None else registered.flops
     call = bind(node, values) if count is not None else None
     return float(count(call)) if count is not None and call is not None else 0.0
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cost_models.registrations import function_in_words, note
 from passes.ir.graph import Node, Value
 from passes.rules.operator_call import OperatorCall, bind, schema_of
 from passes.rules.rule import REGISTERED, ShardingRule
@@ -15,6 +16,8 @@ from passes.rules.rule_notation import instantiate, parse
 
 #: From a call to its rule: in notation, as a ``ShardingRule``, or None where nothing may be cut.
 RuleFunction = Callable[[OperatorCall], "str | ShardingRule | None"]
+#: From a call to the floating-point operations of its forward pass.
+FlopsFunction = Callable[[OperatorCall], float]
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class RegisteredRule:
     rule: str | RuleFunction | None
     check: bool
     number: int
+    flops: FlopsFunction | None = None
 
 
 _NUMBERS = itertools.count()
@@ -33,7 +37,9 @@ _CUSTOM_OPERATOR = re.compile(r"<CustomOpDef\((.+)\)>")
 REGISTRY: dict[str, RegisteredRule] = {}
 
 
-def register_rule(op: Any, rule: str | RuleFunction | None, *, check: bool = True) -> None:
+def register_rule(
+    op: Any, rule: str | RuleFunction | None, *, check: bool = True, flops: FlopsFunction | None = None
+) -> None:
     """Say how an operator may be sharded; this comes before the rules of this package.
 
     Every process that plans or runs a model with the operator must register it. A call under the rule is made with
@@ -47,6 +53,9 @@ def register_rule(op: Any, rule: str | RuleFunction | None, *, check: bool = Tru
             ``ShardingRule`` or None; or None: the operator is never cut (nor run to find a rule).
         check: run the operator on small shards, at the first call of each kind that is planned, and refuse a rule that
             gives other values or gradients than one device. The operator is then called with random inputs on the CPU.
+
+        flops: from a call of the operator, whole, to the floating-point operations of its forward pass; None for an
+            operator that is bound by memory.
 
     Raises:
         ValueError: for an operator that torch does not know, or a rule that is not in the notation. A rule that is
@@ -62,17 +71,11 @@ def register_rule(op: Any, rule: str | RuleFunction | None, *, check: bool = Tru
             )
     elif rule is not None and not callable(rule):
         raise ValueError(f"sharding rule of {name}: expected a line of notation, a function or None, not {rule!r}")
-    REGISTRY[name] = RegisteredRule(rule, check, next(_NUMBERS))
-
-
-def registered_in_words() -> str:
-    """What is registered, for ranks to compare: one line an operator, functions by name."""
-    lines = []
-    for op, registered in sorted(REGISTRY.items()):
-        rule = registered.rule
-        text = f"{rule.__module__}.{getattr(rule, '__qualname__', '')}" if callable(rule) else str(rule)
-        lines.append(f"{op}: {text}")
-    return "\n".join(lines) or "none"
+    if flops is not None and not callable(flops):
+        raise ValueError(f"flops of {name}: expected a function of the call or None, not {flops!r}")
+    REGISTRY[name] = RegisteredRule(rule, check, next(_NUMBERS), flops)
+    words = function_in_words(rule) if callable(rule) else str(rule)
+    note("sharding rules", name, words if flops is None else f"{words}, flops {function_in_words(flops)}")
 
 
 def operator_name(op: Any) -> str:

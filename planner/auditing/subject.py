@@ -66,7 +66,7 @@ def subject_of(
         import runtime.kernels  # noqa: F401  (registers the operators)
         from passes.fuse import fuse
 
-        fused = fuse(captured, tolerance=plan.fusion.tolerance)
+        fused = fuse(captured, tolerance=plan.fusion.tolerance, registered=plan.fusion.registered)
     graph = captured if fused is None else fused.graph
     return AuditSubject(plan, captured, graph, fused, cluster or Cluster.from_dict(plan.cluster))
 

@@ -25,6 +25,7 @@ from planner.cli.shared_options import Parser, add_plan_argument, add_solver_arg
 from planner.cli.sweep_command import add_sweep
 from planner.cli.terminal import folded_output
 from planner.cli.verify_command import add_verify
+from planner.extensions import load_extensions
 
 #: Environment variable that makes errors raise, with Python's traceback.
 TRACEBACK = "MESHWRIGHT_TRACEBACK"
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        load_extensions()
         with contextlib.nullcontext() if getattr(options, "passes_output", False) else folded_output():
             return options.command(options)
     except BrokenPipeError:  # whoever read the output has seen enough

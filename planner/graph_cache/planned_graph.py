@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cost_models.registrations import registrations_in_words
 from passes.ir.graph import Graph
 from passes.ir.records import from_plain
 from passes.ir.torch_facts import facts_at_hand
@@ -61,7 +62,7 @@ def _key(model: str, options: Mapping[str, Any]) -> str | None:
         text = config_file(model).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None
-    return graph_key(config=text, **options)
+    return graph_key(config=text, registrations=registrations_in_words(), **options)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""(path): paths through the order of actions as rows, for schedules with two chunks a rank (down the ranks and back).
+"""(path): paths through the order of actions as rows, for schedules whose order is played.
 
 There are too many paths for one program. Only the longest paths of candidate assignments are added, and the program is
 solved again until the longest path of its solution is among its rows.
@@ -23,9 +23,9 @@ def add_paths(stage: StageProgram, paths: Iterable[Counts]) -> int:
     """
     problem = stage.problem
     new = [counts for counts in paths if counts not in stage.paths]
-    rest = problem.num_microbatches - played_microbatches(problem.num_ranks, problem.num_microbatches)
+    rest = problem.num_microbatches - played_microbatches(problem.schedule, problem.num_ranks, problem.num_microbatches)
     for counts in new:
-        assert stage.pipeline is not None  # only schedules with two chunks a rank have paths
+        assert stage.pipeline is not None  # only schedules that are played have paths
         stage.paths.add(counts)
         row = Linear().add(stage.pipeline)
         row.terms.append((stage.largest, -float(rest)))
@@ -45,7 +45,7 @@ def add_longest_path(stage: StageProgram, values: Sequence[float]) -> bool:
     for chunk, (forward, backward) in enumerate(zip(stage.forward, stage.backward)):
         weight = stage.seconds([chunk], "backward_weight").at(values)
         seconds.append((forward.at(values), backward.at(values) - weight, weight))
-    played = played_microbatches(problem.num_ranks, problem.num_microbatches)
+    played = played_microbatches(problem.schedule, problem.num_ranks, problem.num_microbatches)
     path = longest_path(problem.schedule, num_ranks=problem.num_ranks, num_microbatches=played, seconds=seconds)
     rest = (problem.num_microbatches - played) * values[stage.largest]
     if path.seconds + rest <= stage.pipeline.at(values) * (1 + NEGLIGIBLE):

@@ -277,7 +277,7 @@ class _Search:
 
         Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
-        if SCHEDULES[self.problem.schedule].placement == "vee":
+        if SCHEDULES[self.problem.schedule].is_played:
             self.try_balanced()
             for assignment in all_alike(self.problem):
                 self.offer(assignment)

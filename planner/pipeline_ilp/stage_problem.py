@@ -205,6 +205,8 @@ def _directions(problem: StageProblem) -> dict[str, int]:
     plain = problem.num_ranks == 1 or not schedule.splits_backward
     # delayed weight gradients may fill bubbles; where nothing is delayed they change nothing
     better["backward_weight"] = 0 if plain else _sign(fill_weight - fill_backward)
+    if schedule.order is not None and not plain:
+        better["backward_weight"] = SAME  # its order says which of the two parts of a backward pass ranks wait for
     longer_backward_may_help = fill_backward < 0
     if problem.num_ranks > 1 and (schedule.divided or not plain):
         # a longer backward hides more of the reduction, and here it may cost the pipeline less than that

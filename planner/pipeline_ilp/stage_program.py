@@ -279,7 +279,7 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
         expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
         fills.append(program.variable((ranks - 1) / ranks))
         stage.at_least(fills[-1], expression.add(weight[chunk], fill_weight - fill_backward))
-    if SCHEDULES[problem.schedule].placement == "vee":
+    if SCHEDULES[problem.schedule].is_played:
         beyond = program.variable(1.0)
         stage.pipeline = Linear([(largest, float(m)), (beyond, 1.0), *((fill, (ranks - 1) / ranks) for fill in fills)])
 

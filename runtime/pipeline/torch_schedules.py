@@ -23,14 +23,16 @@ def expected_order(
     Raises:
         ValueError: if the schedule has no order for this combination.
     """
-    if runs_own_order(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks):
+    shape = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    if schedule_named(schedule).order is None and runs_own_order(schedule, **shape):
         return tuple(tuple(ORDERS[schedule](rank, num_ranks, num_microbatches, 1)) for rank in range(num_ranks))
-    return actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return actions(schedule, **shape)
 
 
 def runs_own_order(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether torch's class refuses a combination for which the planner's order is well defined all the same."""
-    schedule_named(schedule)
+    """Whether the planner's order is run where torch's class refuses a well-defined combination, or there is none."""
+    if schedule_named(schedule).order is not None:
+        return True
     return schedule == "1f1b" and num_chunks == num_ranks and 1 <= num_microbatches < num_ranks
 
 
@@ -62,7 +64,9 @@ def build_schedule(schedule: str, stages: Sequence[PipelineStage], *, num_microb
 
 
 def _torch_class(schedule: str) -> Any:
-    return getattr(torch_schedules, SCHEDULES[schedule].torch_class)
+    name = SCHEDULES[schedule].torch_class
+    assert name is not None
+    return getattr(torch_schedules, name)
 
 
 def _loss_itself(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,12 @@ from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 
 #: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
-CHOICES: Mapping[str, tuple[Any, ...] | None] = {
+CHOICES: Mapping[str, Collection[Any] | None] = {
     **dict.fromkeys(AXES),
     "micro_batch": None,
     "num_microbatches": None,
     "chunks_per_rank": None,
-    "schedule": tuple(SCHEDULES),
+    "schedule": SCHEDULES.keys(),  # those that are registered later, too
     "recompute": POLICIES,
     "zero": ZERO_STAGES,
 }
