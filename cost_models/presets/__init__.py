@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import tomllib
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
-from cost_models.files import read_toml
 from cost_models.presets.preset_files import cluster_files, efficiency_files
 
 
@@ -49,4 +47,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def _content(file: Traversable, what: str) -> dict[str, Any]:
-    return read_toml(file, what=what) if isinstance(file, Path) else tomllib.loads(file.read_text(encoding="utf-8"))
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} '{file}': {error or type(error).__name__}") from error
