@@ -23,9 +23,14 @@ LAUNCHED = "meta_learning"
 MESHES: dict[str, tuple[int, str]] = {
     "captioning": (2, "dp=2"),
     "clip": (2, "dp=2"),
+    "diffusion": (2, "dp=2"),
+    "federated_averaging": (2, "dp=2"),
     "language_model": (2, "pp=2"),
+    "lora": (2, "tp=2"),
     "meta_learning": (1, "dp=1"),
+    "reinforcement_learning": (2, "dp=2"),
     "sequence_to_sequence": (2, "tp=2"),
+    "text_classification": (2, "tp=2"),
 }
 
 
