@@ -1,6 +1,6 @@
 """Fine-tuning with LoRA: a small Llama that has read sources learns the prose of Python's documentation.
 
-The weights that it has are frozen, in bfloat16; the adapters in float32 are all that is trained and saved.
+The weights that it has are frozen: the adapters are all that gets gradients, and all that is saved.
 
 planner run --nproc 4 examples/lora.py
 """
