@@ -11,13 +11,14 @@ import pytest
 SLOWEST = tuple(
     f"test_{name}"
     for name in (
-        "examples", "step_parity", "step_feasibility", "compiled_kernels", "step_exhaustive", "verify",
-        "compiled_blocks", "runtime_parity", "torch_tools", "benchmark_gpu", "dropout_plans", "plan_order",
-        "gradients", "published_runs", "capture_shorten", "experts", "expert_parallel", "step_runtime_accounts",
-        "weight_files_ranks", "pipeline", "graph_cache", "step_api", "trainer", "search_models", "checkpoint_steps",
-        "uneven", "stale_programs", "units", "search_brute_force", "runtime_compile", "cli", "launch",
-        "capture_models", "compiled_plan", "communication", "checkpoint_ranks", "autograd_memory",
-        "benchmark_host_time", "unlike_ranks", "random_operators", "solvers",
+        "examples", "verify", "step_parity", "step_feasibility", "step_exhaustive", "hugging_face", "compiled_blocks",
+        "compiled_kernels", "benchmark_gpu", "step_price", "plan_order", "expert_parallel", "step_api", "torch_tools",
+        "experts", "cli", "docs", "gradients", "sweeps", "runtime_parity", "dropout_plans", "step_degenerate",
+        "search_models", "launch", "weight_files_ranks", "uneven", "published_runs", "graph_cache", "value_guards",
+        "expert_bounds", "robustness", "capture_shorten", "pipeline", "trainer", "step_runtime_accounts",
+        "step_baselines", "checkpoint_steps", "stale_programs", "units", "search_brute_force", "exported_training",
+        "terminal", "runtime_compile", "capture_models", "compiled_plan", "communication", "checkpoint_ranks",
+        "autograd_memory", "benchmark_host_time", "unlike_ranks", "random_operators", "solvers",
     )
 )  # fmt: skip
 
