@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planner.sweeps.run_sweep import sweep
     from planner.trainer import Trainer
     from planner.verification.verify_model import verify
-    from runtime.checkpoint import CheckpointManager
+    from runtime.checkpoint import CheckpointManager, load_optimizer
     from runtime.data.length_buckets import length_buckets
     from runtime.data.loader import DataLoader
     from runtime.data.packing import PackedDataset, sample_lengths
@@ -53,6 +53,7 @@ _HOMES = {
     "compile": "planner.compilation",
     "init": "runtime.launch.process",
     "length_buckets": "runtime.data.length_buckets",
+    "load_optimizer": "runtime.checkpoint",
     "plan": "planner.planning",
     "register_fusion": "passes.fuse.registered_fusions",
     "register_rule": "passes.rules.registered_rules",
@@ -82,6 +83,7 @@ __all__ = [
     "compile",
     "init",
     "length_buckets",
+    "load_optimizer",
     "plan",
     "register_fusion",
     "register_rule",

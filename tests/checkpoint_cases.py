@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -155,18 +155,38 @@ def mlp_data(step: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
     return x.to(dtype), target.to(dtype)
 
 
+def two_groups(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    """All but norms with weight decay, norms without."""
+    named = list(named_parameters)
+    return [
+        {"params": [parameter for name, parameter in named if "norm" not in name], "weight_decay": 0.1},
+        {"params": [parameter for name, parameter in named if "norm" in name], "weight_decay": 0.0},
+    ]
+
+
+class StockTraining:
+    """The model of ``Training`` in plain torch, on one device."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.model = seeded(Mlp).double()
+        self.optimizer = make(two_groups(self.model.named_parameters()))
+
+    def step(self, number: int) -> float:
+        x, target = mlp_data(number)
+        loss = nn.functional.mse_loss(self.model(x), target)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
 class Training:
     """A model, AdamW in two groups, a schedule."""
 
     def __init__(self, mesh: str, *, dtype: torch.dtype = torch.float64, dropout: bool = False) -> None:
         self.parallel = compiled(mesh, dtype=dtype, dropout=dropout)
         self.dtype = dtype
-        named = list(self.parallel.named_parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [parameter for name, parameter in named if "norm" not in name], "weight_decay": 0.1},
-            {"params": [parameter for name, parameter in named if "norm" in name], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.05)
+        self.optimizer = torch.optim.AdamW(two_groups(self.parallel.named_parameters()), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.7)
 
     def losses(self, steps: range) -> list[float]:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import planner
 from runtime.checkpoint import CheckpointManager
 from runtime.weight_files import load_weights, save_weights
 from tests.checkpoint_cases import (
     SHAPES,
     Pieces,
+    StockTraining,
     Training,
+    mlp_data,
     state_is_right,
     trained_once,
     two_dims,
+    two_groups,
     uneven_chunks,
     whole_pieces,
 )
 from tests.ranks import answer, task
+from tests.small_models import squared_error
 from tests.tracing import traced_once
 
 
@@ -144,12 +151,37 @@ def dropout_goes_on(folder: Path) -> bool:
     )
 
 
+def stock_optimizers_go_on(folder: Path) -> bool:
+    """State of one process's AdamW and SGD, in two groups, under tensor parallelism, ZeRO 3 and a pipeline."""
+    right = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for make in (partial(torch.optim.AdamW, lr=0.05), partial(torch.optim.SGD, lr=0.05, momentum=0.9)):
+        stock = StockTraining(make)
+        stock.step(0)
+        stock.step(1)
+        model = copy.deepcopy(stock.model)
+        file = folder / f"{make.func.__name__}-{dist.get_rank()}.pt"
+        torch.save(stock.optimizer.state_dict(), file)
+        stock.step(2)
+        for mesh, fix in (("tp=4", None), ("dp=4", {"zero": 3}), ("pp=2,dp=2", None)):
+            options = {"example_inputs": mlp_data(0), "loss_fn": squared_error, "fix": fix}
+            parallel = planner.compile(copy.deepcopy(model), mesh, **{k: v for k, v in options.items() if v})
+            optimizer = make(two_groups(parallel.named_parameters()))
+            planner.load_optimizer(parallel, optimizer, file)
+            parallel.train_step(*mlp_data(2))
+            optimizer.step()
+            weights = parallel.full_state_dict()
+            right += [torch.allclose(weights[name], own, rtol=1e-9) for name, own in stock.model.named_parameters()]
+    return everywhere(all(right))
+
+
 SCENARIOS = (
     plans_resume_each_other,
     pieces_of_any_layout,
     files_of_any_layout,
     errors_reach_every_rank,
     dropout_goes_on,
+    stock_optimizers_go_on,
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from peft import PeftModel
 
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
-from planner.integrations.saved_training import SavedTraining
 from tests.hugging_face_cases import (
     BATCH,
     accelerated,
@@ -91,9 +90,6 @@ def test_other_ways_to_split_a_model_are_refused(tmp_path: Path) -> None:
     trainer = hf.Trainer(llama(), arguments(tmp_path, BATCH, eval_strategy="no"))
     with pytest.raises(ValueError, match="planned by the first train, evaluate or predict"):
         _ = trainer.parallel
-    (tmp_path / "optimizer.pt").touch()
-    with pytest.raises(ValueError, match="as one process holds it"):
-        SavedTraining().load(tmp_path, trainer.model, None, None)
 
 
 def test_adapters_alone_are_trained_reduced_and_saved(logged: dict[str, Any], folder: Path, tmp_path: Path) -> None:

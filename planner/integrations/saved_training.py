@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint import CheckpointManager
+from runtime.checkpoint import CheckpointManager, load_optimizer
 from runtime.module.parallel_module import ParallelModule
 
 #: Beside the files of a checkpoint, with the weights once more, as what ranks hold.
@@ -29,18 +29,20 @@ class SavedTraining:
         self._manager_of(folder).save(parallel, _inner(optimizer), step=step, scheduler=scheduler)
 
     def load(self, folder: str | Path, parallel: ParallelModule, optimizer: Any, scheduler: Any) -> None:
-        """Go on with what ``save`` saved; a folder with weights alone leaves optimizer and schedule as they are.
+        """Go on with what ``save`` saved, or transformers' own Trainer on one process (``optimizer.pt``).
+
+        A folder with weights alone leaves optimizer and schedule as they are.
 
         Raises:
-            ValueError: as ``CheckpointManager.load``, and for the optimizer's state of one process.
+            ValueError: as ``CheckpointManager.load`` and ``load_optimizer``.
         """
         if (Path(folder) / FOLDER).exists():
             self._manager_of(folder).load(parallel, _inner(optimizer), scheduler=scheduler)
         elif (Path(folder) / "optimizer.pt").exists():
-            raise ValueError(
-                f"{folder} has the optimizer's state as one process holds it: resume it with transformers.Trainer, or "
-                "delete its optimizer.pt to go on with its weights alone"
-            )
+            load_optimizer(parallel, _inner(optimizer), Path(folder) / "optimizer.pt")
+            schedule = Path(folder) / "scheduler.pt"
+            if scheduler is not None and schedule.exists():
+                scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
     def _manager_of(self, folder: str | Path) -> CheckpointManager:
         if self._manager is None:  # it makes a process group, so one serves all folders
