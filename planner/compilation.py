@@ -17,6 +17,7 @@ from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.engine_under_another_plan import engine_under_another_plan
 from planner.extensions import load_extensions
 from planner.first_call import planned_at_first_call
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
@@ -41,6 +42,7 @@ from runtime.execution.rank_mapping import Places, RankPlaces
 from runtime.execution.replanning import Planner
 from runtime.launch.groups import mesh_of_axes
 from runtime.mesh.first_rank import broadcast_objects
+from runtime.module.changing import Replanner
 from runtime.module.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
 from runtime.parameters.optimizer_steps import remember_originals
@@ -107,6 +109,10 @@ def compile(
     """
     if mesh is None and plan is None and cluster is not None:
         mesh, cluster = cluster, None
+    replanner = partial(
+        engine_under_another_plan, engine_for, loss_fn=loss_fn, precision=precision, fuse=fuse,
+        optimizer=optimizer if isinstance(optimizer, str) else None,
+    )  # fmt: skip
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
     if example_inputs is not None or batch_size is not None:
@@ -115,10 +121,10 @@ def compile(
         fix = options.pop("fix", None)
         plan_call = partial(engine_for, **options)
         parallel = planned_at_first_call(model, process_group_as_cluster(), plan_call, loss_fn, fix)
-        return _in_place_of(model, parallel, optimizer)
+        return _in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
-    return _in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer)
+    return _in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
 
 
 def engine_for(
@@ -136,9 +142,13 @@ def engine_for(
     precision: str | torch.dtype | None = None,
     fuse: bool = True,
     optimizer: str | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> Engine:
     """What ``compile`` makes a parallel module of, with the same arguments.
+
+    Args:
+        buffers: as of ``Engine``.
 
     Raises:
         ValueError, CaptureError: as ``compile``.
@@ -201,13 +211,15 @@ def engine_for(
         loss_fn=loss_fn,
         example_inputs=example_inputs,
         compute=compute,
+        buffers=buffers,
     )
 
 
 def _in_place_of(
-    model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None
+    model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None, replanner: Replanner
 ) -> ParallelModule:
     """``parallel``, with optimizers informed that it is trained in place of ``model``."""
+    parallel.replanned_by(replanner)
     remember_originals(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         if optimizer.state and not parallel.is_planned:
@@ -288,6 +300,7 @@ def _engine(
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     compute: torch.dtype | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Engine:
     """An engine on any places, with its first programs built if there are example inputs.
 
@@ -309,7 +322,8 @@ def _engine(
     if example_inputs is not None:
         by_name = isinstance(example_inputs, Mapping)
         example = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
-    return Engine(model, places, plan=plan, example=example, loss_fn=loss_fn, compute=compute, planner=planner)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "compute": compute, "planner": planner, "buffers": buffers}
+    return Engine(model, places, plan=plan, example=example, **options)
 
 
 def _within_a_stage(plan: Plan, places: Places) -> Planner:

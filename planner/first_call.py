@@ -42,7 +42,7 @@ def planned_at_first_call(
         if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
             fixed.setdefault("pp", 1)
         with _as_left(model, before):
-            engine = engine_for(model, cluster, example_inputs=_example(model, args, kwargs), fix=fixed or None)
+            engine = engine_for(model, cluster, example_inputs=example_of(model, args, kwargs), fix=fixed or None)
         _fill(engine, before, model)
         engine.watch.continue_from(before.watch)
         if is_first_rank(engine.places.device_mesh):
@@ -52,7 +52,7 @@ def planned_at_first_call(
     return ParallelModule(whole, plan)
 
 
-def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def example_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments in one of the two forms of ``example_inputs``."""
     if not args or not kwargs:
         return args or kwargs

@@ -83,6 +83,13 @@ class ModelWatch:
         self._original_modes: tuple[str, ...] | None = None
         self._surroundings = Surroundings(model, loss_fn)
 
+    def continue_from(self, before: ModelWatch) -> None:
+        """Look at the original that ``before`` looked at: the copy was made from its copy."""
+        self._root, self._owners = before._root, before._owners
+        self._num_handles, self._announced = before._num_handles, before._announced
+        self._parameters, self._trained = before._parameters, before._trained
+        self._trained_first, self._modes_first = before._trained_first, before._modes_first
+
     @property
     def key(self) -> Hashable:
         """A key that is equal as long as programs traced with the copy stay the same."""

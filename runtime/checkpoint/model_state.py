@@ -14,15 +14,15 @@ from runtime.weight_files import materialise
 PREFIX = "model/"
 
 
-def model_to_save(owned: Sequence[Owned]) -> Content:
-    """The pieces that this rank writes.
+def model_to_save(owned: Sequence[Owned], *, every_copy: bool = False) -> Content:
+    """The pieces that this rank writes; with ``every_copy`` all that it holds, also outside of the state dict.
 
     Raises:
         ValueError: if one is still on meta.
     """
     content: Content = {}
     for piece in owned:
-        if not piece.persistent or not piece.primary:
+        if not every_copy and not (piece.persistent and piece.primary):
             continue
         if piece.tensor.is_meta:
             raise ValueError(f"{piece.name!r} is still on the meta device: load or initialise the model first")

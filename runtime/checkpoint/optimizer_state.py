@@ -81,8 +81,8 @@ def merged_groups(by_rank: Sequence[Sequence[Group]]) -> list[Group]:
     return merged
 
 
-def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> Content:
-    """What this rank writes of the optimizer's state.
+def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, *, every_copy: bool = False) -> Content:
+    """What this rank writes of the optimizer's state; with ``every_copy`` all that it holds.
 
     Raises:
         ValueError: for state that is neither shaped as its parameter nor a scalar.
@@ -98,7 +98,7 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
             if value is None:
                 continue
             if _is_like(value, parameter):
-                if piece.primary:
+                if piece.primary or every_copy:
                     local = parameter.local(value) if isinstance(parameter, ShardedParameter) else value
                     content[TENSORS + name] = Piece(local.detach(), piece.shape, piece.offsets)
             elif not _is_scalar(value):
@@ -107,7 +107,7 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer) 
                     f"{list(parameter.shape)}): only tensors of the parameter's shape and scalars can be stored so "
                     "that another plan can resume them"
                 )
-            elif _holds_the_first_element(piece):
+            elif every_copy or _holds_the_first_element(piece):
                 place = TENSORS if isinstance(value, torch.Tensor) else NUMBERS
                 # Python's numbers have 64 bits.
                 dtype = torch.float64 if isinstance(value, float) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -34,7 +35,8 @@ class DataLoader:
     """Batches for ``parallel.train_step(**batch, local_inputs=True)``: this rank's part of every global batch.
 
     Ranks of one data-parallel group read the same samples, other groups read others. Global batch i of an epoch is the
-    same samples in the same order under every plan, and a loaded state continues under any other plan. Every iteration
+    same samples in the same order under every plan: a loaded state continues under any other plan, and so does an
+    iteration during which ``parallel.replan`` changes the plan. Every iteration
     that comes to its end begins the next epoch; one that is left early starts again at the epoch's beginning.
 
     A dataset with ``__getitem__`` and ``__len__`` is shuffled anew each epoch, in memory and time that do not grow with
@@ -101,6 +103,7 @@ class DataLoader:
         self.batch_size = batch_size
         self._order = Order(batch_size, group, num_groups, _read_last(last, drop_last))
         self._parallel = parallel
+        self._layout = self._layout_now()
         self._collate_fn = collate_fn
         self._fields = fields
         self._label_fields = (label_fields,) if isinstance(label_fields, str) else tuple(label_fields)
@@ -151,11 +154,31 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.position, self._resume_at = self._resume_at, 0
-        epoch = self.epoch
-        for num_samples, batch in self._batches(epoch, self.position):
-            self.position += num_samples
-            yield batch
+        epoch, ended = self.epoch, False
+        while not ended:
+            self._follow_plan()
+            ended = True
+            for num_samples, batch in self._batches(epoch, self.position):
+                self.position += num_samples
+                yield batch
+                if self._layout is not self._layout_now():
+                    ended = False  # another plan: what was read ahead is of other data groups
+                    break
         self.epoch, self.position = epoch + 1, 0
+
+    def _layout_now(self) -> Any:
+        return getattr(self._parallel, "layout", None)
+
+    def _follow_plan(self) -> None:
+        """Read the samples of this rank's data group under the present plan, which ``replan`` may have changed."""
+        if self._parallel is None or self._layout is self._layout_now():
+            return
+        self._layout, self._loader = self._layout_now(), None
+        self._order = dataclasses.replace(
+            self._order, group=self._parallel.data_rank, num_groups=self._parallel.num_data_ranks
+        )
+        if self._sampler is not None:
+            self._sampler.order = self._order
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; no effect if it is the present one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Engine:
         loss_fn: as in ``planner.compile``.
         compute: dtype that the plan computes in, if it is not that of the model's parameters.
         planner: called for the first plan, and when a call needs nodes that the plan does not know.
+        buffers: whole values of the model's buffers, by name; None for its own.
     """
 
     def __init__(
@@ -57,8 +58,11 @@ class Engine:
         loss_fn: Callable[..., Any] | None = None,
         compute: torch.dtype | None = None,
         planner: Planner | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         apply_adapters()
+        #: Of the original's parameters, by each name.
+        self.dtypes = {name: one.dtype for name, one in model.named_parameters(remove_duplicate=False)}
         self.model = skeleton(model) if compute is None else computing_in(model, compute)
         self.watch = ModelWatch(model, self.model, loss_fn=loss_fn)
         self.floats = ChangingFloats(self.model)
@@ -86,7 +90,7 @@ class Engine:
             planner=planner,
             input_of=self._input_of,
             ranks=self.ranks,
-            buffers={name: buffer.detach() for name, buffer in model.named_buffers()},
+            buffers=buffers or {name: buffer.detach() for name, buffer in model.named_buffers()},
         )
         self._are_buffers_stale = False
 
@@ -99,6 +103,16 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan; None before the first call where there was none."""
         return self._maker.plan
+
+    @property
+    def example(self) -> ModelCall | None:
+        """A call with a global batch, without data; None if none is known yet."""
+        return self._maker.example
+
+    @property
+    def buffer_values(self) -> Mapping[str, torch.Tensor]:
+        """Whole buffers by name, as programs were traced with them."""
+        return self._maker.buffer_values
 
     @property
     def latest(self) -> Program | None:

@@ -126,6 +126,8 @@ class Maker:
         self._cases = ValueCases(ranks, buffers)
         self._values = CallValues({} if example is None else example.tensors)
         self._example = None if example is None else example.with_shapes({})
+        #: The example or, if there is none, the first call.
+        self.example = self._example
         if plan is not None:
             self._start(plan)
         if example is not None:
@@ -173,6 +175,11 @@ class Maker:
         return tuple(self._made.values())
 
     @property
+    def buffer_values(self) -> Mapping[str, torch.Tensor]:
+        """Whole buffers by name, as programs were traced with them."""
+        return self._cases.buffers
+
+    @property
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None before the first was made."""
         names = {str(path[0]) for prepared in self._made.values() for path in prepared.reads}
@@ -204,6 +211,7 @@ class Maker:
 
         def make() -> Prepared:
             whole = self._completed(self._whole_call(call) if local_inputs else call)
+            self.example = self.example or whole.with_shapes({})
             return self._made.get(
                 (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
             )

@@ -114,6 +114,11 @@ class RankPlaces:
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
 
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of the step; None for a rank alone."""
+        return self._everyone
+
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
         return _group_over(axes, self.layout, self._groups)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ class _Loan:
     parameters: tuple[ShardedParameter, ...]
 
 
+#: Optimizers that have stepped on parameters of parallel modules.
+_stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 _loans: WeakKeyDictionary[torch.optim.Optimizer, _Loan] = WeakKeyDictionary()
 #: Parameters of models that parallel modules were made from, with their names.
 _originals = WeakTensorKeyDictionary()
@@ -64,6 +66,12 @@ def remember_originals(model: nn.Module) -> None:
         _originals[parameter] = name
 
 
+def optimizers_of(parameters: Collection[ShardedParameter]) -> list[torch.optim.Optimizer]:
+    """Optimizers that have stepped and hold any of ``parameters``."""
+    identities = set(map(id, parameters))
+    return [one for one in _stepped if any(id(parameter) in identities for parameter in _parameters_of(one))]
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     hooks.register_optimizer_step_pre_hook(_before_step)
@@ -72,6 +80,9 @@ def _watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _give_back(optimizer)  # after a step that failed
+    if any(isinstance(parameter, ShardedParameter) for parameter in _parameters_of(optimizer)):
+        _stepped.add(optimizer)
+    _refuse_stale(optimizer)
     _drop_parameters_of_others(optimizer)
     _refuse_originals(optimizer)
     _refuse_flattening(optimizer)
@@ -95,6 +106,16 @@ def _drop_parameters_of_others(optimizer: torch.optim.Optimizer) -> None:
             group["params"] = [
                 one for one in group["params"] if not (isinstance(one, ShardedParameter) and one.of_another_rank)
             ]
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that was not handed to ``replan``, which gave its parameters to other ranks."""
+    for parameter in _parameters_of(optimizer):
+        if isinstance(parameter, ShardedParameter) and parameter.left_by_replan:
+            raise ValueError(
+                f"this {type(optimizer).__name__} holds {parameter.path!r}, which a replan gave to another rank: hand "
+                "the optimizer to parallel.replan(target, optimizer), or make it again from parallel.parameters()"
+            )
 
 
 def _refuse_originals(optimizer: torch.optim.Optimizer) -> None:

@@ -60,6 +60,11 @@ class ParameterTree:
         """The users' parameters by name."""
         return {parameter.path: parameter for parameter in self._parameters.values()}
 
+    def shown_by_every_name(self) -> dict[str, ShardedParameter]:
+        """The same, tied ones under each of their names."""
+        names = {id(piece.tensor): (piece.name, *piece.aliases) for piece in self._held.owned()}
+        return {name: shown for key, shown in self._parameters.items() for name in names.get(key, ())}
+
     def update(self) -> None:
         """Take up what was cut, moved or replaced; parameters stay the same objects, for their optimizers."""
         owned = self._held.owned()
@@ -99,6 +104,11 @@ class ParameterTree:
     def frozen(self) -> tuple[str, ...]:
         """Names of parameters that the plan trains and that someone has frozen since."""
         return tuple([one.path for one in self._parameters.values() if one.planned_to_train > one.owner.requires_grad])
+
+    def frozen_or_thawed(self) -> tuple[tuple[str, bool], ...]:
+        """Names of parameters that someone has frozen or thawed since the plan was made, and whether they train."""
+        parameters = self._parameters.values()
+        return tuple((one.path, one.requires_grad) for one in parameters if one.requires_grad != one.planned_to_train)
 
     def check(self) -> None:
         """Refuse parameters that someone has replaced, or has frozen or thawed under a plan that cannot follow.

@@ -1,0 +1,139 @@
+"""What a rank holds of the state of training, by entry, and what it needs of each under another plan.
+
+The pieces are those of checkpoints (``runtime.checkpoint``), from every rank that holds one and not from the first
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from runtime.checkpoint.model_state import PREFIX, model_to_save
+from runtime.checkpoint.optimizer_state import NUMBERS, TENSORS, optimizer_to_save
+from runtime.checkpoint.rectangles_of_tensors import Piece
+from runtime.migration.regions import Region, region_of
+from runtime.parameters import ShardedParameter
+from runtime.state.owned import Owned
+
+#: Averages of parameters (EMA) that a user keeps: tensors placed as the parameters are, by their names.
+Averages = MutableMapping[str, torch.Tensor]
+
+
+class StateEntry(NamedTuple):
+    """One tensor of the state.
+
+    Attributes:
+        number: of the optimizer, or of the averages.
+        name: of the model's tensor that it belongs to.
+        key: of the optimizer's state.
+        is_number: whether the optimizer keeps a number of Python's.
+    """
+
+    kind: Literal["model", "gradient", "optimizer", "average"]
+    name: str
+    number: int = 0
+    key: str = ""
+    is_number: bool = False
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """A rank's piece of an entry, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    region: Region
+    on_host: bool
+
+    @staticmethod
+    def of(piece: Piece) -> HeldPiece:
+        tensor = piece.tensor
+        on_host = tensor.device.type == "cpu"
+        return HeldPiece(tuple(piece.shape), tensor.dtype, region_of(piece.offsets, tensor.shape), on_host)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in self.region)
+
+
+def held_pieces(
+    owned: Sequence[Owned], optimizers: Sequence[torch.optim.Optimizer], averages: Sequence[Averages]
+) -> dict[StateEntry, Piece]:
+    """This rank's pieces; tensors that are still on meta have none.
+
+    Raises:
+        ValueError: for state of an optimizer that is neither shaped as its parameter nor a number, and for averages
+            that are not placed as their parameters.
+    """
+    pieces: dict[StateEntry, Piece] = {}
+    with_values = [piece for piece in owned if not piece.tensor.is_meta]
+    for name, piece in model_to_save(with_values, every_copy=True).items():
+        pieces[StateEntry("model", name.removeprefix(PREFIX))] = piece
+    for part in with_values:
+        if part.tensor.grad is not None:
+            pieces[StateEntry("gradient", part.name)] = Piece(part.tensor.grad.detach(), part.shape, part.offsets)
+    for number, optimizer in enumerate(optimizers):
+        for full, piece in optimizer_to_save(with_values, optimizer, every_copy=True).items():
+            for prefix in (TENSORS, NUMBERS):
+                if full.startswith(prefix):
+                    name, _, key = full.removeprefix(prefix).rpartition("/")
+                    pieces[StateEntry("optimizer", name, number, key, prefix == NUMBERS)] = piece
+    for number, averaged in enumerate(averages):
+        pieces.update(_average_pieces(with_values, averaged, number))
+    return pieces
+
+
+def _average_pieces(owned: Sequence[Owned], averages: Averages, number: int) -> Iterable[tuple[StateEntry, Piece]]:
+    by_name = {name: piece for piece in owned for name in (piece.name, *piece.aliases)}
+    for name, tensor in averages.items():
+        piece = by_name.get(name)
+        if piece is None or tuple(tensor.shape) != piece.shape:
+            raise ValueError(
+                f"the averages have {name!r} of shape {list(tensor.shape)}, which is no tensor of this rank: keep them "
+                "by the names of parallel.named_parameters(), each of its parameter's shape "
+                "({name: parameter.detach().clone() for name, parameter in parallel.named_parameters()})"
+            )
+        local = getattr(tensor, "to_local", lambda plain=tensor: plain)()
+        if local.shape != piece.tensor.shape:
+            raise ValueError(f"the average of {name!r} is not placed as its parameter: make it from that")
+        yield StateEntry("average", piece.name, number), Piece(local.detach(), piece.shape, piece.offsets)
+
+
+def needed_pieces(entries: Mapping[StateEntry, HeldPiece], owned: Sequence[Owned]) -> dict[StateEntry, HeldPiece]:
+    """What this rank needs of ``entries`` (described by any rank that holds them) to hold ``owned``.
+
+    Gradients and optimizer state of parameters that are frozen are left behind.
+    """
+    by_name = {piece.name: piece for piece in owned}
+    needed = {}
+    for entry, described in entries.items():
+        piece = by_name.get(entry.name)
+        if piece is None or (entry.kind in ("gradient", "optimizer") and not piece.trainable):
+            continue
+        own_region = region_of(piece.offsets, piece.tensor.shape)
+        dtype = piece.tensor.dtype if entry.kind == "model" else described.dtype
+        if described.shape == piece.shape and described.shape:
+            needed[entry] = HeldPiece(piece.shape, dtype, own_region, on_host=False)
+        else:
+            needed[entry] = HeldPiece(described.shape, dtype, region_of((), ()), described.on_host)
+    return needed
+
+
+def let_go(
+    owned: Sequence[Owned], shown: Iterable[ShardedParameter], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Drop what the parameters, their gradients and the optimizers hold: the pieces alone hold it from now on."""
+    parameters = list(shown)
+    for parameter in parameters:
+        parameter.drop_gradient()
+    for piece in owned:
+        if isinstance(piece.tensor, torch.nn.Parameter) and not piece.tensor.is_meta:
+            piece.tensor.data = torch.empty(0, dtype=piece.tensor.dtype, device=piece.tensor.device)
+    for parameter in parameters:
+        parameter.refresh()
+    for optimizer in optimizers:
+        optimizer.state.clear()

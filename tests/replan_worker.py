@@ -1,0 +1,144 @@
+"""One of four ranks: a tied model trains on while its plan changes, and rank 0 trains it alone in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import planner
+from passes.capture import keep_float64
+from planner.verification.comparison import difference, differences, gradients_of, largest_of, single_loss
+from planner.verification.verify_model import slow_devices
+from runtime.migration.transfer_plan import TransferPlan
+from runtime.migration.transport import Transport
+from tests.parity_worker import build
+from tests.patience import PATIENCE
+from tests.ranks import answer, task
+from tests.tracing import traced_once
+
+STEPS, DECAY = 3, 0.9
+
+
+@contextmanager
+def watched() -> Iterator[tuple[Counter[int], list[int]]]:
+    """Bytes that this rank sends, by receiver, and that it holds of the state whenever something moves."""
+    sent, held = Counter[int](), list[int]()
+    operation, exchange = Transport._operation, Transport._exchange
+
+    def counted(self: Transport, kind: Any, tensor: torch.Tensor, peer: int) -> Any:
+        sent[peer] += tensor.nbytes * (kind is dist.isend)
+        return operation(self, kind, tensor, peer)
+
+    def measured(self: Transport, batch: Any, sources: Any, results: Any, *, relayed: bool) -> None:
+        storages = {one.untyped_storage().data_ptr(): one.nbytes for one in (*sources.values(), *results.values())}
+        held.append(sum(storages.values()))
+        exchange(self, batch, sources, results, relayed=relayed)
+
+    with mock.patch.object(Transport, "_operation", counted), mock.patch.object(Transport, "_exchange", measured):
+        yield sent, held
+
+
+def counts(plan: TransferPlan, sent: Counter[int], held: list[int]) -> dict[str, Any]:
+    """What was counted of a migration, over all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (dict(sent), max(held, default=0)))
+    moved = {(source, peer): count for source, (peers, _) in enumerate(gathered) for peer, count in peers.items()}
+    bounds = [larger + plan.largest_tensor_bytes for larger in plan.larger_shard_bytes]
+    needed = 0
+    for batch in plan.batches:
+        for entry in batch:
+            tensor = entry.tensor
+            for rank, region in tensor.takers.items():
+                shape = [(low, high) for low, high in region]
+                own = tensor.holders.get(rank)
+                whole = torch.zeros([high for _, high in shape], dtype=torch.bool)
+                whole[tuple(slice(low, high) for low, high in shape)] = True
+                if own is not None:
+                    whole[tuple(slice(low, high) for low, high in own)] = False
+                needed += int(whole.sum()) * tensor.item_size
+    return {
+        "moved": sum(moved.values()),
+        "as planned": {pair: count for pair, count in moved.items() if count} == plan.bytes_by_pair,
+        "minimum": needed,
+        "within the larger shard and one tensor": all(
+            most <= bound for (_, most), bound in zip(gathered, bounds, strict=True)
+        ),
+        "as much as planned": all(most <= peak for (_, most), peak in zip(gathered, plan.peak_bytes, strict=True)),
+    }
+
+
+def main() -> None:
+    payload = task()
+    single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"])
+    results: dict[str, Any] = {"moves": [], "errors": {}}
+    with keep_float64():
+        first, *others = payload["plans"]
+        options = {"example_inputs": args or kwargs, "time_limit": PATIENCE}
+        parallel = planner.compile(copy.deepcopy(single), slow_devices(4), loss_fn=loss_fn, fix=first, **options)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
+        alone = torch.optim.AdamW(single.parameters(), lr=1e-2)
+        alone_scheduler = torch.optim.lr_scheduler.StepLR(alone, step_size=1, gamma=0.9)
+        alone_average = {name: one.detach().clone() for name, one in single.named_parameters()}
+        comparisons = []
+
+        def step(number: int) -> None:
+            loss = parallel.train_step(*args, **kwargs)
+            expected_loss = single_loss(single, args, kwargs, loss_fn)
+            expected_loss.backward()
+            comparisons.append(difference("loss", f"loss {number}", loss, expected_loss))
+
+        def update() -> None:
+            for one, schedule in ((optimizer, scheduler), (alone, alone_scheduler)):
+                one.step()
+                one.zero_grad()
+                schedule.step()
+            with torch.no_grad():
+                for averages, module in ((average, parallel), (alone_average, single)):
+                    for name, parameter in module.named_parameters():
+                        averages[name].mul_(DECAY).add_(parameter, alpha=1 - DECAY)
+
+        for number in range(STEPS * len(payload["plans"])):
+            step(number)
+            if number % STEPS == 1 and number > STEPS * (len(payload["plans"]) - 1):
+                expected = gradients_of(single)
+                gradients = parallel.full_gradients()
+                comparisons += differences("gradients", gradients, expected, floor=1e-12 * largest_of(expected))
+            # In the middle of a step: gradients move too.
+            if number % STEPS == STEPS - 1 and others:
+                if len(others) == len(payload["plans"]) - 1:
+                    results["forgotten"] = error_of(lambda: parallel.replan(slow_devices(4), fix=others[0]))
+                with watched() as (sent, held):
+                    plan = parallel.replan(
+                        slow_devices(4), optimizer, averages=average, fix=others.pop(0), time_limit=PATIENCE
+                    )
+                results["moves"].append(counts(plan, sent, held))
+            update()
+        weights = parallel.full_state_dict()
+        comparisons += differences("weights", weights, dict(single.named_parameters()), floor=1e-6)
+        for name, tensor in average.items():
+            comparisons.append(difference("averages", name, tensor.full_tensor(), alone_average[name]))
+        for one in comparisons:
+            results["errors"][one.what] = max(results["errors"].get(one.what, 0.0), one.error)
+    answer(results)
+
+
+def error_of(function: Any) -> str:
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    with traced_once():
+        main()
