@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.ir.types import MeshShape
-from runtime.migration.regions import Region, num_elements, overlap, region_of, without
+from runtime.migration.tensor_regions import Region, num_elements, overlap, region_of, without
 from runtime.migration.transfer_plan import MovingTensor, TransferPlan, plan_transfers
 from runtime.state.owned import rectangle
 from runtime.zero.state_pieces import piece_of
@@ -56,7 +58,7 @@ def test_chains_of_random_plans(data: st.DataObject) -> None:
     nodes = [rank // ranks_per_node for rank in range(num_ranks)]
     chain = [data.draw(plans(num_ranks)) for _ in range(3)]
     wholes = [np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1 for shape in SHAPES]
-    for before, after in zip(chain, chain[1:]):
+    for before, after in itertools.pairwise(chain):
         tensors = [MovingTensor(name, 8, before[name], after[name]) for name in range(len(SHAPES))]
         plan = plan_transfers(tensors, nodes)
         assert sorted(moved.tensor.name for batch in plan.batches for moved in batch) == list(range(len(SHAPES)))

@@ -15,7 +15,7 @@ import torch
 from runtime.checkpoint.model_state import PREFIX, model_to_save
 from runtime.checkpoint.optimizer_state import NUMBERS, TENSORS, optimizer_to_save
 from runtime.checkpoint.rectangles_of_tensors import Piece
-from runtime.migration.regions import Region, region_of
+from runtime.migration.tensor_regions import Region, region_of
 from runtime.parameters import ShardedParameter
 from runtime.state.owned import Owned
 

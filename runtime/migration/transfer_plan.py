@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.migration.regions import Region, num_elements, overlap, without_all
+from runtime.migration.tensor_regions import Region, num_elements, overlap, without_all
 
 
 @dataclass(frozen=True)

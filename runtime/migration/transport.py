@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.migration.regions import Region, overlap
+from runtime.migration.tensor_regions import Region, overlap
 from runtime.migration.transfer_plan import TensorTransfers, TransferPlan
 
 
