@@ -34,7 +34,7 @@ def engine_under_another_plan(
         engine = engine_for(model, target, buffers=before.buffer_values, **options)
     finally:
         ops.set_random_state(random_state)
-    engine.watch.continue_from(before.watch)
+    engine.watch.watch_original_of(before.watch)
     return engine
 
 

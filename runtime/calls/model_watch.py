@@ -83,7 +83,7 @@ class ModelWatch:
         self._original_modes: tuple[str, ...] | None = None
         self._surroundings = Surroundings(model, loss_fn)
 
-    def continue_from(self, before: ModelWatch) -> None:
+    def watch_original_of(self, before: ModelWatch) -> None:
         """Look at the original that ``before`` looked at: the copy was made from its copy."""
         self._root, self._owners = before._root, before._owners
         self._num_handles, self._announced = before._num_handles, before._announced
