@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from cost_models.files import check_writable
 from cost_models.text import printable
 from planner.cli.audit_command import add_audit
 from planner.cli.cluster_command import add_cluster
@@ -129,11 +130,12 @@ def _add_demo(commands: Any) -> None:
     parser = subparser(
         commands,
         "demo",
-        help="plan a small Llama on 4 processes and train it beside one process",
+        help="plan a small Llama on 4 processes, train it beside one process, and have it write",
         examples=["planner demo", "planner demo --steps 60"],
     )
     parser.add_argument("--steps", type=count, default=40, help="training steps (default: 40)")
     parser.add_argument("--nproc", type=count, default=4, help="processes (default: 4)")
+    parser.add_argument("--report", default="demo.html", help="file of the plan's report (default: demo.html)")
     add_solver_argument(parser)
     parser.set_defaults(command=_demo, passes_output=True)
 
@@ -149,4 +151,5 @@ def _demo(options: argparse.Namespace) -> int:
     from planner.cli.launch import launch
 
     solver = ["--solver", options.solver] if options.solver else []
-    return launch(["-m", "planner.cli.demo", "--steps", str(options.steps), *solver], num_processes=options.nproc)
+    words = ["--steps", str(options.steps), "--report", str(check_writable(options.report)), *solver]
+    return launch(["-m", "planner.cli.demo", *words], num_processes=options.nproc)

@@ -1,7 +1,7 @@
 """What ``planner demo`` runs on every process: train a small Llama, sharded, beside the same model on one process.
 
-The text is Python's own standard library, read as bytes. Rank 0 also trains the unsharded model on the same batches
-and prints both losses side by side.
+The text is Python's own standard library, read as bytes. Rank 0 prints the plan in short and writes its report, trains
+the unsharded model on the same batches too, and prints both losses side by side; at the end the sharded model writes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import planner
 BATCH_SIZE = 16
 SEQ_LEN = 128
 CORPUS_BYTES = 2_000_000
+#: What the trained model goes on with, and for how many bytes.
+PROMPT, NEW_TOKENS = "    def __init__(self", 60
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 256,
@@ -70,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--solver")
+    parser.add_argument("--report", default="demo.html")
     options = parser.parse_args()
     steps = options.steps
 
@@ -83,7 +86,10 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     reference = copy.deepcopy(model) if rank == 0 else None
     parallel = planner.compile(model, mesh, batch_size=BATCH_SIZE, seq_len=SEQ_LEN, solver=options.solver)
-    console.print(parallel.plan.summary(), markup=False, highlight=False, soft_wrap=True)
+    if rank == 0:
+        console.print(parallel.plan.brief(), markup=False, highlight=False, soft_wrap=True)
+        parallel.plan.report(options.report)
+        console.print(f"all of it, with charts: {options.report}\n", markup=False, highlight=False, soft_wrap=True)
 
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3) if reference is not None else None
@@ -97,6 +103,7 @@ def main() -> None:
             progress.update(task, advance=1, loss=f"loss {sharded:.4f}")
     if rank == 0:
         _print_losses(console, losses, world_size=world_size)
+    _print_sentence(console, parallel)
     dist.destroy_process_group()
 
 
@@ -114,6 +121,21 @@ def _print_losses(console: Console, losses: list[tuple[float, float]], *, world_
     console.print(table)
     largest = max(abs(sharded - single) for sharded, single in losses)
     console.print(f"largest difference over {len(losses)} steps: {largest:.2e}")
+
+
+def _print_sentence(console: Console, parallel: Any) -> None:
+    """What the trained model makes of ``PROMPT``; every rank takes part."""
+    prompt = torch.tensor([list(PROMPT.encode())])
+    tokens = parallel.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        repetition_penalty=1.3,
+        pad_token_id=0,
+    )
+    text = bytes(tokens[0].tolist()).decode("ascii", "replace")
+    console.print("what it writes now:", text, sep="\n", markup=False, highlight=False)
 
 
 if __name__ == "__main__":
