@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,7 +40,7 @@ def plan(
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
     time_limit: float = 90.0,
-    max_programs: float = math.inf,
+    max_programs: float | None = None,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
@@ -83,6 +82,7 @@ def plan(
         time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
         max_programs: how many integer programs the search of a whole step may solve, in all about as long as so many
             tenths of seconds; on reaching it the best plan so far is returned with its gap, the same on every machine.
+            None: no limit, but 400 for a model with experts.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp`` (the axes that a mesh beside them may have), ``micro_batch`` (samples on a
             device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit
@@ -143,7 +143,7 @@ def plan(
         raise ValueError(
             "forbid_collectives means something only if a mesh is given and no option of whole steps: drop one of them"
         )
-    if shape is not None and max_programs != math.inf:
+    if shape is not None and max_programs is not None:
         raise ValueError("max_programs is of plans of whole steps; on a mesh alone there is time_limit: drop it")
     if shape is None and needed is not None:
         hardware = hardware.subset(needed)

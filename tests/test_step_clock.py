@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from cost_models import Cluster
+from passes.capture import capture
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.pipeline_ilp.stage_ilp import solve_stages
@@ -17,6 +18,7 @@ from planner.planning import capture_for_planning
 from planner.solvers.linear import EFFORT_LIMIT, SECOND, TIME_LIMIT
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.plan_step import plan_step
+from tests.expert_models import mixture, mixture_batch
 from tests.test_step_stages_large import GIB, uniform
 
 #: A V schedule of uneven stages.
@@ -58,6 +60,17 @@ def test_a_machine_that_is_twenty_times_slower_gets_the_same_plan(monkeypatch: p
     quiet = plan(time_limit=1e6)
     run_clocks(monkeypatch, times=20.0)
     assert plan(time_limit=1e6) == quiet
+
+
+def test_a_search_with_experts_ends_after_so_many_programs_however_slow_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experts = capture(mixture(num_experts=8, layers=2), kwargs=mixture_batch(batch=64, length=8))
+    monkeypatch.setattr("planner.whole_step.best_first.EXPERT_PROGRAMS", 2.0)
+    quiet = plan_step(experts, Cluster.parse("dgx-h100:1"), read_demands(time_limit=1e6))
+    assert quiet.certificate.status.startswith(EFFORT_LIMIT)
+    run_clocks(monkeypatch, times=20.0)
+    assert plan_step(experts, Cluster.parse("dgx-h100:1"), read_demands(time_limit=1e6)) == quiet
 
 
 def test_a_search_that_time_stops_says_so() -> None:

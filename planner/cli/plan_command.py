@@ -63,6 +63,13 @@ def add_plan(commands: Any) -> None:
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    parser.add_argument(
+        "--max-programs",
+        type=count,
+        metavar="N",
+        help="integer programs that the search of a whole step may solve, the same on every machine (default: no "
+        "limit, 400 for a model with experts)",
+    )
     add_solver_argument(parser)
     parser.add_argument(
         "--write-lp",
@@ -213,6 +220,7 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "constraints": read_pins(options.pin),
         "time_limit": options.time_limit,
+        "max_programs": options.max_programs,
         "fuse": not options.no_fuse,
         "solver": options.solver,
         "write_lp": options.write_lp,

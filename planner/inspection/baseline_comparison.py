@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ def compare(
     *,
     layouts: Sequence[UserLayout] = (),
     config: Any = None,
-    max_programs: float = math.inf,
+    max_programs: float | None = None,
 ) -> tuple[ComparedLayout, ...]:
     """The best layout of each of the baselines ``names``, whose open choices are decided in its favour.
 
@@ -128,7 +127,7 @@ def _labels(solution: Any, groups: Any) -> Iterator[str]:
         yield " ".join(solution.problem.runs[run].choices[choice].label)
 
 
-def _demands(plan: Plan, max_programs: float) -> Demands:
+def _demands(plan: Plan, max_programs: float | None) -> Demands:
     """What the plan leaves to every layout: memory, training, kernels; not its own choices."""
     step = plan.step
     return read_demands(

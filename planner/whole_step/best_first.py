@@ -23,7 +23,7 @@ from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bo
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.whole_step.candidates.candidates import Candidate, Family, families
-from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.demands import EXPERT_PROGRAMS, Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.candidate_bounds import Bounds
@@ -68,6 +68,7 @@ class Search:
         self.finished: set[Candidate] = set()
         self.diving = False
         self.deadline, self.status = float("inf"), OPTIMAL
+        self.max_programs = demands.max_programs or (EXPERT_PROGRAMS if level_one.num_experts > 1 else float("inf"))
         self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
@@ -99,12 +100,12 @@ class Search:
 
     def remaining(self, demands: Demands) -> Demands | None:
         """``demands`` with what this search leaves of its limits, None if nothing is left."""
-        seconds, programs = self.deadline - time.monotonic(), self.demands.max_programs - self.num_programs
+        seconds, programs = self.deadline - time.monotonic(), self.max_programs - self.num_programs
         return replace(demands, time_limit=seconds, max_programs=programs) if seconds > 0 and programs >= 1 else None
 
     def _is_stopped(self) -> bool:
         """Whether a limit is reached, which the plan reports. The clock decides nothing else."""
-        if self.status == OPTIMAL and self.num_programs >= self.demands.max_programs:
+        if self.status == OPTIMAL and self.num_programs >= self.max_programs:
             self.status = EFFORT_LIMIT
         if self.status == OPTIMAL and time.monotonic() > self.deadline:
             self.status = TIME_LIMIT

@@ -28,6 +28,10 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
 
+#: Integer programs that the search of a model with experts may solve, unless the user says.
+EXPERT_PROGRAMS = 400.0
+
+
 @dataclass(frozen=True)
 class Demands:
     """Requirements on a plan, and options of the search.
@@ -46,6 +50,7 @@ class Demands:
         time_limit: seconds.
         max_programs: how many integer programs may be solved before the search stops; a stage program that is solved
             again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
+            None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else no limit.
         solver: PuLP's name of the solver of integer programs.
     """
 
@@ -58,7 +63,7 @@ class Demands:
     num_alternatives: int = 1
     gap: float = 9.5e-3
     time_limit: float = 90.0
-    max_programs: float = math.inf
+    max_programs: float | None = None
     solver: str = HIGHS
 
     def allows(self, name: str, value: Any) -> bool:
@@ -139,7 +144,7 @@ def read_demands(
     check_count("num_alternatives", options.get("num_alternatives", 1))
     check_memory_limit(options.get("memory_limit"))
     check_time_limit(options.get("time_limit", 0.0))
-    check_max_programs(options.get("max_programs", math.inf))
+    check_max_programs(options.get("max_programs"))
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
         values = demands.fixed.get(name, CHOICES.get(name))
@@ -174,8 +179,8 @@ def check_time_limit(value: Any) -> None:
 
 
 def check_max_programs(value: Any) -> None:
-    """Raise ValueError unless ``value`` is a number of programs, at least 1."""
-    if not is_number(value) or not value >= 1:
+    """Raise ValueError unless ``value`` is a number of programs, at least 1, or None for the model's own limit."""
+    if value is not None and (not is_number(value) or not value >= 1):
         raise ValueError(f"max_programs must be at least 1 (math.inf: no limit), got {value!r}")
 
 

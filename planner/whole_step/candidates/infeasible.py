@@ -36,7 +36,7 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
         )
     if outcome.status == EFFORT_LIMIT:
         return ValueError(
-            f"no plan was found with max_programs = {search.demands.max_programs:g}, {outcome.counts['solved']} of "
+            f"no plan was found with max_programs = {search.max_programs:g}, {outcome.counts['solved']} of "
             f"{outcome.counts['enumerated']} candidates solved: allow more programs"
         )
     looks = Looks(LOOKS)
