@@ -39,7 +39,7 @@ def plan(
     memory_limit: float | None = None,
     constraints: Mapping[str, Mapping[str, Any]] | None = None,
     forbid_collectives: Sequence[str] = (),
-    time_limit: float = 90.0,
+    time_limit: float | None = None,
     max_programs: float | None = None,
     global_batch: int | None = None,
     fix: Mapping[str, Any] | None = None,
@@ -79,7 +79,8 @@ def plan(
         memory_limit: bytes that a device may hold; None for what it has (with ``mesh``: no bound).
         constraints: pins by glob on names, ``{"model.layers.*.mlp.*": {"tp": "S(0)"}}``.
         forbid_collectives: with ``mesh``: collectives that the plan must not use (``("all_gather",)``).
-        time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap.
+        time_limit: seconds for the search; on reaching it the best plan so far is returned with its gap. None: 90, for
+            a model with experts 600.
         max_programs: how many integer programs the search of a whole step may solve, in all about as long as so many
             tenths of seconds; on reaching it the best plan so far is returned with its gap, the same on every machine.
             None: no limit, but 400 for a model with experts.
@@ -114,7 +115,14 @@ def plan(
         CaptureError: when the model cannot be captured.
     """
     from planner.solvers.pulp_solver import solver_named
-    from planner.whole_step.candidates.demands import asks_for_step, check_count, fixed_axes, read_demands, said
+    from planner.whole_step.candidates.demands import (
+        TIME_LIMIT,
+        asks_for_step,
+        check_count,
+        fixed_axes,
+        read_demands,
+        said,
+    )
     from planner.whole_step.candidates.training_options import TrainingOptions
     from planner.whole_step.plan_step import check_objective, plan_step
 
@@ -181,7 +189,7 @@ def plan(
                 memory_limit=memory_limit,
                 constraints=constraints,
                 forbid_collectives=forbid_collectives,
-                time_limit=time_limit,
+                time_limit=TIME_LIMIT if time_limit is None else time_limit,
                 solver=solver,
                 write_lp=write_lp,
             )

@@ -66,7 +66,7 @@ def test_a_search_with_experts_ends_after_so_many_programs_however_slow_the_mach
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experts = capture(mixture(num_experts=8, layers=2), kwargs=mixture_batch(batch=64, length=8))
-    monkeypatch.setattr("planner.whole_step.best_first.EXPERT_PROGRAMS", 2.0)
+    monkeypatch.setattr("planner.whole_step.candidates.demands.EXPERT_PROGRAMS", 2.0)
     quiet = plan_step(experts, Cluster.parse("dgx-h100:1"), read_demands(time_limit=1e6))
     assert quiet.certificate.status.startswith(EFFORT_LIMIT)
     run_clocks(monkeypatch, times=20.0)

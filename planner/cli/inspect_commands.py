@@ -80,7 +80,7 @@ def add_why_not(commands: Any) -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
     add_model_of_plan_argument(parser)
-    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    parser.add_argument("--time-limit", type=seconds, metavar="SECONDS", help="for the search, as of planner plan")
     parser.add_argument("--all", action="store_true", help="every tensor and operator that differs")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan that meets the wish")
     parser.set_defaults(command=_why_not)

@@ -62,7 +62,12 @@ def add_plan(commands: Any) -> None:
         help="values that a choice must not take (names as for --fix); with --mesh alone: a collective not to use",
     )
     parser.add_argument("--no-fuse", action="store_true", help="plan without fused operators")
-    parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for the search")
+    parser.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="for the search (default: 90, of a model with experts 600)",
+    )
     parser.add_argument(
         "--max-programs",
         type=count,

@@ -88,7 +88,7 @@ def plan_for(
     level_one = space.level_one(tensor, cluster)
     best: Plan | None = None
     bound, reasons, lacks, late = float("inf"), list[str](), list[float](), False
-    deadline = time.monotonic() + demands.time_limit
+    deadline = time.monotonic() + demands.seconds_of(level_one.num_experts)
     for case, policy in cases_of(framework, demands, splits=tensor is not None):
         limit = float("inf") if best is None else best.certificate.objective * (1.0 + NEAR)
         # Without time left a search still gives its bound.

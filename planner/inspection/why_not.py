@@ -34,7 +34,7 @@ def why_not(
     model: Any = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     loss_fn: Callable[..., Any] | None = None,
-    time_limit: float = 90.0,
+    time_limit: float | None = None,
 ) -> WhyNot:
     """Search again for what ``plan`` was asked to be and the wish besides, on the plan's own cluster.
 

@@ -23,7 +23,7 @@ from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bo
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
 from planner.whole_step.candidates.candidates import Candidate, Family, families
-from planner.whole_step.candidates.demands import EXPERT_PROGRAMS, Demands
+from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.candidate_bounds import Bounds
@@ -68,14 +68,15 @@ class Search:
         self.finished: set[Candidate] = set()
         self.diving = False
         self.deadline, self.status = float("inf"), OPTIMAL
-        self.max_programs = demands.max_programs or (EXPERT_PROGRAMS if level_one.num_experts > 1 else float("inf"))
+        self.time_limit = demands.seconds_of(level_one.num_experts)
+        self.max_programs = demands.programs_of(level_one.num_experts)
         self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
         self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
         """Search until the gap is closed, the heap is empty, or a limit is reached."""
-        self.deadline = time.monotonic() + self.demands.time_limit
+        self.deadline = time.monotonic() + self.time_limit
         heap = list(self._first_entries())
         heapq.heapify(heap)
         self._dive(heap)

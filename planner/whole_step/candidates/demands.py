@@ -30,6 +30,8 @@ CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
 #: Integer programs that the search of a model with experts may solve, unless the user says.
 EXPERT_PROGRAMS = 400.0
+#: Seconds that a search may take unless the user says; with experts, whose programs are counted, they only guard.
+TIME_LIMIT, EXPERT_TIME_LIMIT = 90.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Demands:
         compiled: whether elementwise chains run as fused kernels, as ``torch.compile`` makes them.
         num_alternatives: how many plans to return, the best first.
         gap: the search stops when no plan can be better by more than this share.
-        time_limit: seconds.
+        time_limit: seconds; None: ``TIME_LIMIT``, of a model with experts ``EXPERT_TIME_LIMIT``.
         max_programs: how many integer programs may be solved before the search stops; a stage program that is solved
             again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
             None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else no limit.
@@ -62,9 +64,19 @@ class Demands:
     compiled: bool = False
     num_alternatives: int = 1
     gap: float = 9.5e-3
-    time_limit: float = 90.0
+    time_limit: float | None = None
     max_programs: float | None = None
     solver: str = HIGHS
+
+    def seconds_of(self, num_experts: int) -> float:
+        """Seconds that the search of a model with so many experts may take (1: it has none)."""
+        default = EXPERT_TIME_LIMIT if num_experts > 1 else TIME_LIMIT
+        return default if self.time_limit is None else self.time_limit
+
+    def programs_of(self, num_experts: int) -> float:
+        """Integer programs that it may solve."""
+        default = EXPERT_PROGRAMS if num_experts > 1 else math.inf
+        return default if self.max_programs is None else self.max_programs
 
     def allows(self, name: str, value: Any) -> bool:
         return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())
@@ -143,7 +155,7 @@ def read_demands(
     check_share("headroom", options.get("headroom", 0.0))
     check_count("num_alternatives", options.get("num_alternatives", 1))
     check_memory_limit(options.get("memory_limit"))
-    check_time_limit(options.get("time_limit", 0.0))
+    check_time_limit(options.get("time_limit"))
     check_max_programs(options.get("max_programs"))
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
@@ -173,8 +185,8 @@ def check_memory_limit(value: Any) -> None:
 
 
 def check_time_limit(value: Any) -> None:
-    """Raise ValueError unless ``value`` is seconds."""
-    if not is_number(value) or not value >= 0:
+    """Raise ValueError unless ``value`` is seconds, or None for the model's own limit."""
+    if value is not None and (not is_number(value) or not value >= 0):
         raise ValueError(f"time_limit must be at least 0 seconds, got {value!r}")
 
 

@@ -31,7 +31,7 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
         return ValueError(contradiction)
     if outcome.status == TIME_LIMIT:
         return ValueError(
-            f"no plan was found within time_limit = {search.demands.time_limit:g} s, {outcome.counts['solved']} of "
+            f"no plan was found within time_limit = {search.time_limit:g} s, {outcome.counts['solved']} of "
             f"{outcome.counts['enumerated']} candidates solved: give more time"
         )
     if outcome.status == EFFORT_LIMIT:
