@@ -23,6 +23,7 @@ from planner.first_call import planned_at_first_call
 from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
+from planner.sharding_ilp.constraints import dividing
 from planner.targets import (
     Target,
     as_device_mesh,
@@ -197,8 +198,11 @@ def engine_for(
             first = pinned is None
             if first:
                 refuse_checkpoints(graph)
+            demanded = demands
+            if not first and constraints is not None:
+                demanded = demands | {"constraints": dividing(graph, constraints, shape)}
             return agreed_plan(
-                lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demands),
+                lambda: plan_graph(graph, priced, mesh=shape, pinned=pinned, fuse=fuse and first, **demanded),
                 device_mesh=device_mesh,
             )
 

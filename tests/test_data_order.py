@@ -130,7 +130,7 @@ def test_what_is_left_out_is_only_the_end() -> None:
         ({"batch_size": 0}, "positive"),
         ({"batch_size": 2.0}, "whole number"),
         ({"batch_size": 6, "num_groups": 4}, "multiple of 4"),
-        ({"batch_size": 4, "last": "skip"}, "pad, short, drop"),
+        ({"batch_size": 4, "last": "skip"}, "pad, short, whole, drop"),
         ({"batch_size": 4, "group": 2, "num_groups": 2}, "0..1"),
     ],
 )

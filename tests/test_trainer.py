@@ -10,7 +10,7 @@ import torch
 
 import planner
 from planner.trainer import decay_groups, warmup_cosine
-from planner.trainer.trainer_batches import BatchPart, SampleRows, chunks, count_valid
+from planner.trainer.trainer_batches import count_valid
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 from tests.small_models import Mlp
@@ -25,12 +25,6 @@ def results() -> dict[str, float]:
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
 def test_scenario(scenario: str, results: dict[str, float]) -> None:
     assert results[scenario] <= 1e-9
-
-
-def test_what_does_not_fill_a_batch_is_taken_apart_into_its_divisors() -> None:
-    assert chunks(21, 8, exact=True) == [BatchPart(0, 8), BatchPart(8, 8), BatchPart(16, 4), BatchPart(20, 1)]
-    assert chunks(21, 8, exact=False) == [BatchPart(0, 8), BatchPart(8, 8), BatchPart(16, 5)]
-    assert list(SampleRows(range(5), chunks(5, 4, exact=True), 4)) == [0, 1, 2, 3, 4, 4, 4, 4]
 
 
 def test_labels_that_a_mean_is_over() -> None:

@@ -7,11 +7,13 @@ between chunks (``cut``). Whoever runs the chunks adds up losses and gradients o
 
 from passes.pipeline_cut.deferral import BATCH_AXIS, DATA_AXES, Deferral, deferral_of
 from passes.pipeline_cut.step_programs import StageGraph, StepPrograms, step_programs
+from passes.pipeline_cut.totals import DependentSamplesError
 
 __all__ = [
     "BATCH_AXIS",
     "DATA_AXES",
     "Deferral",
+    "DependentSamplesError",
     "StageGraph",
     "StepPrograms",
     "deferral_of",

@@ -16,6 +16,7 @@ from passes.pipeline_cut.totals import Additive, additive
 from passes.pipeline_cut.unit_chain import ChainPart, Whereabouts, parts_of
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
+from passes.rules.rule import REPLICATE
 from passes.shard import Compute, Local, Repeat, Section, ShardedGraph, StateRef, UnitPolicy, shard
 from passes.shard.context import RuleFor
 from passes.shard.operations import Operation, used_by
@@ -84,6 +85,7 @@ def step_programs(
     plan: Plan,
     *,
     num_microbatches: int | None = None,
+    batch_ranks: int | None = None,
     outputs: Collection[str] | None = None,
     like: StepPrograms | None = None,
     deferral: Deferral | None = None,
@@ -95,6 +97,7 @@ def step_programs(
 
     Args:
         num_microbatches: another number than the plan's.
+        batch_ranks: how many ranks of the batch axis share the samples, if not all do (1: each computes all of them).
         outputs: paths of the outputs to keep; None for the loss alone.
         like: programs of the plan's own graph, for another graph of the model (without a loss, say), whose units need
             not be the plan's: its operators go where these have their weights.
@@ -107,6 +110,12 @@ def step_programs(
     """
     step = plan.step
     count = step.num_microbatches if num_microbatches is None else num_microbatches
+    sizes = plan.mesh.as_dict()
+    if BATCH_AXIS in sizes:
+        sizes[BATCH_AXIS] = (sizes[BATCH_AXIS] if batch_ranks is None else batch_ranks) * count
+    mesh = MeshShape(plan.mesh.names, tuple(sizes.values()))
+    if sizes.get(BATCH_AXIS) == 1:
+        plan = _uncut(plan, plan.mesh.names.index(BATCH_AXIS))
     output_paths = _kept_outputs(graph, outputs)
     cut_graph = graph.replace(outputs={path: graph.outputs[path] for path in output_paths})
     if like is None and graph.loss is not None:
@@ -116,13 +125,9 @@ def step_programs(
         cut_graph = (
             with_logits_reused(cut_graph, results=results) if cut_graph.training and outputs is None else cut_graph
         )
-    mesh = MeshShape(
-        plan.mesh.names,
-        tuple(size * count if name == BATCH_AXIS else size for name, size in plan.mesh.as_dict().items()),
-    )
     deferred = deferral_of(plan) if deferral is None else deferral
     whole = shard(cut_graph, dataclasses.replace(plan, mesh=mesh), rule_for=rule_for, deferred=deferred)
-    cut_as = f" ({BATCH_AXIS}: {plan.mesh.size(BATCH_AXIS)} ranks × {count} micro-batches)" if count > 1 else ""
+    cut_as = f" ({BATCH_AXIS}: {sizes[BATCH_AXIS] // count} ranks × {count} micro-batches)" if count > 1 else ""
     if count > 1:
         sums = additive(whole.main, axis=mesh.names.index(BATCH_AXIS), paths=output_paths)
         whole = dataclasses.replace(whole, batch_axis=BATCH_AXIS)
@@ -137,6 +142,15 @@ def step_programs(
     _check_buffers(stages)
     totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
     return StepPrograms(stages, totals, count, cut_graph)
+
+
+def _uncut(plan: Plan, axis: int) -> Plan:
+    """``plan`` with operators that a mesh axis of one rank does not cut; what has one sample cannot be cut at all."""
+    nodes = {
+        key: dataclasses.replace(node, strategy=(*node.strategy[:axis], REPLICATE, *node.strategy[axis + 1 :]))
+        for key, node in plan.nodes.items()
+    }
+    return dataclasses.replace(plan, nodes=nodes)
 
 
 def _check_buffers(stages: Sequence[StageGraph]) -> None:

@@ -17,6 +17,10 @@ from passes.shard import Compute, Convert, Local, Repeat, Section
 from passes.shard.operations import Operation, made_by, used_by, writes_state
 
 
+class DependentSamplesError(ValueError):
+    """Samples depend on each other, so that they cannot be run in several micro-batches."""
+
+
 @dataclass(frozen=True)
 class Total:
     """A value of the whole batch: ``source`` is a micro-batch's share of it on one data rank, ``target`` the sum."""
@@ -48,11 +52,11 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
         paths: what the results are called, for messages.
 
     Raises:
-        ValueError: if samples depend on each other in another way than through totals, or a result is no sum over
-            samples: such a model must be run in one micro-batch.
+        DependentSamplesError: if samples depend on each other in another way than through totals, or a result is no sum
+            over samples: such a model must be run in one micro-batch.
     """
     if any(map(writes_state, main.body)):
-        raise ValueError(
+        raise DependentSamplesError(
             "the model writes a buffer in its forward, which every micro-batch would do again: plan with "
             "num_microbatches=1"
         )
@@ -72,7 +76,7 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
     results = tuple(changed.get(local, local) for local in main.results)
     for path, local in zip(paths, results):
         if local.placement[axis] != P:
-            raise ValueError(
+            raise DependentSamplesError(
                 f"output {path!r} is no sum over samples, so micro-batches cannot be added up: plan with "
                 "num_microbatches=1"
             )
@@ -86,8 +90,8 @@ def _check_inside(repeat: Repeat, axis: int) -> None:
             raise _mixing(step.source.value)
 
 
-def _mixing(value: Value) -> ValueError:
-    return ValueError(
+def _mixing(value: Value) -> DependentSamplesError:
+    return DependentSamplesError(
         f"{value.name!r} (shape {list(value.shape)}) is computed from all samples together, so they cannot be run in "
         "several micro-batches: plan with num_microbatches=1"
     )
@@ -127,7 +131,7 @@ def _with_inputs(compute: Compute, changed: dict[Local, Local], axis: int) -> Co
     inputs = tuple(changed.get(local, local) for local in compute.inputs)
     for replacement, local in zip(inputs, compute.inputs):
         if replacement.placement[axis] != local.placement[axis]:
-            raise ValueError(
+            raise DependentSamplesError(
                 f"{compute.node.op} ({compute.node.key}) takes {local.value.name!r}, a sum over all samples with a "
                 "gradient, and is not additive: plan with num_microbatches=1"
             )

@@ -22,6 +22,10 @@ class PlanMismatch(ValueError):
     """The plan's model is this one, but it does not cover this graph (another mode or other arguments)."""
 
 
+class UndividedError(PlanMismatch):
+    """The plan cuts a tensor of this graph into parts that are not equal, where they must be."""
+
+
 def input_key(path: tuple[str | int, ...]) -> str:
     """The name of an input in a plan: its path in the call, joined with dots."""
     return ".".join(map(str, path))
@@ -126,7 +130,7 @@ class Context:
                 if shard_dim(spmd_type) == dim
             ]
             if axes and not divides(tuple(t if shard_dim(t) == dim else R for t in placement), value.shape, self.mesh):
-                raise ValueError(
+                raise UndividedError(
                     f"{what} has size {size} in dim {dim}, which cannot be divided over mesh axis {', '.join(axes)} "
                     "as the plan says: pad it to a multiple, or plan again for this shape"
                 )

@@ -145,7 +145,7 @@ class Accelerator(accelerate.Accelerator):
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """``input_data`` without what filled up the last batch."""
+        """``input_data``, of an epoch's last batch as many rows as that has samples."""
         remainder = self.gradient_state.remainder
         if not self.gradient_state.end_of_dataloader or remainder <= 0:
             return input_data

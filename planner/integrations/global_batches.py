@@ -6,7 +6,7 @@ process (padding to the longest of the batch), and what is computed from outputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,12 @@ from runtime.agreement.ranks_together import gathered
 #: What a loader is made of again, beside its dataset and batches.
 _OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
-_IGNORED = -100
 
 
 def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_order: bool = True) -> DataLoader[Any]:
     """``loader`` with the samples of ``num_processes`` of its batches in each, in the first rank's order.
 
-    The last batch, if it is short, is filled up with samples whose integer labels are ignored.
+    The last batch may be short, as it is on one process.
 
     Args:
         share_order: whether to take the first rank's order (a sampler that is seeded alike on all ranks needs not).
@@ -39,7 +38,6 @@ def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_or
         if loader.batch_size is None:
             raise ValueError(_NO_BATCHES)
         size = loader.batch_size * num_processes
-        options["collate_fn"] = FullBatches(loader.collate_fn, size)
         return DataLoader(loader.dataset, batch_size=size, drop_last=loader.drop_last, **options)
     batches = loader.batch_sampler
     if batches is None:
@@ -47,7 +45,6 @@ def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_or
     if type(batches) is BatchSampler:
         size = batches.batch_size * num_processes
         order = FirstRanksOrder(batches.sampler) if share_order else batches.sampler
-        options["collate_fn"] = FullBatches(loader.collate_fn, size)
         return DataLoader(loader.dataset, batch_sampler=BatchSampler(order, size, batches.drop_last), **options)
     return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batches, num_processes), **options)
 
@@ -106,38 +103,3 @@ class JoinedBatches(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         return len(self.batches) // self.count if self.drop_last else -(-len(self.batches) // self.count)
-
-
-class FullBatches:
-    """Collates samples; those that are fewer than a batch are repeated, with labels that losses ignore.
-
-    Without integer labels nothing tells a loss to ignore a sample: such a batch stays short.
-    """
-
-    def __init__(
-        self, collate: Callable[[Any], Any], size: int, label_fields: Sequence[str] = ("labels", "label")
-    ) -> None:
-        self.collate, self.size, self.label_fields = collate, size, label_fields
-
-    def __call__(self, samples: Any) -> Any:
-        count = len(samples)
-        if count == self.size or not isinstance(samples, list):
-            return self.collate(samples)
-        batch = self.collate([samples[index % count] for index in range(self.size)])
-        labels = [batch[name] for name in self.label_fields if _is_labels(batch, name, self.size)]
-        if not labels:
-            return self.collate(samples)
-        for tensor in labels:
-            tensor[count:] = _IGNORED
-        return batch
-
-
-def _is_labels(batch: Any, name: str, size: int) -> bool:
-    tensor = batch[name] if hasattr(batch, "keys") and name in batch else None
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dim() > 0
-        and len(tensor) == size
-        and not tensor.is_floating_point()
-        and tensor.dtype != torch.bool
-    )

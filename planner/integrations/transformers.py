@@ -22,7 +22,6 @@ from transformers.utils import ModelOutput
 
 from planner.integrations.accelerate import Accelerator
 from planner.integrations.saved_training import SavedTraining
-from planner.integrations.short_batches import joined, pieces
 from planner.integrations.torch_compat.framework_internals import (
     collator_for,
     count_labels,
@@ -180,11 +179,7 @@ class TransformersTrainer(transformers.Trainer):
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and COUNT in batch) or self.compute_loss_func is not None
         weight = 1.0 if scaled else 1.0 / self.current_gradient_accumulation_steps
-        losses = [
-            self.parallel.train_step(**piece, weight=weight * share) * (weight * share)
-            for piece, _, share in pieces(batch, train_batch_size(self) * self.accelerator.num_processes)
-        ]
-        return sum(losses[1:], losses[0])
+        return self.parallel.train_step(**batch, weight=weight) * weight
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.parallel.clip_grad_norm_(self.args.max_grad_norm)
@@ -209,8 +204,7 @@ class TransformersTrainer(transformers.Trainer):
     ) -> Any:
         """Outputs and loss of a global batch, whole on every process."""
         batch = self._with_count(on_device(self, inputs)) if self._has_own_loss() else None
-        size = self.args.eval_batch_size
-        whole = _WholeOutputs(self.parallel, batch, batch_size=size, loss_alone=prediction_loss_only)
+        whole = _WholeOutputs(self.parallel, batch, loss_alone=prediction_loss_only)
         return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)  # type: ignore[arg-type]
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -267,24 +261,18 @@ class _WholeOutputs:
 
     Args:
         batch: all that the loss of the script's own needs; None where the model computes it.
-        batch_size: samples in a full batch.
         loss_alone: whether to leave what nobody reads where it is.
     """
 
-    def __init__(
-        self, parallel: ParallelModule, batch: dict[str, Any] | None, *, batch_size: int, loss_alone: bool
-    ) -> None:
+    def __init__(self, parallel: ParallelModule, batch: dict[str, Any] | None, *, loss_alone: bool) -> None:
         self._parallel, self._batch, self.stands_for = parallel, batch, parallel.original
-        self._batch_size, self._loss_alone = batch_size, loss_alone
+        self._loss_alone = loss_alone
 
     def __call__(self, **inputs: Any) -> Any:
         if inputs.get(COUNT) is not None:
             inputs[COUNT] = torch.as_tensor(inputs[COUNT]).round().long()
-        batch = inputs if self._batch is None else self._batch
-        outputs = [(self._outputs(piece), count, share) for piece, count, share in pieces(batch, self._batch_size)]
-        if not isinstance(outputs[0][0], Mapping):
-            return outputs[0][0]
-        return ModelOutput(**(outputs[0][0] if len(outputs) == 1 else joined(outputs, self._batch_size)))
+        outputs = self._outputs(inputs if self._batch is None else self._batch)
+        return ModelOutput(**outputs) if isinstance(outputs, Mapping) else outputs
 
     def _outputs(self, batch: dict[str, Any]) -> Any:
         outputs = self._parallel(**batch)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,25 @@ def match(graph: Graph, pattern: str) -> Matched:
     near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     raise ValueError(f"constraint {pattern!r} matches no parameter, input, output, module or operator{hint}")
+
+
+def dividing(graph: Graph, demands: Demands, mesh: MeshShape) -> Demands:
+    """``demands`` but for those that would cut an input of ``graph`` into parts that are not equal."""
+    shapes = {value.name: value.shape for value in graph.inputs}
+    return {
+        pattern: {
+            axis: demand
+            for axis, demand in by_axis.items()
+            if not any(_is_uneven(demand, shapes[name], mesh.size(axis)) for name in match(graph, pattern).inputs)
+        }
+        for pattern, by_axis in demands.items()
+    }
+
+
+def _is_uneven(demand: Any, shape: tuple[int, ...], num_ranks: int) -> bool:
+    texts = [demand] if isinstance(demand, str) else list(demand)
+    dims = [shard_dim(parse_type(text)) if re.fullmatch(r"S\(\d+\)", text) else None for text in texts]
+    return all(dim is not None and dim < len(shape) and shape[dim] % num_ranks != 0 for dim in dims)
 
 
 def _select(names: Mapping[str, str], pattern: str) -> tuple[str, ...]:

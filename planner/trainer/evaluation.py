@@ -1,14 +1,13 @@
-"""Evaluation and prediction: whole datasets, in whole batches, with nothing left out or counted twice."""
+"""Evaluation and prediction: whole datasets, with nothing left out or counted twice."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from planner.trainer import trainer_batches as batches
 from planner.trainer.protocol import Training
@@ -20,12 +19,19 @@ def evaluate(trainer: Training, dataset: Any) -> dict[str, float]:
     """The weighted mean loss of a dataset, and means of the trainer's metrics."""
     # Metrics compare outputs, which are whole, with batches.
     local = not trainer.metrics and _every_rank_reads_labels(trainer)
-    losses, counts, sizes = [], [], []
+    losses: list[torch.Tensor] = []
+    counts: list[float] = []
+    sizes: list[int] = []
     sums = dict.fromkeys(trainer.metrics, 0.0)
-    for batch, num_samples in _full_batches(trainer, dataset, exact=True, local=local):
-        outputs = batches.run(trainer.parallel, batch, local_inputs=local)
+    loader = _loader(trainer, dataset, local=local)
+    for batch in loader:
+        batch = batches.moved(batch, trainer.parallel.layout.device)
+        is_part = local and loader.local_inputs
+        outputs = batches.run(trainer.parallel, batch, local_inputs=is_part)
         losses.append(loss_of(outputs).detach().double())
-        counts.append(trainer.count_fn(batch) * num_samples / trainer.global_batch)
+        # What every group counts whole is counted as often as there are groups.
+        counts.append(trainer.count_fn(batch) / (trainer.parallel.num_data_ranks if local and not is_part else 1))
+        num_samples = loader.position - sum(sizes)
         sizes.append(num_samples)
         for name, metric in trainer.metrics.items():
             sums[name] += float(torch.as_tensor(metric(outputs, batch)).double().mean()) * num_samples
@@ -45,7 +51,10 @@ def evaluate(trainer: Training, dataset: Any) -> dict[str, float]:
 def predict(trainer: Training, dataset: Any) -> list[Any]:
     """One output for each sample, in order."""
     predictions: list[Any] = []
-    for batch, num_samples in _full_batches(trainer, dataset, exact=False):
+    loader = _loader(trainer, dataset)
+    for batch in loader:
+        batch = batches.moved(batch, trainer.parallel.layout.device)
+        num_samples = loader.position - len(predictions)
         if trainer.predict_fn is not None:
             outputs = trainer.predict_fn(trainer.parallel, batch)
         else:
@@ -54,7 +63,7 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
             outputs = outputs.detach().cpu()
         if len(outputs) < num_samples:
             raise ValueError(
-                f"predict_fn gave {len(outputs)} outputs for a batch of {trainer.global_batch} samples: return one for "
+                f"predict_fn gave {len(outputs)} outputs for a batch of {num_samples} samples: return one for "
                 "each sample"
             )
         predictions.extend(itertools.islice(outputs, num_samples))
@@ -66,33 +75,18 @@ def _every_rank_reads_labels(trainer: Training) -> bool:
     return trainer.parallel.plan.step.axes.get("pp", 1) == 1
 
 
-def _full_batches(trainer: Training, dataset: Any, *, exact: bool, local: bool = False) -> Iterator[tuple[Any, int]]:
-    """Full global batches (or this data group's share of them), and how many different samples each holds."""
-    size = trainer.global_batch
-    for block in _blocks(dataset, size):
-        parts = batches.chunks(len(block), size, exact=exact)
-        loader = DataLoader(
-            batches.SampleRows(block, parts, size),
-            batches.DataGroup.of(trainer.parallel) if local else None,
-            batch_size=size,
-            shuffle=False,
-            # Groups do not know how long the samples of the others are.
-            collate_fn=trainer.collator(longest=local),
-            num_workers=0 if block is not dataset else trainer.loader_options.get("num_workers", 0),
-            last="drop",
-        )
-        for chunk, batch in zip(parts, loader, strict=True):
-            yield batches.moved(batch, trainer.parallel.layout.device), chunk.num_samples
-
-
-def _blocks(dataset: Any, size: int) -> Iterator[Any]:
-    """The dataset, or the samples of a stream, in batches."""
-    if not isinstance(dataset, IterableDataset):
-        yield dataset
-        return
-    samples = iter(dataset)
-    while block := list(itertools.islice(samples, size)):
-        yield block
+def _loader(trainer: Training, dataset: Any, *, local: bool = False) -> DataLoader:
+    """Global batches (or this data group's share of them) in order; the last one may be short."""
+    return DataLoader(
+        dataset,
+        batches.DataGroup.of(trainer.parallel) if local else None,
+        batch_size=trainer.global_batch,
+        shuffle=False,
+        # Groups do not know how long the samples of the others are.
+        collate_fn=trainer.collator(longest=local),
+        num_workers=trainer.loader_options.get("num_workers", 0),
+        last="whole",
+    )
 
 
 def _main_output(outputs: Any) -> Any:

@@ -66,8 +66,7 @@ class Trainer:
     ``parallel.train_step``.
 
     Args:
-        model, mesh, loss_fn: as in ``planner.compile``; it is planned for the first dataset's batches. A loss must be a
-            mean over samples or valid labels.
+        model, mesh, loss_fn: as in ``planner.compile``; it is planned for the first dataset's batches.
         collate_fn: list of samples → batch (a mapping of the model's arguments, a tuple of them, or a tensor).
         predict_fn: ``predict_fn(parallel, batch)`` → one output for each sample of a batch, for ``predict``. Default:
             the model's logits (or its first output beside the loss).
@@ -87,7 +86,7 @@ class Trainer:
         on_log: called on the first rank with everything that is logged.
         loader: options of ``planner.DataLoader`` for training (``num_workers``, ``shuffle``, ``last``, ``pad_to``, …).
             With ``pad_to`` evaluation is padded too, and the step is planned for the largest bucket. A last batch that
-            is not full is padded if the batch has integer labels, else left out with a warning.
+            is not full is trained on as it is (``last="whole"``): one program more, the same under any loss.
         label_fields: names of integer labels in a batch: what a mean loss is weighed by in ``evaluate``.
         count_fn: batch → how many samples or tokens its mean loss is over, where labels do not tell.
         **options: of ``planner.compile``: ``constraints``, ``fix``, ``memory_limit``, …
@@ -291,7 +290,8 @@ class Trainer:
         self._parallel = compile(self.model, self.mesh, example_inputs=inputs, loss_fn=self._loss_fn, **options)
         if any(parameter.is_meta for parameter in self._parallel.parameters()):
             self._parallel.initialise(seed=self.seed)
-        self.loader_options.setdefault("last", "pad" if batches.has_labels(example, self.label_fields) else "drop")
+        if not self.loader_options.get("drop_last"):
+            self.loader_options.setdefault("last", "whole")
         if self._checkpoint_dir is not None:
             self._saver = Saver(self._checkpoint_dir, **self._save)
 
@@ -318,7 +318,8 @@ class Trainer:
         while self.step < last_step and loader.epoch < num_epochs_in_all:
             step, starts = self.step, loader.position == 0
             for batch in loader:
-                reporter.step(self.step + 1, self._train_step(batch), self.optimizer)
+                loss = self._train_step(batch, local_inputs=loader.local_inputs)
+                reporter.step(self.step + 1, loss, self.optimizer)
                 self.step += 1
                 epoch_ends = loader.position == loader.num_samples
                 ends = self.step == num_steps or (epoch_ends and loader.epoch + 1 == num_epochs)
@@ -328,16 +329,16 @@ class Trainer:
             if starts and self.step == step:
                 raise ValueError(
                     f"the training dataset gives no batch of {self.global_batch} samples: give it more samples, choose "
-                    "a smaller global_batch, or loader={'last': 'pad'}"
+                    "a smaller global_batch, or loader={'last': 'whole'}"
                 )
             if loader.num_samples is None:
                 yield Moment(None, True, loader.epoch == num_epochs)
 
-    def _train_step(self, batch: Any) -> torch.Tensor:
+    def _train_step(self, batch: Any, *, local_inputs: bool) -> torch.Tensor:
         self.parallel.train()
         optimizer, schedule = self.optimizer, self.schedule
         batch = batches.moved(batch, self.parallel.layout.device)
-        loss = batches.run(self.parallel.train_step, batch, local_inputs=True)
+        loss = batches.run(self.parallel.train_step, batch, local_inputs=local_inputs)
         if self.max_grad_norm is not None:
             self.parallel.clip_grad_norm_(self.max_grad_norm)
         optimizer.step()

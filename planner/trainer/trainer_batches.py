@@ -1,13 +1,8 @@
-"""Batches of the trainer: calling a model on a batch, a batch's weight in a mean, and datasets as whole batches.
-
-A program has static shapes, so every batch it is given is a full one. Of a dataset whose length the batch does not
-divide, the rest is taken apart into pieces that divide a batch, and each is repeated until it fills one: a mean over a
-repeated piece is the mean over the piece, whatever the loss.
-"""
+"""Batches of the trainer: calling a model on a batch, and a batch's weight in a mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,52 +77,6 @@ class DataGroup:
     @classmethod
     def of(cls, parallel: Any) -> DataGroup:
         return cls(parallel.data_rank, parallel.num_data_ranks)
-
-
-@dataclass(frozen=True)
-class BatchPart:
-    """A full batch: ``num_samples`` of its rows are different ones, the first; the others repeat them."""
-
-    first: int
-    num_samples: int
-
-
-def chunks(num_samples: int, batch_size: int, *, exact: bool) -> list[BatchPart]:
-    """A dataset as full batches. With ``exact`` every chunk's size divides the batch, so that means stay means."""
-    full = num_samples - num_samples % batch_size
-    batches = [BatchPart(first, batch_size) for first in range(0, full, batch_size)]
-    while full < num_samples:
-        rest = num_samples - full
-        size = max(size for size in range(1, rest + 1) if batch_size % size == 0) if exact else rest
-        batches.append(BatchPart(full, size))
-        full += size
-    return batches
-
-
-class SampleRows(Sequence[Any]):
-    """The rows of a dataset's chunks, one after the other, as a dataset."""
-
-    def __init__(self, dataset: Any, parts: Sequence[BatchPart], batch_size: int) -> None:
-        self.dataset = dataset
-        self.parts = parts
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return len(self.parts) * self.batch_size
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        chunk = self.parts[index // self.batch_size]
-        return self.dataset[chunk.first + index % self.batch_size % chunk.num_samples]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-
-def has_labels(batch: Any, fields: Sequence[str]) -> bool:
-    """Whether a batch has integer labels, some of which a loss may ignore."""
-    return any(_is_label(value) for name, value in tensors_of(batch).items() if name in fields)
 
 
 def count_valid(batch: Any, fields: Sequence[str], *, shifted: bool, ignore_index: int = -100) -> float:

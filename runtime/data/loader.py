@@ -58,7 +58,8 @@ class DataLoader:
         last: what becomes of samples that do not fill the last batch of an epoch. ``"pad"``: the batch is filled with
             repeats whose labels are ``ignore_index``, so that a loss that leaves those out has the value and gradients
             of the samples alone (statistics over a batch, as batch norm's, do see the repeats). ``"short"``: it is
-            smaller. ``"drop"``: left out; a warning says how many samples.
+            smaller. ``"whole"``: it is smaller, and every group reads all of it, so that any number of samples will do;
+            pass ``local_inputs=loader.local_inputs``. ``"drop"``: left out; a warning says how many samples.
         label_fields: names of integer labels in a batch, one row a sample.
         ignore_index: the label that the loss leaves out.
         pad_to: lengths that batches are padded to, so that a few programs serve samples of any length (from
@@ -138,6 +139,8 @@ class DataLoader:
         self.epoch = 0
         #: Samples of this epoch that have been handed out, over all ranks.
         self.position = 0
+        #: Whether the batch that was handed out last is this group's part, not the whole global batch.
+        self.local_inputs = True
 
     @property
     def num_samples(self) -> int | None:
@@ -160,6 +163,7 @@ class DataLoader:
             ended = True
             for num_samples, batch in self._batches(epoch, self.position):
                 self.position += num_samples
+                self.local_inputs = not self._order.is_read_whole(num_samples)
                 yield batch
                 if self._layout is not self._layout_now():
                     ended = False  # another plan: what was read ahead is of other data groups

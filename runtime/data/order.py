@@ -11,7 +11,7 @@ import numpy as np
 from runtime.data.permutation import Permutation, keyed, random_key
 
 #: What becomes of the samples that do not fill the last batch of an epoch.
-Last = Literal["pad", "short", "drop"]
+Last = Literal["pad", "short", "whole", "drop"]
 
 #: Sets the numbers that seed samples apart from those that order them.
 _SAMPLES = 1
@@ -72,17 +72,23 @@ class Order:
         """The number of samples that no batch contains."""
         return num_samples % self.batch_size if self.last == "drop" else 0
 
+    def is_read_whole(self, num_samples: int) -> bool:
+        """Whether every group reads all of a global batch that has ``num_samples`` samples."""
+        return self.last == "whole" and num_samples < self.batch_size
+
     def part(self, num_samples: int) -> SampleRange:
         """Our part of a global batch that has ``num_samples`` samples; ``indices`` are its rows.
 
         Raises:
             ValueError: if a short batch cannot be shared equally.
         """
+        if self.is_read_whole(num_samples):
+            return SampleRange(tuple(range(num_samples)), num_samples, num_samples, padded_epoch=False)
         size = num_samples if self.last == "short" else self.batch_size
         if size % self.num_groups:
             raise ValueError(
                 f"last='short' leaves a last batch of {size} samples, which {self.num_groups} data-parallel groups "
-                "cannot share equally: choose last='pad' or last='drop'"
+                "cannot share equally: choose last='whole', last='pad' or last='drop'"
             )
         share = size // self.num_groups
         first = self.group * share

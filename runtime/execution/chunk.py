@@ -14,6 +14,7 @@ from passes.emit import OutputSpec, Program
 from passes.emit.emitted_program import ENTRY_POINT, InputSpec
 from passes.pipeline_cut import BATCH_AXIS, StageGraph
 from runtime import ops
+from runtime.execution.batch_split import BatchSplit
 from runtime.execution.binding import BoundUnit, ChunkUnits
 from runtime.execution.expert_load import chunk_begins
 from runtime.execution.step_state import StepState
@@ -31,10 +32,10 @@ InputOf = Callable[[InputSpec, int], torch.Tensor]
 class ProgramRunner:
     """A program of a step with its buffers and constants, run for one micro-batch at a time."""
 
-    def __init__(self, program: Program, state: StepState, *, num_microbatches: int) -> None:
+    def __init__(self, program: Program, state: StepState, *, split: BatchSplit) -> None:
         self.program = program
         self.state = state
-        self.num_microbatches = num_microbatches
+        self.split = split
         self.literals = {
             spec.path: state.places.layout.split(spec.data.detach(), spec.placement)
             for spec in program.states
@@ -82,7 +83,7 @@ class ProgramRunner:
             with spmd.set_current_mesh(layout.device_mesh):
                 self._mesh = mesh_of_thread()
         on_device = contextlib.nullcontext() if layout.device.type == "cpu" else torch.device(layout.device)
-        this = ops.Microbatch(microbatch, self.num_microbatches, BATCH_AXIS)
+        this = ops.Microbatch(microbatch, self.split.num_microbatches, BATCH_AXIS)
         with use_mesh(self._mesh), ops.in_microbatch(this), on_device:
             yield
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from passes.emit import Program
 from passes.emit.emitted_program import InputSpec
-from passes.ir.types import MeshShape, Placement
+from passes.ir.types import MeshShape, Placement, R
 from passes.pipeline_cut import BATCH_AXIS
 from passes.plan import Plan
 from runtime import ops
@@ -23,6 +23,7 @@ from runtime.calls.model_call import ModelCall, Path, positional_of, read_call
 from runtime.calls.model_watch import ModelWatch
 from runtime.calls.skeleton import skeleton
 from runtime.data.host_copies import HostCopies
+from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import wrap_outputs
@@ -74,6 +75,7 @@ class Engine:
         self._on_device: dict[_InputPart, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
+        self._split = BatchSplit(1, 1)
         self._stale = True
         self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
         # Ranks of a pipeline need not pass what their own stage does not read.
@@ -153,9 +155,9 @@ class Engine:
         ):
             units = in_order_of_use(prepared.stages)
             for unit, uses in _uses(prepared.stages).items():
-                unit.begin(uses * prepared.num_microbatches)
+                unit.begin(uses * prepared.split.num_microbatches)
             self._totals = self._sum_totals(prepared)
-            losses = prepared.execution.train(weight)
+            losses = prepared.execution.train(weight / prepared.split.copies)
             for unit in units:
                 unit.finish()
         self._stale = True
@@ -216,7 +218,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _inputs_of(self, call: ModelCall, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
-        self._inputs, self._local_inputs = dict(call.tensors), local_inputs
+        self._inputs, self._local_inputs, self._split = dict(call.tensors), local_inputs, prepared.split
         try:
             if self.layout.copies is not None:
                 self._on_device = self._bring_inputs(self.layout.copies, prepared)
@@ -231,7 +233,7 @@ class Engine:
             for program in prepared.programs
             for spec in program.inputs
             if spec.path in self._inputs
-            for microbatch in range(prepared.num_microbatches)
+            for microbatch in range(prepared.split.num_microbatches)
         }
         brought = copies.bring(list(parts.values()), otherwise=self.places.to_device)
         return dict(zip(parts, brought))
@@ -242,10 +244,12 @@ class Engine:
             return {}
         runner, sums = prepared.totals, dict[str, torch.Tensor]()
         with torch.no_grad():
-            for microbatch in range(prepared.num_microbatches):
+            for microbatch in range(prepared.split.num_microbatches):
                 tensors = [self._input(spec, microbatch, runner.program.mesh) for spec in runner.program.inputs]
                 for name, part in runner(tensors, microbatch).items():
                     sums[name] = sums[name] + part if name in sums else part
+            if not prepared.split.is_shared:
+                return sums
             return {name: self.places.sum_over_batch_ranks(part) for name, part in sums.items()}
 
     def _loss(self, prepared: Prepared, losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -256,8 +260,15 @@ class Engine:
             if losses
             else torch.zeros(spec.local_shape, dtype=getattr(torch, spec.dtype), device=self.layout.device)
         )
-        whole = self.layout.join(local.detach(), spec.placement) if losses else local
+        whole = self.layout.join(local.detach(), self._over_ranks(spec.placement, prepared)) if losses else local
         return self.places.from_stage(whole, self._maker.step.chunks[-1].rank)
+
+    def _over_ranks(self, placement: Placement, prepared: Prepared) -> Placement:
+        """``placement`` on the ranks' own mesh, of what was summed over micro-batches."""
+        if prepared.split.is_shared:
+            return placement
+        names = self.layout.mesh.names
+        return tuple(R if name == BATCH_AXIS else spmd_type for name, spmd_type in zip(names, placement))
 
     def _input_of(self, program: Program) -> InputOf:
         return lambda spec, microbatch: self._input(spec, microbatch, program.mesh)
@@ -271,9 +282,11 @@ class Engine:
 
     def _host_part(self, spec: InputSpec, microbatch: int, mesh: MeshShape) -> torch.Tensor:
         """A view of that part where the caller's tensor is."""
-        # A program's axes are longer than the ranks' where they count micro-batches too.
-        counts = [size // ranks for size, ranks in zip(mesh.sizes, self.layout.mesh.sizes)]
-        local = [self._local_inputs and name in local_axes(mesh) for name in mesh.names]
+        # A program's batch axis counts micro-batches too.
+        split = self._split
+        counts = [split.num_microbatches if name == BATCH_AXIS else 1 for name in mesh.names]
+        alone = self._local_inputs or not split.is_shared
+        local = [alone and name in local_axes(mesh) for name in mesh.names]
 
         def at(coordinate: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(

@@ -21,12 +21,13 @@ from passes.ir.types import MeshShape, shard_dim
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
-from passes.shard import PlanMismatch, input_key
+from passes.shard import PlanMismatch, UndividedError, input_key
 from runtime.agreement.captured_alike import captured_alike
 from runtime.agreement.ranks_together import Ranks
 from runtime.calls.content_keys import state_key
 from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
+from runtime.execution.batch_split import BatchSplit, cut_whole, split_of
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_order_of_use
 from runtime.execution.chunk_order import Execution, execution_of
@@ -49,12 +50,13 @@ class Prepared:
         stages: this rank's chunks.
         totals: what computes the totals of a micro-batch; None if there are none.
         last: the program of the last chunk, wherever it runs: it says what comes out.
+        split: how the batch is divided.
     """
 
     stages: tuple[ChunkRunner, ...]
     totals: ProgramRunner | None
     last: Program
-    num_microbatches: int
+    split: BatchSplit
     execution: Execution
     unflatten: Callable[[dict[str, Any]], Any] | None
 
@@ -144,7 +146,7 @@ class Maker:
         with self.places.layout.plain():
             graph = self._example_graph()
             training = graph.loss is not None
-            self._first = self._cut(graph, training=training, num_microbatches=self._microbatches_of(graph))
+            self._first = self._cut(graph, training=training, split=split_of(graph, plan, training=True))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
     def _make_first(self, example: ModelCall) -> None:
@@ -270,15 +272,19 @@ class Maker:
     def _make(self, whole: ModelCall, *, training: bool) -> Prepared:
         with announced(whole) as say, self.places.layout.plain():
             graph = self._capture(whole)
-            count = self._microbatches_of(graph) if training else 1
-            programs = self._cut(graph, training=training, num_microbatches=count)
+            assert self.plan is not None
+            split = split_of(graph, self.plan, training=training)
+            if split.is_shared:
+                programs = self._cut(graph, training=training, split=split)
+            else:
+                programs, split = cut_whole(split, lambda tried: self._cut(graph, training=training, split=tried))
             stages = [stage for stage in programs.stages if self._wants(stage.index)]
             emitted = {stage.index: emit(chain_up(pair_rotaries(stage.sharded))) for stage in stages}
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])
             say(f"a new program of {graph.model_name}")
-        return self._assemble(programs, emitted, graph, training=training)
+        return self._assemble(programs, emitted, graph, training=training, split=split)
 
     def _capture(self, call: ModelCall) -> Graph:
         """The graph of a call and its case."""
@@ -302,7 +308,7 @@ class Maker:
         assert self.plan is not None
         return as_planned(graph, self.plan)
 
-    def _cut(self, graph: Graph, *, training: bool, num_microbatches: int) -> StepPrograms:
+    def _cut(self, graph: Graph, *, training: bool, split: BatchSplit) -> StepPrograms:
         assert self.plan is not None
         outputs = None if training else tuple(graph.outputs)
         like = None if training else self._first
@@ -312,7 +318,8 @@ class Maker:
             programs = step_programs(
                 graph,
                 plan,
-                num_microbatches=num_microbatches,
+                num_microbatches=split.num_microbatches,
+                batch_ranks=split.num_ranks,
                 outputs=outputs,
                 like=like,
                 deferral=None if whole_step else self.state.deferral,
@@ -323,8 +330,9 @@ class Maker:
 
         try:
             return cut(self.plan)
-        except PlanMismatch:
-            if self.planner is None or (whole_step and self._first is None):
+        except PlanMismatch as mismatch:
+            decided = whole_step and (self._first is None or isinstance(mismatch, UndividedError))
+            if self.planner is None or decided:
                 raise
             return cut(self._planned_again(graph))
 
@@ -355,18 +363,6 @@ class Maker:
 
     def _wants(self, chunk: int) -> bool:
         return self._is_mine(chunk) or chunk == len(self.step.chunks) - 1
-
-    def _microbatches_of(self, graph: Graph) -> int:
-        """How many micro-batches to cut this batch into: as planned, or the most below that divide it."""
-        count = self.step.num_microbatches
-        if count == 1:
-            return 1
-        ranks = self.step.sample_groups
-        dims = [(value, self._dim_on(path, BATCH_AXIS)) for path, value in zip(graph.input_paths, graph.inputs)]
-        sizes = [value.shape[dim] for value, dim in dims if dim is not None]
-        while count > 1 and any(size % (ranks * count) for size in sizes):
-            count -= 1
-        return count
 
     def _dim_on(self, path: Path, axis: str) -> int | None:
         """The dim of an input that the plan cuts over a mesh axis."""
@@ -409,7 +405,13 @@ class Maker:
         return call.with_shapes(shapes)
 
     def _assemble(
-        self, programs: StepPrograms, emitted: dict[int, Program], graph: Graph, *, training: bool
+        self,
+        programs: StepPrograms,
+        emitted: dict[int, Program],
+        graph: Graph,
+        *,
+        training: bool,
+        split: BatchSplit,
     ) -> Prepared:
         stages = []
         own_stages = [stage for stage in programs.stages if self._is_mine(stage.index)]
@@ -418,20 +420,20 @@ class Maker:
         if makes_units:
             self._units.hold_together(own_stages)
         for stage in own_stages:
-            stages.append(self._stage(stage, emitted[stage.index], programs.num_microbatches, makes_units=makes_units))
+            stages.append(self._stage(stage, emitted[stage.index], split, makes_units=makes_units))
         chained(self._units.in_turn(in_order_of_use(stages)))
         totals = None
         if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
             with self.places.layout.plain():
                 program = emit(programs.totals)
                 typecheck(program)
-            totals = ProgramRunner(program, self.state, num_microbatches=programs.num_microbatches)
+            totals = ProgramRunner(program, self.state, split=split)
         last = _with_unflatten(emitted[len(programs.stages) - 1], graph)
-        execution = execution_of(stages, self.step, self.places, last, num_microbatches=programs.num_microbatches)
-        return Prepared(tuple(stages), totals, last, programs.num_microbatches, execution, graph.unflatten)
+        execution = execution_of(stages, self.step, self.places, last, num_microbatches=split.num_microbatches)
+        return Prepared(tuple(stages), totals, last, split, execution, graph.unflatten)
 
-    def _stage(self, stage: StageGraph, program: Program, num_microbatches: int, *, makes_units: bool) -> ChunkRunner:
-        runner = ProgramRunner(program, self.state, num_microbatches=num_microbatches)
+    def _stage(self, stage: StageGraph, program: Program, split: BatchSplit, *, makes_units: bool) -> ChunkRunner:
+        runner = ProgramRunner(program, self.state, split=split)
         units, shared = make_units(stage, self.state, runner.literals, self._units, training=makes_units)
         input_of = self.input_of(program)
         return ChunkRunner(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)

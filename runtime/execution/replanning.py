@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from passes.ir.conversions import divides
 from passes.ir.graph import Graph
 from passes.ir.types import I, Placement, R, SpmdType
 from passes.plan import Plan
+from passes.shard.context import input_key
 
 #: Finds a plan for a graph; the second argument is the plan whose decisions are pinned, or None.
 Planner = Callable[[Graph, Plan | None], Plan]
@@ -16,7 +18,8 @@ Planner = Callable[[Graph, Plan | None], Plan]
 def as_seen_by(graph: Graph, plan: Plan) -> Plan:
     """What to keep of ``plan`` for another graph of the model: a tensor that is whole is R without a gradient, else I.
 
-    Where a gradient comes in that the plan did not know of, its operators are chosen anew: only the shards stay.
+    Where a gradient comes in that the plan did not know of, or an input cannot be cut into equal parts, its operators
+    are chosen anew: only the shards stay.
     """
     with_grad = {state.path for state in graph.states if state.value.requires_grad}
     used = {state.path for state in graph.states}
@@ -26,9 +29,15 @@ def as_seen_by(graph: Graph, plan: Plan) -> Plan:
         else planned
         for path, planned in plan.states.items()
     }
-    if any(path in plan.states and not plan.states[path].trainable for path in with_grad):
+    newly_trained = any(path in plan.states and not plan.states[path].trainable for path in with_grad)
+    if newly_trained or not _divides_inputs(plan, graph):
         return dataclasses.replace(plan, states=states, inputs={}, nodes={}, blocks=())
     return dataclasses.replace(plan, states=states)
+
+
+def _divides_inputs(plan: Plan, graph: Graph) -> bool:
+    planned = [(plan.inputs.get(input_key(path)), value) for path, value in zip(graph.input_paths, graph.inputs)]
+    return all(one is None or divides(one.placement, value.shape, plan.mesh) for one, value in planned)
 
 
 def _whole_as(whole: SpmdType, placement: Placement) -> Placement:

@@ -1,0 +1,48 @@
+"""A batch of any number of samples: shared by the ranks where it can be, else computed whole by each, and exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import planner
+from passes.capture import capture, keep_float64
+from passes.fuse import fuse
+from runtime.execution.batch_split import BatchSplit, split_of
+from tests import stage_models as models
+from tests.small_models import seeded
+from tests.test_stages import plan_of
+
+
+def split(num_samples: int, **fix: Any) -> BatchSplit:
+    model = seeded(models.Chain)
+    with keep_float64():
+        graph = fuse(capture(model, kwargs=models.batch_of(model, samples=num_samples))).graph
+    return split_of(graph, plan_of(models.Chain, **fix), training=True)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "fix", "expected"),
+    [
+        (8, {"dp": 2, "num_microbatches": 2}, BatchSplit(2, 2)),  # as planned
+        (6, {"dp": 2, "num_microbatches": 2}, BatchSplit(2, 3)),  # no micro-batch is longer than planned
+        (5, {"dp": 2, "num_microbatches": 2}, BatchSplit(1, 5, copies=2)),
+        (5, {"dp": 2}, BatchSplit(1, 5, copies=2)),
+        (4, {"dp": 2}, BatchSplit(2, 1)),
+        (3, {"pp": 2, "num_microbatches": 4}, BatchSplit(1, 3)),
+    ],
+)
+def test_samples_are_divided(num_samples: int, fix: dict[str, Any], expected: BatchSplit) -> None:
+    assert split(num_samples, **fix) == expected
+
+
+@pytest.mark.parametrize("build", [models.SumLoss, models.SumOverBatchSize, models.Positions])
+def test_three_samples_on_two_ranks_are_those_of_one_device(build: type[nn.Module]) -> None:
+    """A sum, a loss that asks how many samples there are, and a constant with a row for each."""
+    plan = plan_of(build, dp=2, num_microbatches=2, zero=3)
+    model = seeded(build)
+    with pytest.warns(UserWarning, match="3 samples cannot be shared equally by the 2 ranks of dp"):
+        report = planner.verify(model, plan, batch=models.batch_of(model, samples=3), steps=1)
+    assert report.largest_error <= 1e-9 and report.disagreement == 0
