@@ -62,12 +62,12 @@ def test_a_file_of_islands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     joined = IslandCluster("two", sites.islands[:2], sites.latency, sites.bandwidth).joined()
     assert joined.num_devices == 64 and joined.levels[-1].shared_by == 32
     command = ["plan", "tiny-llama", "--seq-len", "16", "--global-batch", "4"]
-    assert main([*command, "--loss-budget", "0.01"]) == 1
+    assert main([*command, "--loss-budget", "0.01"]) == 2
     assert "--loss-budget is for islands" in capsys.readouterr().err
     file = tmp_path / "one.toml"
     file.write_text('name = "one"\nislands = [{cluster = "dgx-h100"}]\n[slow_link]\nlatency = 0.1\nbandwidth = 1e6\n')
-    assert main([*command, "--cluster", str(file)]) == 1
+    assert main([*command, "--cluster", str(file)]) == 2
     assert "at least two islands" in capsys.readouterr().err
     file.write_text(file.read_text().replace('"dgx-h100"', '"dgx-h100", count = 2'))
-    assert main([*command, "--cluster", str(file), "--mesh", "dp=2"]) == 1
+    assert main([*command, "--cluster", str(file), "--mesh", "dp=2"]) == 2
     assert "--mesh does not go with a cluster of islands" in capsys.readouterr().err
