@@ -1,6 +1,6 @@
 """DiLoCo on 2 × 2 ranks beside synchronous training on 4: loss at equal tokens, bytes between the islands.
 
-planner run --nproc 4 benchmarks/slow_links.py
+torchrun --nproc-per-node 4 -m benchmarks.slow_links
 """
 
 from __future__ import annotations
