@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--inner-steps", type=int, default=20)
-    parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--wire-format")
     parser.add_argument("--rate", type=float, default=5e-3)
     options = parser.parse_args()

@@ -53,8 +53,9 @@ def diloco_alone(fragments: dict[str, int]) -> tuple[list[list[float]], list[dic
             if step + 1 in {0: (4, 8), 1: (3, 7, 11), 2: (2, 6, 10)}[fragment]:
                 meet(name)
     before = [copy.deepcopy(model.state_dict()) for model in models]
-    for name in fragments:
-        meet(name)
+    for name, fragment in fragments.items():
+        if fragment != 1:  # which has met after the last step
+            meet(name)
     return losses, before, [model.state_dict() for model in models]
 
 

@@ -111,8 +111,13 @@ class DiLoCo(torch.optim.Optimizer):
         return result
 
     def synchronise(self) -> None:
-        """Exchange all fragments now, whatever is due: at the end of training all islands have the same weights."""
-        self._move_together(range(len(self._fragments)))
+        """Exchange now what has changed since its last exchange: then all islands have the same weights.
+
+        At the end of training. Momentum moves what is exchanged, so that what has not changed is left alone.
+        """
+        count = len(self._fragments)
+        due = due_fragments(self.num_steps, inner_steps=self.inner_steps, count=count) if self.num_steps else ()
+        self._move_together(index for index in range(count) if index not in due)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's."""
