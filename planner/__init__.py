@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from passes.plan import Plan
     from passes.rules.registered_rules import register_rule
     from planner.auditing.audit import audit
+    from planner.changing.freeze_policy import FreezePolicy
     from planner.compilation import compile
     from planner.planning import plan
     from planner.sweeps.run_sweep import sweep
@@ -42,6 +43,7 @@ _HOMES = {
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
+    "FreezePolicy": "planner.changing.freeze_policy",
     "DiLoCo": "runtime.islands.outer_training",
     "Islands": "runtime.islands.island_ranks",
     "PackedDataset": "runtime.data.packing",
@@ -72,6 +74,7 @@ __all__ = [
     "CheckpointManager",
     "Cluster",
     "DataLoader",
+    "FreezePolicy",
     "DiLoCo",
     "Islands",
     "PackedDataset",

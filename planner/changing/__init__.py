@@ -1,0 +1,1 @@
+"""Training that changes while it runs: which layers are frozen when."""

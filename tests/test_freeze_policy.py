@@ -1,0 +1,37 @@
+"""How many layers are frozen when, as PipeTransformer publishes it."""
+
+from __future__ import annotations
+
+import pytest
+
+import planner
+from planner.changing.freeze_policy import freeze_bound, halved_pipeline
+
+
+def test_the_bounds_and_pipelines_of_twelve_layers() -> None:
+    bounds = [freeze_bound(12, 1 / 3, decision) for decision in range(8)]
+    assert bounds == [0, 4, 7, 9, 10, 11, 11, 12]
+    # One stage after another, none after all layers are frozen.
+    assert [halved_pipeline(12, frozen, 8) for frozen in bounds[:6]] == [8, 8, 4, 2, 2, 1]
+
+
+def test_a_layer_that_still_learns_ends_what_is_frozen() -> None:
+    policy = planner.FreezePolicy.adaptive(num_layers=6, alpha=0.5)
+    assert policy.next(1, 0) == 3
+    assert policy.next(1, 0, [0.1, 0.2, 0.9, 0.3, 0.8, 0.7]) == 2
+    assert policy.next(1, 0, [0.9, 0.1, 0.1, 0.3, 0.8, 0.7]) == 0
+    assert policy.next(2, 2, [0.0, 0.0, 0.1, 0.2, 0.3, 0.05]) == 4
+
+
+def test_a_schedule_and_a_rule_of_ones_own() -> None:
+    policy = planner.FreezePolicy.scheduled(4, {2: 1, 5: 3})
+    frozen, counts = 0, []
+    for decision in range(7):
+        frozen = policy.next(decision, frozen)
+        counts.append(frozen)
+    assert counts == [0, 0, 1, 1, 1, 3, 3]
+    assert planner.FreezePolicy(4, lambda decision, frozen, norms: decision // 2).next(5, 0) == 2
+    with pytest.raises(ValueError, match="freezes 9 layers"):
+        planner.FreezePolicy(4, lambda decision, frozen, norms: 9).next(0, 0)
+    with pytest.raises(ValueError, match="one for each"):
+        policy.next(0, 0, [1.0])
