@@ -423,12 +423,13 @@ class Maker:
             stages.append(self._stage(stage, emitted[stage.index], split, makes_units=makes_units))
         chained(self._units.in_turn(in_order_of_use(stages)))
         totals = None
-        if programs.totals is not None and any(_takes_totals(stage.program) for stage in stages):
+        takes_totals = any(spec.path[0] == "total" for stage in stages for spec in stage.program.inputs)
+        if programs.totals is not None and takes_totals:
             with self.places.layout.plain():
                 program = emit(programs.totals)
                 typecheck(program)
             totals = ProgramRunner(program, self.state, split=split)
-        last = _with_unflatten(emitted[len(programs.stages) - 1], graph)
+        last = dataclasses.replace(emitted[len(programs.stages) - 1], unflatten=graph.unflatten)
         execution = execution_of(stages, self.step, self.places, last, num_microbatches=split.num_microbatches)
         return Prepared(tuple(stages), totals, last, split, execution, graph.unflatten)
 
@@ -446,11 +447,3 @@ def local_axes(mesh: MeshShape) -> tuple[str, ...]:
 
 def _paths_of(stage: StageGraph) -> set[str]:
     return {path for unit in stage.all_units for _, _, path in unit.states}
-
-
-def _takes_totals(program: Program) -> bool:
-    return any(spec.path[0] == "total" for spec in program.inputs)
-
-
-def _with_unflatten(program: Program, graph: Graph) -> Program:
-    return dataclasses.replace(program, unflatten=graph.unflatten)
