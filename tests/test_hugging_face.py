@@ -10,8 +10,9 @@ import accelerate
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
 
+import planner
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
 from tests.hugging_face_cases import (
@@ -106,3 +107,14 @@ def test_adapters_alone_are_trained_reduced_and_saved(logged: dict[str, Any], fo
     trained = PeftModel.from_pretrained(llama(), folder / "lora2" / "checkpoint-4")
     for name, tensor in trained.state_dict().items():
         torch.testing.assert_close(tensor, alone.model.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_prefixes_are_tuned_as_on_one_device() -> None:
+    torch.manual_seed(1)
+    model = get_peft_model(llama(), PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    tokens = torch.randint(1, 64, (4, 6))
+    report = planner.verify(model, "tp=2", batch={"input_ids": tokens, "labels": tokens}, steps=1)
+    assert report.ok, report.table()
+    assert [name for name, state in report.plan.states.items() if state.trainable] == [
+        "prompt_encoder.default.embedding.weight"
+    ]
