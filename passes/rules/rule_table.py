@@ -69,6 +69,8 @@ RULES: dict[str, str] = {
         "less_equal.Tensor not_equal.Tensor __lshift__.Tensor __rshift__.Tensor",
         POINTWISE_2,
     ),
+    # a buffer is written: it must be cut as its content is, never converted
+    "aten.copy_.default": POINTWISE_2,
     # what autograd.grad inside a model leaves of pointwise operators
     **_each("tanh_backward sigmoid_backward threshold_backward gelu_backward", POINTWISE_2),
     "aten.where.Scalar": POINTWISE,

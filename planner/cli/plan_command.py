@@ -34,6 +34,7 @@ _EXAMPLES = (
     "planner plan llama-3-8b --cluster dgx-h100:16 --seq-len 8192 --global-batch 256 --objective devices "
     "--target-seconds 10",
     "planner plan llama-3-8b --cluster dgx-h100:32 --mesh dp=32,tp=8 --seq-len 4096 --global-batch 64 -o plan.json",
+    "planner plan llama-3-8b --cluster dgx-h100:1 --serve --prompt-len 1024 --new-tokens 256 --batch 16",
     "planner plan tiny-llama --mesh tp=4 --seq-len 64 --global-batch 8 --pin 'model.layers.*.mlp.*' tp 'S(0)'",
 )
 
@@ -116,6 +117,15 @@ def add_plan(commands: Any) -> None:
     _add_step_arguments(
         parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
     )
+    serving = parser.add_argument_group("generating text instead of training")
+    serving.add_argument(
+        "--serve",
+        action="store_true",
+        help="price prompts and tokens over a sharded cache (on --mesh; default: tp alone)",
+    )
+    serving.add_argument("--prompt-len", type=count, metavar="P", help="tokens of a prompt")
+    serving.add_argument("--new-tokens", type=count, metavar="N", help="tokens of an answer")
+    serving.add_argument("--batch", type=count, metavar="B", help="samples at once")
     mesh = parser.add_argument_group("a given mesh")
     mesh.add_argument("--mesh", metavar="AXIS=SIZE,…", help=f"do not choose the mesh: {MESH_HELP}")
 
@@ -153,6 +163,8 @@ def _add_step_arguments(group: Any) -> None:
 @no_collection()
 def run_plan(options: argparse.Namespace) -> int:
     """Plan, save, print; returns the exit code."""
+    if options.serve:
+        return _run_serving(options)
     from planner.cli.progress import progress_bar
     from planner.planning import plan
 
@@ -176,6 +188,22 @@ def run_plan(options: argparse.Namespace) -> int:
         print(f"\nsaved to {printable(options.output)}{more}")
     elif not options.verbose:
         print("\n--verbose prints all of it: stages, memory, tensors, collectives, the bound")
+    return 0
+
+
+def _run_serving(options: argparse.Namespace) -> int:
+    """Print what generation costs; returns the exit code."""
+    from planner.serving_plan import plan_serving
+
+    sizes = {"prompt_len": options.prompt_len, "new_tokens": options.new_tokens, "batch": options.batch}
+    missing = [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is None]
+    if missing:
+        raise ValueError(f"--serve needs {', '.join(missing)}")
+    if options.output is not None:
+        raise ValueError("--serve prices two programs and saves no plan: drop --output")
+    print(
+        plan_serving(options.model, options.cluster, mesh=options.mesh, dtype=options.dtype, **sizes).summary(), end=""
+    )
     return 0
 
 

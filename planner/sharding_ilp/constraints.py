@@ -254,7 +254,7 @@ def cut_every_matmul(problem: Problem, mesh: MeshShape) -> Constraint:
 
 
 def keep_plan(problem: Problem, plan: Plan) -> Constraint:
-    """Keep the plan's parameter placements, and its strategies for operators that still offer them."""
+    """Keep the plan's placements of parameters and buffers, and its strategies for operators that still offer them."""
     constraint = Constraint("pinned plan")
     nodes = _pinned_nodes(plan)
     for name, element in problem.elements.items():
@@ -263,8 +263,8 @@ def keep_plan(problem: Problem, plan: Plan) -> Constraint:
             continue
         if any(_same(option, element, planned) for option in element.options):
             constraint.add(name, lambda option, e=element, w=planned: _same(option, e, w))  # type: ignore[misc]
-        elif element.kind == "parameter":
-            raise ValueError(f"pinned plan: parameter {element.key.removeprefix('state:')!r} cannot be {planned}")
+        elif element.kind in ("parameter", "buffer"):
+            raise ValueError(f"pinned plan: {element.kind} {element.key.removeprefix('state:')!r} cannot be {planned}")
     return constraint
 
 
@@ -283,7 +283,7 @@ def _planned_choice(element: Element, plan: Plan, nodes: Mapping[str, tuple[str,
     path = element.key.partition(":")[2]
     if element.kind == "op":
         return nodes.get(element.key)
-    tensors = {"parameter": plan.states, "input": plan.inputs}.get(element.kind, {})
+    tensors = {"parameter": plan.states, "buffer": plan.states, "input": plan.inputs}.get(element.kind, {})
     return tensors[path].placement if path in tensors else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from passes.ir.conversions import cuts
 from passes.ir.graph import Node, Value
-from passes.ir.types import I, MeshShape, Placement, R, SpmdType
+from passes.ir.types import I, MeshShape, P, Placement, R, SpmdType, shard_dim
 from passes.rules.rule import (
     INVARIANT,
     REPLICATE,
@@ -167,6 +167,11 @@ def operator_options(
         if option.seconds < (math.inf if cheapest is None else cheapest.seconds):
             best[inputs, outputs] = option
     return list(best.values())
+
+
+def keeps_buffer(where: Placement, held: Placement) -> bool:
+    """Whether a buffer that is ``held`` so can be written as ``where`` without a conversion, whose copy it would be."""
+    return P not in where and all(shard_dim(one) == shard_dim(other) for one, other in zip(where, held, strict=True))
 
 
 def placements_of(value: Value, types: Sequence[Sequence[SpmdType]], mesh: MeshShape) -> list[Placement]:

@@ -11,6 +11,7 @@ from passes.ir.types import MeshShape, Placement, R, SpmdType, shard, shard_dim
 from planner.sharding_ilp.options import (
     OperatorChoices,
     Option,
+    keeps_buffer,
     operator_options,
     placement_option,
     placements_of,
@@ -90,7 +91,7 @@ class _Filler:
             "carry": self._carry,
             "input": self._input,
             "parameter": self._parameter,
-            "buffer": self._whole,
+            "buffer": self._buffer,
             "constant": self._whole,
         }
         return makers[element.kind](name, element)
@@ -102,7 +103,7 @@ class _Filler:
         element.has_rule, element.matmul = rule is not None, flops > 0
         element.rule_source = rule.source if rule is not None else ""
         saved_outputs = [not is_view(node) and self.problem.streams[value.name].saved for value in node.outputs]
-        return operator_options(
+        options = operator_options(
             node,
             self.offers,
             self.pricing,
@@ -110,6 +111,10 @@ class _Filler:
             saved=saved_outputs,
             fixed=self.roles.fixed.get(name),
         )
+        if not node.writes_buffer:
+            return options
+        held = self._buffer_placement(node.inputs[0])
+        return [option for option in options if keeps_buffer(option.inputs[0], held)]
 
     def _output(self, name: str, element: Element) -> list[Option]:
         stream = self.problem.streams[element.streams[0]]
@@ -154,6 +159,18 @@ class _Filler:
         whole = whole_type(value)
         places = self._stored(name, value, whole, range(len(value.shape)))
         return [placement_option(where, self.pricing.state_bytes(value, where).total) for where in places]
+
+    def _buffer(self, name: str, element: Element) -> list[Option]:
+        """As it is held already (a cache of keys and values is cut); else whole."""
+        where = self._buffer_placement(name)
+        if all(shard_dim(spmd_type) is None for spmd_type in where):
+            return self._whole(name, element)
+        return [placement_option(where, self.pricing.state_bytes(self.problem.streams[name].value, where).total)]
+
+    def _buffer_placement(self, name: str) -> Placement:
+        """How the buffer of this value's name is held."""
+        path = next(state.path for state in self.problem.graph.states if state.value.name == name)
+        return self.problem.pinned_buffers.get(path, (R,) * len(self.mesh.names))
 
     def _stored(self, name: str, value: Value, whole: SpmdType, dims: Iterable[int]) -> list[Placement]:
         """``whole`` or a shard of a dim on each axis: of one that a use shards there, or of one of ``dims``."""

@@ -57,6 +57,8 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
         num_samples = loader.position - len(predictions)
         if trainer.predict_fn is not None:
             outputs = trainer.predict_fn(trainer.parallel, batch)
+        elif trainer.predict_with_generate is not None:
+            outputs = _generated(trainer, batch, trainer.predict_with_generate)
         else:
             outputs = _main_output(batches.run(trainer.parallel, batch))
         if isinstance(outputs, torch.Tensor):
@@ -68,6 +70,15 @@ def predict(trainer: Training, dataset: Any) -> list[Any]:
             )
         predictions.extend(itertools.islice(outputs, num_samples))
     return predictions
+
+
+def _generated(trainer: Training, batch: Any, options: Mapping[str, Any]) -> torch.Tensor:
+    """The tokens that the model generates from a batch without its labels: int64 [samples, tokens]."""
+    if not isinstance(batch, Mapping):
+        raise ValueError("predict_with_generate takes batches by name ({'input_ids': …}): collate them so")
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "decoder_input_ids")}
+    tokens: torch.Tensor = trainer.parallel.generate(**inputs, **options)
+    return tokens
 
 
 def _every_rank_reads_labels(trainer: Training) -> bool:

@@ -18,6 +18,7 @@ class Training(Protocol):
         global_batch: samples of one.
         count_fn: valid labels of a batch.
         predict_fn: ``predict_fn(parallel, batch)``; None for the model's main output.
+        predict_with_generate: options of ``generate``; None where outputs are predicted.
         loader_options: of ``DataLoader``.
     """
 
@@ -27,6 +28,7 @@ class Training(Protocol):
     loader_options: dict[str, Any]
     count_fn: Callable[[Any], float]
     predict_fn: Callable[..., Any] | None
+    predict_with_generate: dict[str, Any] | None
 
     def collator(self, *, longest: bool) -> Callable[[list[Any]], Any] | None:
         """What makes a batch of samples; None for torch's."""

@@ -70,6 +70,8 @@ class Trainer:
         collate_fn: list of samples → batch (a mapping of the model's arguments, a tuple of them, or a tensor).
         predict_fn: ``predict_fn(parallel, batch)`` → one output for each sample of a batch, for ``predict``. Default:
             the model's logits (or its first output beside the loss).
+        predict_with_generate: ``predict`` gives what ``parallel.generate`` makes of a batch (less its labels): True, or
+            options of it (``{"max_new_tokens": 20}``).
         metrics: by name, functions ``(outputs, batch)`` → a value for each sample, or their mean.
         optimizer: parameters → optimizer. Default: AdamW, lr 1e-3, weight decay 0.01 but on norms and biases (see
             ``planner.trainer.decay_groups``).
@@ -104,6 +106,7 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         loss_fn: Callable[..., Any] | None = None,
         predict_fn: Callable[[ParallelModule, Any], Any] | None = None,
+        predict_with_generate: bool | Mapping[str, Any] = False,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
         optimizer: MakeOptimizer = default_optimizer,
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -133,7 +136,12 @@ class Trainer:
         self.mesh = mesh
         self.global_batch = global_batch
         self.collate_fn = collate_fn
+        if predict_fn is not None and predict_with_generate:
+            raise ValueError("predict_fn and predict_with_generate both say what predict gives: drop one of them")
         self.predict_fn = predict_fn
+        generates = predict_with_generate is not False
+        options_of_generate = {} if isinstance(predict_with_generate, bool) else dict(predict_with_generate)
+        self.predict_with_generate = options_of_generate if generates else None
         self.metrics = dict(metrics or {})
         self.max_grad_norm = max_grad_norm
         self.seed = seed

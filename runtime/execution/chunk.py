@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import spmd_types as spmd
@@ -30,9 +30,20 @@ InputOf = Callable[[InputSpec, int], torch.Tensor]
 
 
 class ProgramRunner:
-    """A program of a step with its buffers and constants, run for one micro-batch at a time."""
+    """A program of a step with its buffers and constants, run for one micro-batch at a time.
 
-    def __init__(self, program: Program, state: StepState, *, split: BatchSplit) -> None:
+    Args:
+        scratch: buffers that are not the model's, this rank's parts by path.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: StepState,
+        *,
+        split: BatchSplit,
+        scratch: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.program = program
         self.state = state
         self.split = split
@@ -41,6 +52,7 @@ class ProgramRunner:
             for spec in program.states
             if spec.kind == "constant"
         }
+        self.literals |= {spec.path: scratch[spec.path] for spec in program.states if scratch and spec.path in scratch}
         self.tree = self._tree()
         self.entry = program.load()[ENTRY_POINT](self.tree)
         self._constants: tuple[torch.Tensor, ...] | None = None

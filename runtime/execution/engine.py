@@ -15,6 +15,7 @@ from passes.emit.emitted_program import InputSpec
 from passes.ir.types import MeshShape, Placement, R
 from passes.pipeline_cut import BATCH_AXIS
 from passes.plan import Plan
+from passes.plan.plan_data import TensorPlan
 from runtime import ops
 from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
 from runtime.agreement.ranks_together import Ranks, rank_in
@@ -27,7 +28,8 @@ from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import wrap_outputs
-from runtime.execution.program_builder import Maker, Prepared, local_axes
+from runtime.execution.prepared_programs import Prepared
+from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner
 from runtime.execution.step_state import StepState
@@ -207,6 +209,17 @@ class Engine:
         if agreed.is_compared:
             self.calls.confirm(lambda: _check_passed(own_call, prepared))
         return own_call, prepared
+
+    def programs_of(
+        self,
+        model: nn.Module,
+        *,
+        input_of: Callable[[Program], InputOf],
+        scratch: Mapping[str, torch.Tensor],
+        planned: Mapping[str, TensorPlan],
+    ) -> Maker:
+        """What makes programs of another model with the same weights; see ``Maker.for_model``."""
+        return self._maker.for_model(model, input_of=input_of, scratch=scratch, planned=planned)
 
     def weights_changed(self) -> None:
         """This rank's state was changed other than by training: recompute what depends on it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, shard_dim
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
+from passes.pipeline_cut.early_stores import with_early_stores
 from passes.plan import Plan
+from passes.plan.plan_data import TensorPlan
 from passes.plan.step_plan import StepPlan
 from passes.shard import PlanMismatch, UndividedError, input_key
 from runtime.agreement.captured_alike import captured_alike
@@ -30,7 +32,8 @@ from runtime.calls.model_watch import ModelWatch
 from runtime.execution.batch_split import BatchSplit, cut_whole, split_of
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_order_of_use
-from runtime.execution.chunk_order import Execution, execution_of
+from runtime.execution.chunk_order import execution_of
+from runtime.execution.prepared_programs import Prepared
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner, as_seen_by
 from runtime.execution.shape_captures import ShapeCaptures, announced
@@ -40,42 +43,6 @@ from runtime.execution.value_cases import CallValues, ValueCases, with_values_ga
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
-
-
-@dataclass
-class Prepared:
-    """The programs of one kind of call.
-
-    Attributes:
-        stages: this rank's chunks.
-        totals: what computes the totals of a micro-batch; None if there are none.
-        last: the program of the last chunk, wherever it runs: it says what comes out.
-        split: how the batch is divided.
-    """
-
-    stages: tuple[ChunkRunner, ...]
-    totals: ProgramRunner | None
-    last: Program
-    split: BatchSplit
-    execution: Execution
-    unflatten: Callable[[dict[str, Any]], Any] | None
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """All programs that this rank runs."""
-        return (*(stage.program for stage in self.stages), *([self.totals.program] if self.totals is not None else []))
-
-    @property
-    def reads(self) -> frozenset[Path]:
-        """Paths of the inputs that this rank's programs read."""
-        paths = {spec.path for program in self.programs for spec in program.inputs}
-        return frozenset(path for path in paths if path[0] not in ("received", "total"))
-
-    def forget_constants(self) -> None:
-        for stage in self.stages:
-            stage.runner.forget_constants()
-        if self.totals is not None:
-            self.totals.forget_constants()
 
 
 class Maker:
@@ -130,11 +97,35 @@ class Maker:
         self._example = None if example is None else example.with_shapes({})
         #: The example or, if there is none, the first call.
         self.example = self._example
+        self._scratch: Mapping[str, torch.Tensor] = {}
         if plan is not None:
             self._start(plan)
         if example is not None:
             self._make_first(example)
         self._values = CallValues({})
+
+    def for_model(
+        self,
+        model: nn.Module,
+        *,
+        input_of: Callable[[Program], InputOf],
+        scratch: Mapping[str, torch.Tensor],
+        planned: Mapping[str, TensorPlan],
+    ) -> Maker:
+        """What makes programs of calls of another model with the same weights, as this one's plan places them.
+
+        Args:
+            scratch: buffers that it has beside them, this rank's parts by path, placed as ``planned`` says.
+        """
+        assert self.plan is not None
+        maker = copy.copy(self)
+        maker.model, maker.input_of, maker._scratch = model, input_of, scratch
+        maker.loss_fn = maker.latest = maker._example = None
+        maker.plan = dataclasses.replace(self.plan, states={**self.plan.states, **planned})
+        maker._graphs = ProgramCache(max_programs=1, announces=False)
+        maker._prepared, maker._made = ProgramCache(), ProgramCache()
+        maker._cases = ValueCases(self.ranks, self._cases.buffers)
+        return maker
 
     def _start(self, plan: Plan) -> None:
         """Take up the plan: cut the weights as it says."""
@@ -302,6 +293,8 @@ class Maker:
                 return self.captures.graph(call, self._graph_mode(), capture=static, trace=with_open_sizes)
 
         graph = with_values_gathered(values, lambda: captured_alike(self.ranks, capture_call))
+        if self._scratch:
+            graph = with_early_stores(graph)
         if self.plan is None:
             assert self.planner is not None
             self._start(self.planner(graph, None))
@@ -434,7 +427,7 @@ class Maker:
         return Prepared(tuple(stages), totals, last, split, execution, graph.unflatten)
 
     def _stage(self, stage: StageGraph, program: Program, split: BatchSplit, *, makes_units: bool) -> ChunkRunner:
-        runner = ProgramRunner(program, self.state, split=split)
+        runner = ProgramRunner(program, self.state, split=split, scratch=self._scratch)
         units, shared = make_units(stage, self.state, runner.literals, self._units, training=makes_units)
         input_of = self.input_of(program)
         return ChunkRunner(stage, runner, units=units, shared=shared, input_of=input_of, compiled=self.step.compiled)

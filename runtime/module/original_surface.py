@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -81,28 +82,62 @@ class OriginalSurface:
             if info.is_parameter and not embeddings.intersection(info.names) and (info.trainable or not only_trainable)
         )
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the original does, all ranks together; what the first rank generates is returned on all.
+    def generate(self, *args: Any, gathered: bool = False, **kwargs: Any) -> Any:
+        """Generate as the original does, sharded, all ranks together; what is generated is returned on all.
 
-        The weights are gathered for it: each rank holds the whole model meanwhile.
+        The loop is transformers' own and runs on the mesh's first rank: its arguments count, it draws the random
+        numbers, and calls processors, stopping criteria and the streamer. Each step of it runs on all ranks: one
+        program for a prompt, one for each token behind it, over a cache that is cut over heads, layers and samples.
+
+        Args:
+            gathered: gather the weights and generate with the whole model: each rank holds all of it meanwhile.
 
         Raises:
-            ValueError: if the model does not generate.
+            ValueError: on all ranks, if the model does not generate, or not with a cache that can be cut, and for
+                arguments that need more than logits of the programs.
         """
         engine = self._engine
         if not callable(getattr(engine.model, "generate", None)):
             raise ValueError(f"{type(engine.model).__name__} has no generate: only models of transformers that do can")
-        engine.calls.check("calls generate")
-        model = whole_model(engine.model, engine.state)
+        engine.calls.check(f"calls generate({'gathered=True' if gathered else ''})")
+        if gathered or engine.plan is None:
+            return _generated_whole(engine, args, kwargs)
+        from runtime.generation.sharded_generation import generated
 
-        def generate() -> Any:
-            call: Any = model.generate
-            return call(*args, **kwargs) if is_first_rank(engine.places.device_mesh) else None
+        return generated(engine, args, kwargs)
 
-        message = [engine.ranks.together(generate)]
-        if not engine.ranks.is_alone:
-            broadcast_objects(message, engine.places.device_mesh)
-        return message[0]
+    def cache_bytes(self, batch: int | None = None, length: int | None = None, source_length: int | None = None) -> int:
+        """Bytes that this rank's key-value cache takes; without arguments those of the one that generated last.
+
+        Args:
+            batch: samples times beams.
+            length: tokens of prompt and answer together; the cache has a multiple of 32 slots.
+            source_length: tokens of the encoder's input, for a model that has one.
+
+        Raises:
+            ValueError: for a model that does not generate sharded, without a plan, and for sizes that are missing.
+        """
+        from runtime.generation.sharded_generation import cache_bytes
+
+        return cache_bytes(self._engine, batch, length, source_length)
+
+
+def _generated_whole(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the first rank generates with the whole model."""
+    is_first = is_first_rank(engine.places.device_mesh)
+    if is_first and not engine.ranks.is_alone:
+        why = "there is no plan yet, which a first call makes" if engine.plan is None else "gathered=True"
+        print(f"meshwright: generate runs the whole model on the first rank ({why})", file=sys.stderr)
+    model = whole_model(engine.model, engine.state)
+
+    def generate() -> Any:
+        call: Any = model.generate
+        return call(*args, **kwargs) if is_first else None
+
+    message = [engine.ranks.together(generate)]
+    if not engine.ranks.is_alone:
+        broadcast_objects(message, engine.places.device_mesh)
+    return message[0]
 
 
 class LikeOriginal:

@@ -26,3 +26,13 @@ def initialiser_of_module(module: nn.Module) -> Callable[[], Any] | None:
 def tensors_to_ignore(model: nn.Module) -> list[str]:
     """Patterns of names that a transformers model has no tensor for, though its files have."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def prepare_cache_by(model: Any, prepare: Callable[..., None]) -> None:
+    """Let ``prepare`` put the cache into the arguments of a transformers model's ``generate``."""
+    model._prepare_cache_for_generation = prepare
+
+
+def generates_with_cache(model: Any) -> bool:
+    """Whether a transformers model generates with keys and values of all tokens alone."""
+    return bool(model._supports_default_dynamic_cache()) and not getattr(model, "_is_stateful", False)

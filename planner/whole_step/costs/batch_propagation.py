@@ -109,7 +109,7 @@ def _whole(value: Value) -> SpmdType:
 def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
     """The choice with the least cost of input conversions; of equal ones the one that divides the work."""
     rule = rules(node, values)
-    if rule is None:
+    if rule is None or node.writes_buffer:  # what is written here is whole
         return _replicated(node, values)
     input_grads = [values[name].requires_grad for name in node.inputs]
     choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])

@@ -1,0 +1,215 @@
+"""``generate`` of transformers with its model replaced: what it calls runs sharded, on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
+
+from passes.torch_compat.module_tables import buffers_of, parameters_of
+from runtime.calls.skeleton import skeleton
+from runtime.execution.engine import Engine
+from runtime.generation.generation_session import GenerationSession
+from runtime.generation.phase_models import LAST, POSITION, encoded_without_values
+from runtime.generation.phase_programs import Prompt
+from runtime.torch_compat.model_internals import generates_with_cache, prepare_cache_by
+
+#: Slots of a cache are a multiple of this, so that few lengths have programs of their own.
+SLOTS = 32
+#: Inputs of the model with a number for each token of the prompt, and what prompts are filled up with: their last one.
+_BY_TOKEN = ("input_ids", "position_ids", "token_type_ids", "decoder_input_ids", "decoder_position_ids")
+_OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
+OTHERWISE = "generate(gathered=True) gathers the weights and generates with the whole model"
+
+
+class ShardedCache(Cache):
+    """What transformers holds in the place of a cache: how long it is; its tensors are in the ranks' programs."""
+
+    is_compileable = False
+
+    def __init__(self, session: GenerationSession, *, length: int) -> None:
+        super().__init__(layers=[])
+        self.session, self.length, self.num_tokens = session, length, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.session.reorder(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(f"assisted generation takes tokens back, which a sharded cache does not: {OTHERWISE}")
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raise ValueError for a model whose generation cannot be sharded."""
+    if not generates_with_cache(model):
+        raise ValueError(f"{type(model).__name__} keeps another state than keys and values for each token: {OTHERWISE}")
+    config: Any = model.config
+    kinds = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if any("linear" in kind or "mamba" in kind or "conv" in kind for kind in kinds):
+        raise ValueError(f"{type(model).__name__} has layers with a recurrent state: {OTHERWISE}")
+
+
+class GeneratingModel:
+    """A copy of the original, without data, whose ``generate`` runs on the programs of ``session``."""
+
+    def __init__(self, engine: Engine, session: GenerationSession) -> None:
+        self.session = session
+        self.lean: Any = engine.model
+        model: Any = skeleton(engine.model)
+        self.model = model.eval()
+        self.device = engine.layout.device
+        self._source: dict[str, Any] = {}
+        for module in self.model.modules():
+            tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None:  # transformers reads a model's device from these
+                        empty = torch.empty(0, dtype=tensor.dtype, device=self.device)
+                        table[name] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+        self._replace_forward()
+        prepare_cache_by(self.model, self._new_cache)
+        self.has_encoder = bool(self.model.config.is_encoder_decoder)
+        if self.has_encoder:
+            self.model.get_encoder = lambda *_, **__: self._encoder()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's, with a cache in any case; without the cache in what it returns."""
+        self.model.generation_config = copy.deepcopy(self.lean.generation_config)
+        self.model.generation_config.use_cache = True
+        kwargs.pop("use_cache", None)
+        result = self.model.generate(*args, **kwargs)
+        if getattr(result, "past_key_values", None) is not None:
+            result.past_key_values = None
+        return result
+
+    def _replace_forward(self) -> None:
+        kind = type(self.model)
+
+        @functools.wraps(kind.forward)
+        def forward(_: Any, **inputs: Any) -> Any:
+            return self._forward(inputs)
+
+        self.model.forward = types.MethodType(forward, self.model)
+
+    def _new_cache(self, *args: Any, **kwargs: Any) -> None:
+        names = ("generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length")
+        call = {**dict(zip(names, args)), **kwargs}
+        config, inputs = call["generation_config"], call["model_kwargs"]
+        if inputs.get("past_key_values") is not None:
+            raise ValueError(f"past_key_values is a cache of another generation: {OTHERWISE}")
+        if config.use_cache is False or config.cache_implementation is not None or config.prefill_chunk_size:
+            raise ValueError(
+                "use_cache=False, cache_implementation and prefill_chunk_size do not go with a sharded cache, which is "
+                f"static: drop them, or {OTHERWISE}"
+            )
+        inputs["past_key_values"] = ShardedCache(self.session, length=int(call["max_cache_length"]) + 1)
+
+    def _encoder(self) -> nn.Module:
+        """The encoder, which only notes its inputs: the program of the prompt runs it."""
+        lean: Any = self.lean
+        real = lean.get_encoder()
+        encoder = copy.copy(real)
+        first = next(iter(self.model.parameters()))
+        names = tuple(inspect.signature(real.forward).parameters)
+
+        @functools.wraps(type(real).forward)
+        def forward(_: Any, *args: Any, **inputs: Any) -> Any:
+            named = {**dict(zip(names, args)), **inputs}
+            self._source = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+            outputs = encoded_without_values(self.lean, named)
+            state = outputs.last_hidden_state
+            outputs.last_hidden_state = torch.zeros(state.shape, dtype=state.dtype, device=first.device)
+            return outputs
+
+        encoder.forward = types.MethodType(forward, encoder)
+        return encoder
+
+    def _forward(self, inputs: dict[str, Any]) -> Any:
+        cache = inputs.get("past_key_values")
+        if not isinstance(cache, ShardedCache):
+            raise ValueError(f"generate called the model without the sharded cache: {OTHERWISE}")
+        if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
+            raise ValueError(f"output_attentions and output_hidden_states stay in the programs: {OTHERWISE}")
+        name = "decoder_input_ids" if self.has_encoder else "input_ids"
+        tokens = inputs.get(name)
+        if tokens is None:
+            raise ValueError(f"inputs_embeds begin no sharded generation: pass {name}, or {OTHERWISE}")
+        encoded = inputs.get("encoder_outputs")
+        tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in _OPTIONS}
+        constants = {n: v for n, v in inputs.items() if n not in _OPTIONS and n not in tensors and v is not None}
+        if cache.num_tokens == 0:
+            logits = self._prompt(tensors, constants, tokens, encoded, cache.length)
+        elif tokens.shape[1] != 1:
+            raise ValueError(f"{tokens.shape[1]} tokens at once behind a prompt (assisted generation?): {OTHERWISE}")
+        else:
+            logits = self._token(tensors, cache)
+        cache.num_tokens += tokens.shape[1]
+        kind: Any = Seq2SeqLMOutput if self.has_encoder else CausalLMOutputWithPast
+        return kind(logits=logits, past_key_values=cache)
+
+    def _prompt(
+        self, tensors: dict[str, Any], constants: dict[str, Any], tokens: torch.Tensor, encoded: Any, length: int
+    ) -> torch.Tensor:
+        rows, count = tokens.shape
+        if self.has_encoder:
+            tensors = {**self._expanded_source(rows), **tensors}
+        plain = not set(tensors) - {*_BY_TOKEN, "attention_mask", "decoder_attention_mask"}
+        tensors = {
+            name: self._filled(name, tensor, count, _rounded_prompt(count, length))
+            if plain or self.has_encoder
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        tensors[LAST] = torch.tensor([count - 1])
+        shape = None if encoded is None else tuple(encoded[0].shape)
+        slots = -(-length // SLOTS) * SLOTS
+        on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return self.session.prompt(Prompt(on_host, constants, rows, slots, shape))
+
+    def _token(self, tensors: dict[str, Any], cache: ShardedCache) -> torch.Tensor:
+        slots = -(-cache.length // SLOTS) * SLOTS
+        tensors = {
+            name: self._filled(name, tensor, cache.num_tokens + 1, slots) if self._is_mask(name) else tensor
+            for name, tensor in tensors.items()
+        }
+        tensors[POSITION] = torch.tensor(cache.num_tokens)
+        return self.session.token({name: tensor.cpu() for name, tensor in tensors.items()})
+
+    def _is_mask(self, name: str) -> bool:
+        """Whether an input has a number for each token so far."""
+        return name == ("decoder_attention_mask" if self.has_encoder else "attention_mask")
+
+    def _filled(self, name: str, tensor: torch.Tensor, count: int, length: int) -> torch.Tensor:
+        """An input of ``count`` tokens as one of ``length``; later tokens than all queries are never attended to."""
+        is_of_encoder = self.has_encoder and not name.startswith("decoder_")
+        if is_of_encoder or not (name in _BY_TOKEN or self._is_mask(name)):
+            return tensor
+        if self._is_mask(name) and tensor.dim() != 2:
+            raise ValueError(
+                f"{name} of shape {list(tensor.shape)}: sharded generation takes [rows, tokens]; {OTHERWISE}"
+            )
+        return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], length - count)], dim=-1)
+
+    def _expanded_source(self, rows: int) -> dict[str, torch.Tensor]:
+        """The encoder's inputs, with a row for each beam."""
+        return {
+            name: tensor.repeat_interleave(rows // len(tensor), dim=0) if tensor.dim() else tensor
+            for name, tensor in self._source.items()
+        }
+
+
+def _rounded_prompt(count: int, length: int) -> int:
+    """Tokens of the program for prompts of ``count``: a power of two, so that few lengths have programs."""
+    return count if count == 1 else min(length, max(16, 1 << (count - 1).bit_length()))

@@ -1,0 +1,164 @@
+"""Models as generation calls them: a prompt, or one token more, with the cache in buffers; logits come out."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from passes.capture.export import export
+from passes.capture.model_copy import copy_of
+from passes.capture.stand_in import StandIns, device_of
+from runtime.calls.skeleton import skeleton
+from runtime.generation.cache_layout import CacheTensor
+from runtime.generation.traced_cache import noted_cache, traced_cache
+
+#: Names of the inputs that programs of generation have beside the model's own.
+LAST, POSITION = "last_position", "position"
+
+
+def cache_tensors(
+    lean: nn.Module, tensors: Mapping[str, torch.Tensor], constants: Mapping[str, Any], *, length: int
+) -> tuple[CacheTensor, ...]:
+    """What a model caches when it is called with a prompt, found by a call without values.
+
+    Args:
+        lean: without data.
+        tensors: a prompt's call, with rows as in the cache.
+        length: slots of self-attention.
+
+    Raises:
+        ValueError: if it caches something else than one pair of keys and values a layer.
+    """
+    stand_ins = StandIns(device_of(lean))
+    model: Any = copy_of(lean, stand_ins.get).eval()
+    path: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: path.append(name))  # type: ignore[misc]
+        module.register_forward_hook(lambda *_: path.__delitem__(-1))
+    noted: dict[tuple[bool, int, str], CacheTensor] = {}
+
+    def note(layer: int, is_cross: bool, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for part, states in (("keys", keys), ("values", values)):
+            if states.dim() != 4 or (is_cross, layer, part) in noted:
+                raise ValueError(f"{type(lean).__name__} caches {part} of shape {list(states.shape)}: {ONLY_PAIRS}")
+            rows, heads, tokens, size = states.shape
+            shape = (rows, heads, tokens if is_cross else length, size)
+            noted[is_cross, layer, part] = CacheTensor(path[-1], layer, part, is_cross, shape, states.dtype)
+
+    call = _NotedCall(model, without_values(tensors, stand_ins), constants, note)
+    try:
+        with stand_ins.mode, torch.no_grad():
+            call(*call.inputs.values())
+    except (RuntimeError, NotImplementedError):  # of an operator that is for tracing alone
+        noted.clear()
+        path.clear()
+        export(call, tuple(call.inputs.values()))
+    for cross in {key[0] for key in noted}:
+        layers = {layer for is_cross, layer, _ in noted if is_cross == cross}
+        if layers != set(range(len(layers))):
+            raise ValueError(f"{type(lean).__name__} caches nothing in some of its layers: {ONLY_PAIRS}")
+    if not noted:
+        raise ValueError(f"{type(lean).__name__} caches nothing: {ONLY_PAIRS}")
+    return tuple(noted.values())
+
+
+class _NotedCall(nn.Module):
+    """A call of ``model`` with a prompt, of flat tensors, which tells ``note`` of what is cached."""
+
+    def __init__(
+        self, model: nn.Module, inputs: dict[str, Any], constants: Mapping[str, Any], note: Callable[..., None]
+    ) -> None:
+        super().__init__()
+        self.model, self.inputs, self.constants, self.note = model, inputs, constants, note
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        cache = noted_cache(self.note, with_encoder=_with_encoder(self.model))
+        inputs = dict(zip(self.inputs, tensors))
+        return self.model(**inputs, **self.constants, past_key_values=cache, use_cache=True)[0]
+
+
+def encoded_without_values(lean: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What the encoder of a model gives, its tensors without values."""
+    stand_ins = StandIns(device_of(lean))
+    model: Any = copy_of(lean, stand_ins.get).eval()
+    with stand_ins.mode, torch.no_grad():
+        return model.get_encoder()(**without_values(inputs, stand_ins))
+
+
+def without_values(inputs: Mapping[str, Any], stand_ins: StandIns) -> dict[str, Any]:
+    """Arguments without values; without masks of padding, which change no shape."""
+    return {
+        name: stand_ins.fresh(value) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+        if not name.endswith("attention_mask")
+    }
+
+
+ONLY_PAIRS = (
+    "sharded generation has caches of keys and values [rows, heads, tokens, size] in every layer; "
+    "generate(gathered=True) generates with the whole model on the first rank"
+)
+
+
+def prompt_model(lean: nn.Module, tensors: Sequence[CacheTensor], constants: Mapping[str, Any]) -> nn.Module:
+    """The model of a prompt: fills the cache and gives the logits [rows, 1, vocabulary] at ``LAST``."""
+    with_encoder = _with_encoder(lean)
+    takes_places = "logits_to_keep" in inspect.signature(lean.forward).parameters
+
+    def forward(self: Any, **inputs: Any) -> torch.Tensor:
+        last = inputs.pop(LAST)
+        cache = traced_cache(self, tensors, None, with_encoder=with_encoder)
+        options = {"logits_to_keep": last} if takes_places else {}
+        outputs = type(self).forward(
+            self, **inputs, **constants, **options, past_key_values=cache, use_cache=True, return_dict=True
+        )
+        return outputs.logits if takes_places else outputs.logits.index_select(1, last)
+
+    return _with_cache(lean, tensors, forward)
+
+
+def token_model(
+    lean: nn.Module,
+    tensors: Sequence[CacheTensor],
+    constants: Mapping[str, Any],
+    *,
+    encoder_shape: tuple[int, ...] | None,
+) -> nn.Module:
+    """The model of one more token in slot ``POSITION``: its logits [rows, 1, vocabulary].
+
+    Args:
+        encoder_shape: of what the encoder gave, which attention has in its cache.
+    """
+    with_encoder = _with_encoder(lean)
+
+    def forward(self: Any, **inputs: Any) -> torch.Tensor:
+        cache = traced_cache(self, tensors, inputs.pop(POSITION), with_encoder=with_encoder)
+        if encoder_shape is not None:
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=torch.zeros(encoder_shape))
+        outputs = type(self).forward(self, **inputs, **constants, past_key_values=cache, use_cache=True)
+        return outputs.logits  # type: ignore[no-any-return]
+
+    return _with_cache(lean, tensors, forward)
+
+
+def _with_encoder(lean: nn.Module) -> bool:
+    return bool(getattr(lean.config, "is_encoder_decoder", False))
+
+
+def _with_cache(lean: nn.Module, tensors: Sequence[CacheTensor], forward: Any) -> nn.Module:
+    """A copy of ``lean`` with buffers for the cache, called by ``forward``."""
+    model = skeleton(lean).eval()
+    for tensor in tensors:
+        owner = model.get_submodule(tensor.owner)
+        if not hasattr(owner, tensor.module):
+            owner.register_module(tensor.module, nn.Module())
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        owner.get_submodule(tensor.module).register_buffer(tensor.part, buffer, persistent=False)
+    model.forward = types.MethodType(forward, model)
+    return model

@@ -1,0 +1,77 @@
+"""``parallel.generate`` and ``parallel.cache_bytes``: the room's entrance."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from runtime.execution.engine import Engine
+from runtime.generation.cache_layout import bytes_of, rows_divisor
+from runtime.generation.generation_session import GenerationSession
+from runtime.generation.hugging_face_loop import SLOTS, GeneratingModel, check_generates
+from runtime.generation.phase_models import cache_tensors
+
+_sessions: weakref.WeakKeyDictionary[Engine, GenerationSession] = weakref.WeakKeyDictionary()
+
+
+def generated(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``generate`` of the original returns, on all ranks, which all must call this.
+
+    Raises:
+        ValueError: as ``ParallelModule.generate``.
+    """
+    check_generates(engine.model)
+    engine.state.check()
+    session = _session_of(engine)
+    session.is_broken = False
+    if not session.is_first:
+        return session.follow()
+    try:
+        result = GeneratingModel(engine, session).generate(*args, **kwargs)
+    except Exception as error:
+        session.fail(error)
+        raise
+    session.end(result)
+    return result
+
+
+def cache_bytes(engine: Engine, batch: int | None, length: int | None, source_length: int | None) -> int:
+    """See ``ParallelModule.cache_bytes``."""
+    if batch is None and length is None:
+        return _session_of(engine).num_cache_bytes
+    plan, model = engine.plan, engine.model
+    config: Any = model.config
+    if plan is None or batch is None or length is None:
+        raise ValueError("cache_bytes takes batch and length of a model with a plan, or neither")
+    check_generates(engine.model)
+    rows = -(-batch // rows_divisor(plan)) * rows_divisor(plan)
+    tensors = {"input_ids": torch.zeros(rows, 1, dtype=torch.long, device="meta")}
+    if config.is_encoder_decoder:
+        if source_length is None or engine.model.main_input_name != "input_ids":
+            raise ValueError(
+                f"the cache of {type(engine.model).__name__} depends on its encoder's input: pass source_length "
+                "(tokens of text), or generate once and ask cache_bytes()"
+            )
+        tensors = {
+            "input_ids": tensors["input_ids"].expand(rows, source_length),
+            "decoder_input_ids": tensors["input_ids"],
+        }
+    described = cache_tensors(engine.model, tensors, {}, length=-(-length // SLOTS) * SLOTS)
+    here = [tensor for tensor in described if _is_here(engine, tensor.owner)]
+    return bytes_of(here, plan)
+
+
+def _is_here(engine: Engine, owner: str) -> bool:
+    """Whether this rank's stage has the weights of a module."""
+    stages = {
+        stage for name, info in engine.state.infos.items() if name.startswith(f"{owner}.") for stage in info.stages
+    }
+    return engine.places.stage is None or engine.places.stage in stages
+
+
+def _session_of(engine: Engine) -> GenerationSession:
+    if engine not in _sessions:
+        _sessions[engine] = GenerationSession(engine)
+    return _sessions[engine]
