@@ -122,7 +122,7 @@ class Maker:
         maker.model, maker.input_of, maker._scratch = model, input_of, scratch
         maker.loss_fn = maker.latest = maker._example = None
         maker.plan = dataclasses.replace(self.plan, states={**self.plan.states, **planned})
-        maker._graphs = ProgramCache(max_programs=1, announces=False)
+        maker._graphs, maker.captures = ProgramCache(max_programs=1, announces=False), ShapeCaptures()
         maker._prepared, maker._made = ProgramCache(), ProgramCache()
         maker._cases = ValueCases(self.ranks, self._cases.buffers)
         return maker
