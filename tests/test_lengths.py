@@ -31,8 +31,9 @@ def test_buckets_are_the_fewest_and_of_those_the_best(counts: dict[int, int], wa
     assert len(buckets) == fewest and padding_share(counts, buckets) == pytest.approx(least, abs=1e-12)
 
 
-def test_fifty_lengths_need_four_buckets_at_five_percent() -> None:
-    """Lengths of batches, each the longest of 32 samples of a skewed distribution: 50 different ones."""
+def test_fifty_lengths_need_four_buckets() -> None:
+    """Lengths of batches, each the longest of 32 samples of a skewed distribution, at 12% of padding."""
+    torch.manual_seed(0)
     draws = torch.distributions.LogNormal(4.0, 0.5).sample((2000, 32)).long().clamp(8, 256).amax(1).tolist()
     counts = dict(Counter(draws).most_common(50))
     buckets = planner.length_buckets(counts, waste=0.12, multiple_of=8)
