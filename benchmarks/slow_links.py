@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("--inner-steps", type=int, default=20)
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--wire-format")
-    parser.add_argument("--rate", type=float, default=5e-3)
+    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both ways' AdamW")
+    parser.add_argument("--outer-rate", type=float, default=0.7, help="of the outer SGD; the paper's")
+    parser.add_argument("--outer-momentum", type=float, default=0.9, help="of Nesterov, the paper's; 0: plain averaging")
     options = parser.parse_args()
     process = planner.init()
     train, held_out = datasets()
@@ -81,9 +83,15 @@ def main() -> None:
     example = next(batches(train, 1, part=0, parts=2))
     parallel = planner.compile(fresh(), islands.mesh("dp=2"), example_inputs=example)
     optimizer, schedule = optimizer_of(parallel, options.steps, options.rate)
+
+    def outer_sgd(copies: list[torch.Tensor]) -> torch.optim.Optimizer:
+        momentum = options.outer_momentum
+        return torch.optim.SGD(copies, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0)
+
     outer = planner.DiLoCo(
         parallel,
         optimizer,
+        outer=outer_sgd,
         islands=islands,
         inner_steps=options.inner_steps,
         fragments=options.fragments,

@@ -78,7 +78,6 @@ class Engine:
         self._totals: dict[str, torch.Tensor] = {}
         self._local_inputs = False
         self._split = BatchSplit(1, 1)
-        self._stale = True
         self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
         # Ranks of a pipeline need not pass what their own stage does not read.
         self._may_leave_out = plan is not None and plan.step.decides_units
@@ -162,7 +161,6 @@ class Engine:
             losses = prepared.execution.train(weight / prepared.split.copies)
             for unit in units:
                 unit.finish()
-        self._stale = True
         return self._loss(prepared, losses)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
@@ -170,11 +168,8 @@ class Engine:
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
         ops.begin_step(training=False)
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
-            if self._stale:
-                for unit in in_order_of_use(prepared.stages):
-                    unit.refresh_needed()
-            # A call that computes gradients invalidates cached weights: the optimizer will update them.
-            self._stale = torch.is_grad_enabled()
+            for unit in in_order_of_use(prepared.stages):
+                unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
             outputs = prepared.execution.forward()
         return wrap_outputs(prepared.last, outputs, self.layout)
 
@@ -223,7 +218,7 @@ class Engine:
 
     def weights_changed(self) -> None:
         """This rank's state was changed other than by training: recompute what depends on it."""
-        self._stale = self._are_buffers_stale = True
+        self._are_buffers_stale = True
         for prepared in self._maker.all_made:
             prepared.forget_constants()
 
