@@ -44,7 +44,8 @@ LETTERS = {R: spmd.R, I: spmd.I, P: spmd.P}
 #: for all of them.
 WITHOUT_GRADIENT: dict[str, tuple[int, ...] | None] = {
     "aten.bernoulli.default": None,
-    **dict.fromkeys(("aten.floor_divide.default", "aten.heaviside.default", "aten.copy.default"), None),
+    **dict.fromkeys(("aten.floor_divide.default", "aten.heaviside.default"), None),
+    **dict.fromkeys(("aten.copy.default", "aten.copy_.default"), None),
     "aten.batch_norm.default": (-2, -1),
     "aten.binary_cross_entropy.default": (1, 2),
     "aten.binary_cross_entropy_with_logits.default": (2,),

@@ -138,7 +138,12 @@ def _pointwise(op: str) -> Sampler:
 
 
 #: Operands that must have the output's shape.
-UNBROADCAST = {("aten.masked_fill.Scalar", "self"), ("aten.masked_fill.Tensor", "self"), ("aten.copy.default", "self")}
+UNBROADCAST = {
+    ("aten.masked_fill.Scalar", "self"),
+    ("aten.masked_fill.Tensor", "self"),
+    ("aten.copy.default", "self"),
+    ("aten.copy_.default", "self"),
+}
 
 for _op, _line in RULES.items():
     if _line in (POINTWISE, POINTWISE_2, POINTWISE_3):

@@ -57,7 +57,8 @@ def other_shapes_and_modes() -> bool:
     with torch.no_grad():
         tokens = token_batch(batch=4)["tokens"]
         checks.append(close(parallel(tokens)["logits"], model(tokens)["logits"]))
-    checks.append("size 7 in dim 0" in error_of(lambda: parallel(**token_batch(batch=7))))
+    odd = token_batch(batch=7)  # the two ranks cannot share it
+    checks.append(close(parallel(**odd).loss, model(**odd)["loss"]))
     return all(checks)
 
 
