@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--wire-format")
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both ways' AdamW")
     parser.add_argument("--outer-rate", type=float, default=0.7, help="of the outer SGD; the paper's")
-    parser.add_argument("--outer-momentum", type=float, default=0.9, help="of Nesterov, the paper's; 0: plain averaging")
+    parser.add_argument(
+        "--outer-momentum", type=float, default=0.9, help="of Nesterov, the paper's; 0: plain averaging"
+    )
     options = parser.parse_args()
     process = planner.init()
     train, held_out = datasets()

@@ -15,6 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 #: Samples of a global batch.
 BATCH = 8
+#: Of training and evaluation, so that every batch is full: one program each.
+FULL = (3 * BATCH, BATCH)
 
 
 def config(**changes: Any) -> LlamaConfig:
@@ -73,11 +75,12 @@ def metrics(predicted: Any) -> dict[str, float]:
 def script(trainer_class: Any, folder: str, batch_size: int, resume: str | None = None, **options: Any) -> Any:
     """Language modelling: the last batch is short, accumulation is over two batches, norms are clipped."""
     changes = options.pop("changes", {})
+    num_train, num_evaluated = options.pop("sizes", (21, 13))
     trainer = trainer_class(
         options.pop("model", None) or llama(),
         arguments(folder, batch_size, **changes),
-        train_dataset=samples(21),
-        eval_dataset=samples(13),
+        train_dataset=samples(num_train),
+        eval_dataset=samples(num_evaluated),
         compute_metrics=metrics,
         **options,
     )

@@ -17,6 +17,7 @@ from runtime.mesh.communication_counter import CommunicationCounter
 from runtime.parameters import local_of
 from tests.hugging_face_cases import (
     BATCH,
+    FULL,
     accelerated,
     figures,
     lora,
@@ -79,17 +80,17 @@ def main() -> None:
     for mesh in ("tp=2", "pp=2"):
         logged[f"resumed on {mesh}"] = figures(run(mesh, mesh=mesh, resume=checkpoint))
     once = {"num_train_epochs": 1, "save_strategy": "no"}
-    logged["bf16"] = figures(run("bf16", changes={**once, "bf16": True}))
+    logged["bf16"] = figures(run("bf16", sizes=FULL, changes={**once, "bf16": True}))
     smooth = {**once, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
-    logged["smoothed labels"] = figures(run("smooth", mesh="dp=2", changes=smooth))
+    logged["smoothed labels"] = figures(run("smooth", mesh="dp=2", sizes=FULL, changes=smooth))
     own = with_own_loss(hf.Trainer)
     trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
     logged["own loss"] = figures(trainer)
     logged["regression"] = figures(regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2"))
     logged["adapters"] = {mesh: adapters(mesh) for mesh in ("pp=1,dp=2", "pp=1,tp=2", "pp=2")}
-    logged["lora"] = figures(run("lora", mesh="pp=2", model=lora()))
+    logged["lora"] = figures(run("lora", mesh="pp=2", model=lora(), sizes=FULL))
     adapted = str(Path(folder) / "lora" / "checkpoint-2")
-    logged["lora resumed"] = figures(run("lora2", mesh="tp=2", model=lora(), resume=adapted))
+    logged["lora resumed"] = figures(run("lora2", mesh="tp=2", model=lora(), sizes=FULL, resume=adapted))
     state = str(Path(folder) / "state")
     logged["accelerate"] = accelerated(Accelerator, folder=state)
     example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}

@@ -17,6 +17,7 @@ from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
 from tests.hugging_face_cases import (
     BATCH,
+    FULL,
     accelerated,
     arguments,
     figures,
@@ -58,14 +59,15 @@ def test_a_script_logs_the_same_on_every_mesh(logged: dict[str, Any], folder: Pa
 
 
 def test_a_script_in_bf16(logged: dict[str, Any], tmp_path: Path) -> None:
-    alone = script(transformers.Trainer, str(tmp_path), BATCH, changes={**ONCE, "bf16": True})
+    alone = script(transformers.Trainer, str(tmp_path), BATCH, sizes=FULL, changes={**ONCE, "bf16": True})
     close(logged["bf16"], figures(alone), 1e-2)
 
 
 def test_losses_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:
     """Label smoothing, and ``compute_loss`` overridden: with a pipeline, too."""
     changes = {**ONCE, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
-    close(logged["smoothed labels"], figures(script(transformers.Trainer, str(tmp_path), BATCH, changes=changes)), 2e-6)
+    alone = script(transformers.Trainer, str(tmp_path), BATCH, sizes=FULL, changes=changes)
+    close(logged["smoothed labels"], figures(alone), 2e-6)
     own = with_own_loss(transformers.Trainer)
     close(logged["own loss"], figures(script(own, str(tmp_path), BATCH, changes=ONCE)), 2e-6)
 
@@ -101,7 +103,7 @@ def test_adapters_alone_are_trained_reduced_and_saved(logged: dict[str, Any], fo
     data_parallel = logged["adapters"]["pp=1,dp=2"]
     # Beside the adapters' gradients the loss, and counts of one number each.
     assert 0 <= data_parallel["reduced"] - data_parallel["adapters"] <= 16
-    alone = script(transformers.Trainer, str(tmp_path), BATCH, model=lora())
+    alone = script(transformers.Trainer, str(tmp_path), BATCH, model=lora(), sizes=FULL)
     for name in ("lora", "lora resumed"):
         close(logged[name], figures(alone), 2e-6)
     trained = PeftModel.from_pretrained(llama(), folder / "lora2" / "checkpoint-4")

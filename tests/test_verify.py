@@ -38,7 +38,7 @@ def two_layers(model: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [("tiny-llama", "dp=2,tp=8"), ("tiny-gpt2", "dp=2,cp=2,tp=2"), ("tiny-bert", "dp=2,tp=4")]
+    ("model", "mesh"), [("tiny-llama", "dp=2,tp=8"), ("tiny-gpt2", "cp=2,tp=2"), ("tiny-bert", "dp=2,tp=4")]
 )
 def test_library_models_on_large_meshes(model: str, mesh: str) -> None:
     # One step: what further steps are like does not depend on the mesh (``test_64_ranks`` takes three).

@@ -1,4 +1,4 @@
-"""Whatever writes weights between two calls (an optimizer, an average, ``.data``), the next call uses what was written."""
+"""What writes weights between calls (an optimizer, an average, ``.data``): the next call uses what was written."""
 
 from __future__ import annotations
 
