@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _import_what_ranks_need()
+    for category in (DeprecationWarning, FutureWarning):  # as pytest's own process takes them
+        warnings.filterwarnings("error", category=category, module=r"(planner|passes|runtime|cost_models)\.")
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
     for line in sys.stdin:

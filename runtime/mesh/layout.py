@@ -15,6 +15,7 @@ from runtime.data.host_copies import HostCopies, host_copies
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.joint_axes import remember
 from runtime.mesh.virtual import virtual_mesh
+from runtime.torch_compat.process_groups import all_gather_along
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
 #: The mesh axis that cuts the batch.
@@ -93,7 +94,7 @@ class RankLayout:
             if dim is None:
                 whole = funcol.all_reduce(whole.contiguous(), "sum", group)
             else:
-                whole = funcol.all_gather_tensor(whole.contiguous(), dim, group)
+                whole = all_gather_along(whole.contiguous(), dim, group)
             whole = whole.wait() if isinstance(whole, funcol.AsyncCollectiveTensor) else whole
         return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 

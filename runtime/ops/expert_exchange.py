@@ -17,6 +17,7 @@ from runtime.kernels.experts import backward as experts_backward
 from runtime.kernels.experts import check_experts, combined, flattened, output_type, without_autocast
 from runtime.kernels.experts import forward as experts_forward
 from runtime.kernels.library import in_dtype, wide
+from runtime.torch_compat.process_groups import all_gather_along
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 from runtime.torch_compat.rank_by_rank import as_sizes, on_each_rank
 
@@ -68,7 +69,7 @@ class _ExchangedExperts(torch.autograd.Function):
         if x.is_meta:  # only types are checked
             return x.new_empty(x.shape)
         order, counts = on_each_rank(_sorted_by_expert, expert_ids, shards, len(gate_up))
-        all_counts = funcol.wait_tensor(funcol.all_gather_tensor(counts.unsqueeze(0), 0, group))
+        all_counts = funcol.wait_tensor(all_gather_along(counts.unsqueeze(0), 0, group))
         rows, own_ids, sent, received = on_each_rank(_rows_to_send, x, expert_ids, order, all_counts, rank)
         visiting = _send(rows, sent, received, group)
         outputs, hidden = experts_forward(visiting, own_ids, None, gate_up, down, gate_up_bias, down_bias, activation)

@@ -17,9 +17,15 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["default_group_timeout", "device_type_of_default_group", "exchanges_lists", "flattened",
+__all__ = ["all_gather_along", "default_group_timeout", "device_type_of_default_group", "exchanges_lists", "flattened",
            "functional_collectives", "group_is_split_from_default", "group_named", "new_group_of_members",
-           "own_default_group", "set_group_timeout"]  # fmt: skip
+           "own_default_group", "reduce_scatter_along", "set_group_timeout"]  # fmt: skip
+
+#: ``(tensor, dim, group)`` and ``(tensor, operation, dim, group)``; torch 2.13 warns at each call by the names before it.
+all_gather_along = getattr(functional_collectives, "all_gather_single", None) or functional_collectives.all_gather_tensor
+reduce_scatter_along = (
+    getattr(functional_collectives, "reduce_scatter_single", None) or functional_collectives.reduce_scatter_tensor
+)
 
 #: Tables in which torch.distributed keeps its process groups.
 _TABLES = (

@@ -13,6 +13,8 @@ from spmd_types._local import _build_rank_to_group_local as places_in_group
 from spmd_types._local import _get_local_tensor_mode as local_tensor_mode_of
 from spmd_types._mesh import _pg_for_axis as group_of_axis
 
+from runtime.torch_compat.process_groups import all_gather_along, reduce_scatter_along
+
 __all__ = ["accept_any_stride_in_all_reduce", "group_of_axis", "local_tensor_mode_of", "mesh_of_thread",
            "places_in_group", "send_nothing_over_one_rank", "use_mesh"]  # fmt: skip
 
@@ -51,6 +53,8 @@ def accept_any_stride_in_all_reduce() -> None:
 def send_nothing_over_one_rank() -> None:
     """All-gathers and reduce-scatters are issued also over one rank (0.3), other than all-reduces.
 
+    It calls them by names at which torch 2.13 warns.
+
     Micro-batches divide the batch axis of a program, so its conversions are there with one data rank too.
     """
     _collectives.funcol = _OverSeveralRanks(_collectives.funcol)  # type: ignore[assignment]
@@ -67,8 +71,8 @@ class _OverSeveralRanks:
 
     def all_gather_tensor(self, x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
         alone = dist.get_world_size(group) == 1
-        return x if alone else self._functional.all_gather_tensor(x, dim, group)
+        return x if alone else all_gather_along(x, dim, group)
 
     def reduce_scatter_tensor(self, x: torch.Tensor, kind: str, dim: int, group: Any) -> torch.Tensor:
         alone = dist.get_world_size(group) == 1
-        return x if alone else self._functional.reduce_scatter_tensor(x, kind, dim, group)
+        return x if alone else reduce_scatter_along(x, kind, dim, group)
