@@ -21,10 +21,10 @@ __all__ = ["all_gather_along", "default_group_timeout", "device_type_of_default_
            "functional_collectives", "group_is_split_from_default", "group_named", "new_group_of_members",
            "own_default_group", "reduce_scatter_along", "set_group_timeout"]  # fmt: skip
 
-#: ``(tensor, dim, group)`` and ``(tensor, operation, dim, group)``; torch 2.13 warns at each call by the names before it.
-all_gather_along = getattr(functional_collectives, "all_gather_single", None) or functional_collectives.all_gather_tensor
-reduce_scatter_along = (
-    getattr(functional_collectives, "reduce_scatter_single", None) or functional_collectives.reduce_scatter_tensor
+#: ``(tensor, dim, group)`` and ``(tensor, operation, dim, group)``: torch 2.13 has new names and warns of the old ones.
+all_gather_along, reduce_scatter_along = (
+    getattr(functional_collectives, f"{name}_single", None) or getattr(functional_collectives, f"{name}_tensor")
+    for name in ("all_gather", "reduce_scatter")
 )
 
 #: Tables in which torch.distributed keeps its process groups.
