@@ -259,10 +259,12 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         buffers = dict(model.named_buffers())
         options = {"training": None, **options, "buffer_values": options.get("buffer_values") or buffers}
         repeats = find_repeats(model) if options.pop("copy_repeats", False) else ()
+        own: tuple[Mapping[Path, Any], Graph] | None = None
         try:
             trace = _trace(model, **options, repeats=repeats, open_dims=open_dims)
             inline_regions(trace.program.graph_module)
-            trace.graph_of_shapes({path: tuple(tensor.shape) for path, tensor in trace.call.tensors.items()})
+            own_shapes = {path: tuple(tensor.shape) for path, tensor in trace.call.tensors.items()}
+            own = own_shapes, trace.graph_of_shapes(own_shapes)
         except NotRepeated:
             trace = _trace(model, **options, open_dims=open_dims)
             inline_regions(trace.program.graph_module)
@@ -270,6 +272,8 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         raise CaptureError("forward changes attributes, or reads values of its inputs, which is traced for each shape")
 
     def graph(shapes: Mapping[Path, Any]) -> Graph:
+        if own is not None and shapes == own[0]:
+            return own[1]
         with _one_at_a_time:
             return trace.graph_of_shapes(shapes)
 
