@@ -47,7 +47,7 @@ def datasets() -> tuple[list[Sample], list[Sample]]:
             "attention_mask": torch.tensor([1] * len(source) + [0] * (LENGTH - len(source))),
             "labels": torch.tensor(target + [-100] * (LENGTH - len(target))),
         })  # fmt: skip
-    return samples[:-200], samples[-200:]
+    return samples[:-192], samples[-192:]
 
 
 def main() -> None:

@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 import passes.capture  # noqa: F401
+import runtime.execution.program_builder as builder
 from passes.capture.nested_values import flatten
 from passes.capture.python_state import plain_state
 from runtime.calls.content_keys import state_key, structure_key
+from tests.open_trace import OpenTrace
 
 
 @contextlib.contextmanager
@@ -36,10 +38,11 @@ def traced_once() -> Iterator[None]:
     """
     module = sys.modules["passes.capture.capture"]  # the package has a function of that name
     in_full, shortened = vars(module)["_capture_whole"], vars(module)["_capture_shortened"]
+    trace_shapes = builder.trace_shapes
     graphs: dict[object, Any] = {}
 
     def graph_of(model: nn.Module, key: tuple[object, ...], trace: Callable[[], Any]) -> Any:
-        if any("<" in name for *_, name in _functions(model)):  # lambdas and local functions have no name of their own
+        if _has_nameless(model):
             return trace()
         if key not in graphs:
             graph = _traced_by_one_process(repr(key), trace)
@@ -54,7 +57,17 @@ def traced_once() -> Iterator[None]:
     def traced_in_full(model: nn.Module, **options: Any) -> Any:
         return graph_of(model, ("in full", *_key(model, **options)), lambda: in_full(model, **options))
 
+    def traced_for_shapes(model: nn.Module, open_dims: Any, **options: Any) -> Any:
+        dims = sorted((path, sorted(dims)) for path, dims in open_dims.items())
+        file = None if _has_nameless(model) else _file_of(repr(("open", dims, *_key(model, training=None, **options))))
+
+        def trace() -> Any:
+            return trace_shapes(model, open_dims, **options)
+
+        return trace() if file is None else OpenTrace(file, trace)
+
     with (
+        mock.patch.object(builder, "trace_shapes", traced_for_shapes),
         mock.patch.object(module, "_capture_shortened", traced_shortened),
         mock.patch.object(module, "_capture_whole", traced_in_full),
     ):
@@ -63,12 +76,9 @@ def traced_once() -> Iterator[None]:
 
 def _traced_by_one_process(key: str, trace: Callable[[], Any]) -> Any:
     """What the first process of this run of the tests traces, which the others read."""
-    run = os.environ.get("MESHWRIGHT_TEST_RUN")
-    # Objects and classes that a text does not tell apart.
-    if run is None or " at 0x" in key or "<locals>" in key:
+    file = _file_of(key)
+    if file is None:
         return trace()
-    own = sys.argv[0] if "__main__" in key else ""
-    file = Path(run) / f"{hashlib.sha256((own + key).encode()).hexdigest()}.graph"
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if file.exists():
@@ -79,6 +89,20 @@ def _traced_by_one_process(key: str, trace: Callable[[], Any]) -> Any:
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # of a class that has no name
             file.write_bytes(pickle.dumps(traced))
         return traced
+
+
+def _file_of(key: str) -> Path | None:
+    """Where this run of the tests keeps what ``key`` names; None if objects in it are not told apart by a text."""
+    run = os.environ.get("MESHWRIGHT_TEST_RUN")
+    if run is None or " at 0x" in key or "<locals>" in key:
+        return None
+    own = sys.argv[0] if "__main__" in key else ""
+    return Path(run) / f"{hashlib.sha256((own + key).encode()).hexdigest()}.graph"
+
+
+def _has_nameless(model: nn.Module) -> bool:
+    """Whether modules have lambdas or local functions, which have no name of their own."""
+    return any("<" in name for *_, name in _functions(model))
 
 
 def _key(
