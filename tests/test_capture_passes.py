@@ -120,7 +120,17 @@ def shifted(y: torch.Tensor) -> torch.Tensor:
     return z * y
 
 
-@pytest.mark.parametrize("function", [in_place_add, through_a_slice, through_views, through_pieces, masked, shifted])
+def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():  # autograd itself allows no out=
+        z, largest, places = y.clone(), y.new_empty(2, 3), y.new_empty(2, 3, dtype=torch.long)
+        torch.div(y[:, 1:], 3, out=z[:, :2])
+        torch.max(z, -1, out=(largest, places))
+    return y * z + (largest * places).unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    "function", [in_place_add, through_a_slice, through_views, through_pieces, masked, shifted, into_other_tensors]
+)
 def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert not [op for op in check(function, 2, 3, 8) if op.split(".")[1].endswith("_")]
 

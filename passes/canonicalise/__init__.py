@@ -25,6 +25,7 @@ from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.noops import drop_noops
+from passes.canonicalise.out_arguments import replace_out_arguments
 from passes.canonicalise.random_operators import refuse_other_random_operators, write_out_random_operators
 from passes.canonicalise.regions import inline_regions
 from passes.canonicalise.repeated_rows import expand_repeated_rows
@@ -60,6 +61,7 @@ def canonicalise(
     write_out_batch_norm(module)
     write_out_embedding_bags(module)
     separate_loss_reductions(module)
+    replace_out_arguments(module)
     functionalise(module, buffers)
     replace_synonyms(module)
     make_gradients_dense(module)

@@ -57,7 +57,7 @@ class _Functionaliser:
             first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
             written = writes(node) if node.op == "call_function" else []
             if written and (written != [0] or first is None):
-                raise CaptureError(f"{node.target} writes to an argument that is not its first: do not use out=")
+                raise CaptureError(f"{node.target} writes to an argument that is not its first")
             if first is not None and not written and self.is_view(node, first):
                 self.views[node] = first
                 self.current[node] = (self.version.get(self.root(node), 0), node)
