@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from peft import PeftModel, PrefixTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 import planner
 from planner.integrations import transformers as hf
@@ -27,6 +27,7 @@ from tests.hugging_face_cases import (
     script,
     with_own_loss,
 )
+from tests.hugging_face_cases import config as llama_config
 from tests.ranks import run_on_ranks
 
 ONCE = {"num_train_epochs": 1, "save_strategy": "no"}
@@ -111,12 +112,39 @@ def test_adapters_alone_are_trained_reduced_and_saved(logged: dict[str, Any], fo
         torch.testing.assert_close(tensor, alone.model.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-def test_prefixes_are_tuned_as_on_one_device() -> None:
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "prompt_encoder"),
+        (IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3_l"),
+    ],
+)
+def test_other_adapters_are_tuned_as_on_one_device(config: PeftConfig, part: str, tmp_path: Path) -> None:
+    """With IA³ keys get a gradient and queries do not, and one statement reads weights of two modules."""
     torch.manual_seed(1)
-    model = get_peft_model(llama(), PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    model = get_peft_model(llama(), config)
     tokens = torch.randint(1, 64, (4, 6))
-    report = planner.verify(model, "tp=2", batch={"input_ids": tokens, "labels": tokens}, steps=1)
+    batch = {"input_ids": tokens, "labels": tokens}
+    report = planner.verify(model, "tp=2", batch=batch, steps=1)
     assert report.ok, report.table()
-    assert [name for name, state in report.plan.states.items() if state.trainable] == [
-        "prompt_encoder.default.embedding.weight"
-    ]
+    assert all((part in name) == state.trainable for name, state in report.plan.states.items())
+    if part == "prompt_encoder":
+        parallel = planner.compile(model, "dp=1", example_inputs=batch)
+        parallel.save_pretrained(tmp_path)
+        saved = PeftModel.from_pretrained(llama(), tmp_path).state_dict()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+        with pytest.raises(ValueError, match="PREFIX_TUNING has nothing to merge into weights"):
+            parallel.save_pretrained(tmp_path, merge_adapters=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_merged_adapters_are_weights_of_the_base_model(tied: bool, tmp_path: Path) -> None:
+    """An adapter of one of two tied weights makes them two."""
+    torch.manual_seed(1)
+    base = transformers.LlamaForCausalLM(llama_config(tie_word_embeddings=tied))
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
+    tokens = torch.randint(1, 64, (2, 6))
+    parallel = planner.compile(model, "dp=1", example_inputs={"input_ids": tokens})
+    parallel.save_pretrained(tmp_path, merge_adapters=True)
+    merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)

@@ -41,22 +41,28 @@ class Aliases:
         self.names = frozenset(self.short.values())
         self._bound: dict[str, _Module] = {}
 
-    def introduce(self, state: StateRef) -> tuple[str, str]:
-        """The line that a use of ``state`` needs before it (``""`` if none), and the module that has a short name."""
-        module = _module_of(state)
-        alias = self.short.get(module)
-        if alias is None:
-            return "", ""
-        if self._bound.get(alias) == module:
-            return "", module[1]
-        self._bound[alias] = module
-        return f"{alias} = {attribute(self.base_of(module[0]), module[1])}", module[1]
+    def introduce(self, states: Iterable[StateRef]) -> tuple[list[str], str]:
+        """The lines that one statement with these states needs before it, and the first module with a short name.
+
+        Of modules with the same short name the first has it in this statement; others are written in full.
+        """
+        lines, modules, taken = [], [], set[str]()
+        for module in dict.fromkeys(map(_module_of, states)):
+            alias = self.short.get(module)
+            if alias is None or alias in taken:
+                continue
+            taken.add(alias)
+            modules.append(module[1])
+            if self._bound.get(alias) != module:
+                self._bound[alias] = module
+                lines.append(f"{alias} = {attribute(self.base_of(module[0]), module[1])}")
+        return lines, next(iter(modules), "")
 
     def source_of(self, state: StateRef) -> str:
-        """A state as source: by the short name of its module if it has one."""
+        """A state as source: by the short name of its module, if that stands for it now."""
         module = _module_of(state)
         alias = self.short.get(module)
-        if alias is None:
+        if alias is None or self._bound.get(alias) != module:
             return attribute(self.base_of(state.root), state.path)
         return attribute(alias, state.path[len(module[1]) + 1 :])
 

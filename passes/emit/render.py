@@ -235,16 +235,13 @@ class Renderer:
         self.lines.extend(with_comment(line, beside))
 
     def _heading(self, item: Statement | Sisters | Convert, position: int) -> None:
-        """Say which module the lines that follow are of: by a short name for its weights, or in a comment."""
-        for local in taken_by(item):
-            if local.state is None:
-                continue
-            line, module = self.aliases.introduce(local.state)
-            if line:
-                self._write(line)
-            if module:
-                self.module_path = module
-                return
+        """Say which modules the lines that follow are of: by short names for their weights, or in a comment."""
+        lines, module = self.aliases.introduce(local.state for local in taken_by(item) if local.state is not None)
+        for line in lines:
+            self._write(line)
+        if module:
+            self.module_path = module
+            return
         path, is_shown = self._module_of(item, position)
         apart = not (_is_inside(path, self.module_path) or _is_inside(self.module_path, path))
         if path and apart and not is_shown:

@@ -84,10 +84,14 @@ class _Pairing:
 
 
 def _angles(rotary: Compute) -> tuple[Any, ...]:
-    """What two calls must have in common: angles, layout, rank, dtype, and how every axis cuts them."""
+    """What two calls must have in common: angles, layout, rank, dtype, gradients, and how every axis cuts them.
+
+    Outputs of one operator get gradients together, so one that needs none (of frozen weights) would be paid for.
+    """
     turned = rotary.inputs[0]
     types = tuple((choice.inputs, choice.outputs) for choice in rotary.choices)
-    return (*rotary.inputs[1:], rotary.node.constants, len(turned.shape), turned.value.dtype, types)
+    value = turned.value
+    return (*rotary.inputs[1:], rotary.node.constants, len(turned.shape), value.dtype, value.requires_grad, types)
 
 
 def _used(local: Local, operations: list[Compute | Convert | Repeat | None]) -> bool:

@@ -24,11 +24,10 @@ from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
 from runtime.module.changing import Changing
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
+from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
-from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
-from runtime.weight_files.peft_adapters import has_adapters, save_adapters
 from runtime.zero.norm import clip_gradients
 
 #: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
@@ -36,7 +35,7 @@ from runtime.zero.norm import clip_gradients
 FirstCall = Callable[[Engine, str, tuple[Any, ...], dict[str, Any]], Engine]
 
 
-class ParallelModule(Changing, OriginalSurface, Unwrappable, nn.Module):
+class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
     """A model that runs sharded over a mesh.
 
     ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
@@ -339,46 +338,6 @@ class ParallelModule(Changing, OriginalSurface, Unwrappable, nn.Module):
             state = FirstRanksState(state, places.device_mesh, self.layout.device, self._engine.ranks)
         self._state.load_full_state_dict(state, strict=strict)
         self.weights_changed()
-
-    def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
-        """Take this rank's parts of Hugging Face safetensors files, reading no others (all ranks must call it).
-
-        Args:
-            path: a safetensors file, the index of several, or the directory with either.
-            strict: refuse missing and unexpected names, else take what fits. What the files do not hold stays as it is;
-                buffers on meta that no state dict holds are computed as the model's own initialisation does.
-
-        Raises:
-            ValueError: on all ranks, as ``runtime.weight_files.load_weights``; nothing is changed then.
-        """
-        loaded = load_weights(
-            self.owned(),
-            path,
-            names=self.state_names,
-            strict=strict,
-            device=self.layout.device,
-            **hugging_face_names(self._engine.model),
-        )
-        self.weights_changed()
-        return loaded
-
-    def save_pretrained(self, path: str | FilePath, *, dtype: torch.dtype | None = None) -> None:
-        """Save the weights as Hugging Face does, with the model's config if it has one (all ranks must call it).
-
-        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share. Of a PEFT model
-        the first rank writes the adapters, for ``PeftModel.from_pretrained``.
-
-        Args:
-            dtype: of floating-point tensors in the files; None to keep each one's own.
-
-        Raises:
-            ValueError: on all ranks, if tensors are still on meta or the directory is not shared.
-        """
-        if has_adapters(self._engine.model):
-            save_adapters(self._engine.model, path, self.full_state_dict, dtype=dtype)
-            return
-        save_weights(self.owned(), path, order=self.state_names, dtype=dtype)
-        save_config(self._engine.model, path, dtype=dtype)
 
     def weights_changed(self) -> None:
         """To be called after new values were written into what ``owned`` gives (optimizers need not).
