@@ -55,7 +55,9 @@ def _replace(node: fx.Node, written: list[Any], names: set[str]) -> None:
     if len(written) == 1:
         node.replace_all_uses_with(written[0])
     for user in list(node.users):  # the outputs of several, taken one by one
-        user.replace_all_uses_with(written[user.args[1]])
+        index = user.args[1]
+        assert isinstance(index, int)
+        user.replace_all_uses_with(written[index])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
