@@ -34,6 +34,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = dealt_out(items, num_processes)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: no later collection of garbage looks through it again."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def run_of_the_tests(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> None:
     """A folder that all processes of one run share, for ``tests.ranks``."""

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,11 +10,15 @@ from benchmarks.host_time import Comparison, Contestant, Row, beyond_goals, meas
 from benchmarks.kernels_cases import OPERATORS
 
 
+@pytest.fixture(autouse=True)
+def what_other_tests_left_is_not_looked_through() -> None:
+    """Garbage is collected before each measurement."""
+    gc.freeze()
+
+
 def test_operators_chains_collectives_and_units_are_compared() -> None:
     threads = torch.get_num_threads()
-    gc.freeze()  # what other tests left is not looked through before each measurement
     rows = run(("operator", "chain", "collective", "unit"), rounds=1, calls=2)
-    gc.unfreeze()
     torch.set_num_threads(threads)
     assert [row.name for row in rows if row.kind == "operator"] == [operator.name for operator in OPERATORS]
     assert len([row for row in rows if row.kind == "chain"]) == 2

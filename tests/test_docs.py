@@ -20,8 +20,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 #: What stands for large models, clusters and batches of the pages.
 TINY: Mapping[str, str] = {
     r"\bllama-3[.0-9]*-\d+b\b": "tiny-llama",
-    r"\bdgx-h100:\d+\b": "dgx-h100:1",
-    r"(?<=dgx-h100:1 )--mesh dp=32,tp=8\b": "--mesh dp=4,tp=2",
+    r"\bdgx-h100:\d+\b": "dgx-h100:1x2",
+    r"(?<=dgx-h100:1x2 )--mesh dp=32,tp=8\b": "--mesh dp=1,tp=2",
     r"--seq-len \d+": "--seq-len 16",
     r"--global-batch \d+": "--global-batch 8",
     r"--fix tp=\d+": "--fix tp=2",

@@ -10,7 +10,7 @@ import pytest
 from cost_models import Cluster
 from passes.capture import capture
 from passes.ir.graph import Graph
-from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.demands import Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import BaselineSpace, Missing, Priced, best_of_baseline
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
@@ -53,7 +53,7 @@ def test_no_sharding_beats_the_bound_of_an_axis_of_experts(bandwidth: float) -> 
 
 
 def test_a_published_layout_of_experts_is_beside_the_plan_and_no_faster() -> None:
-    plan = plan_step(graph(), cluster(1e9), Demands())
+    plan = plan_step(graph(), cluster(1e9), read_demands({"cp": 1, "tp": 1}))  # as the published one
     published = best_of_baseline(
         "gpt-oss-120b", BaselineSpace(graph(), config=SimpleNamespace(model_type="gpt_oss")), cluster(1e9), Demands()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from passes.ir.graph import Graph
 from passes.rules.operator_call import bind
 from planner.library import build_model, config_names, example_batch, load_config, random_batch
 from planner.planning import capture_for_planning
@@ -108,10 +110,16 @@ def _shorten(config: Any) -> None:
         config.depths = [1] * len(config.depths)
 
 
+@functools.cache
+def captured(name: str) -> Graph:
+    """The graph of the shortened model on 4 samples of 64 tokens."""
+    return capture_for_planning(shortened(name), batch_size=4, seq_len=64)
+
+
 @pytest.mark.parametrize("name", TYPES.values(), ids=TYPES.keys())
 def test_every_model_type_can_be_captured(name: str) -> None:
     """On meta tensors, with the batch first in every input."""
-    graph = capture_for_planning(shortened(name), batch_size=4, seq_len=64)
+    graph = captured(name)
     assert graph.loss == "loss" and graph.model_name == load_config(name).architectures[0]
     batch_inputs = [value for value in graph.inputs if value.shape[0] == 4]
     assert len(batch_inputs) == len(graph.inputs) >= 2
@@ -127,7 +135,7 @@ def test_attention_needs_no_mask(name: str) -> None:
     config = shortened(name)
     if config.model_type in WITH_SCORES:
         pytest.skip("its scores are made by hand")
-    graph = capture_for_planning(config, batch_size=2, seq_len=32)
+    graph = captured(name)
     calls = [bind(node, graph.values) for node in graph.nodes if "scaled_dot_product" in node.op]
     assert calls and not any(call is None or call.has("attn_mask") for call in calls)
     causal = {call["is_causal"] for call in calls if call is not None}
