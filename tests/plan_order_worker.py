@@ -1,6 +1,7 @@
 """Records what the ranks of plans send: steps with clipping, evaluation, whole weights, a checkpoint and back.
 
-A plan that comes as text is a mesh: there, a user's own loop calls ``backward``.
+A plan that comes as text is a scenario of ``tests.communication.scenarios``, or a mesh: there, a user's own loop calls
+``backward``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from runtime.checkpoint import CheckpointManager
 from tests import ranks
 from tests.communication.plans import small_model
 from tests.communication.recorder import recorded
+from tests.communication.scenarios import SCENARIOS
 from tests.small_models import mlp_batch, squared_error
 from tests.tracing import traced_once
 
@@ -59,7 +61,10 @@ def record(plan: Plan | str) -> list[dict[str, Any]]:
 def main() -> None:
     results = []
     for plan in ranks.task():
-        calls = record(plan if isinstance(plan, str) else Plan.from_dict(plan))
+        if isinstance(plan, str) and plan in SCENARIOS:
+            calls = [call.to_dict() for call in SCENARIOS[plan]()]
+        else:
+            calls = record(plan if isinstance(plan, str) else Plan.from_dict(plan))
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, calls)
         results.append(everywhere)

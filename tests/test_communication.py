@@ -67,6 +67,17 @@ def test_the_root_of_a_gather_has_tensors_of_all() -> None:
     assert "differs" in broken_rules([[root], [smaller]])[0]
 
 
+def test_an_all_to_all_gives_each_what_is_sent_to_it() -> None:
+    """Ranks send unlike numbers of rows to experts, as many as the others expect."""
+
+    def exchange(received: tuple[int, int], sent: tuple[int, int]) -> list[Call]:
+        return [Call("all_to_all_single", "ep", (0, 1), -1, -1, (((sum(sent), 8), F64),), (), (received, sent))]
+
+    assert broken_rules([exchange((1, 4), (1, 2)), exchange((2, 3), (4, 3))]) == []
+    (error,) = broken_rules([exchange((1, 4), (1, 2)), exchange((2, 3), (5, 3))])
+    assert "its member 1 sends 5 rows to 0, which takes 4" in error
+
+
 def test_a_collective_that_one_rank_leaves_out_is_told() -> None:
     assert "differs: {0: ('allreduce'" in broken_rules([[call("allreduce")], []])[0]
 

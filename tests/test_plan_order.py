@@ -20,13 +20,15 @@ from tests.communication.mutants import Mutants, Recording
 from tests.communication.plans import KINDS, NUM_RANKS, any_plans, describe
 from tests.communication.recorder import Call
 from tests.communication.rules import broken_rules
+from tests.communication.scenarios import SCENARIOS
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 PLANS_PER_KIND = int(os.environ.get("MESHWRIGHT_TEST_PLANS", "1"))
 #: Plans of a mesh that a user names, whose loop is the user's own.
 MESHES = ("dp=2,tp=2",)
-CASES = [*((kind, number) for number in range(PLANS_PER_KIND) for kind in KINDS), *((mesh, 0) for mesh in MESHES)]
+OTHERS = (*MESHES, *SCENARIOS)
+CASES = [*((kind, number) for number in range(PLANS_PER_KIND) for kind in KINDS), *((other, 0) for other in OTHERS)]
 
 
 @functools.cache
@@ -45,7 +47,7 @@ def plans() -> dict[tuple[str, int], Plan]:
 
 @functools.cache
 def recordings() -> dict[tuple[str, int], Recording]:
-    payload = [*(json.loads(plan.to_json()) for plan in plans().values()), *MESHES]
+    payload = [*(json.loads(plan.to_json()) for plan in plans().values()), *OTHERS]
     answers = run_on_ranks("plan_order_worker", NUM_RANKS, payload, timeout=PATIENCE)
     return {
         case: [list(map(Call.from_dict, own)) for own in answer] for case, answer in zip(CASES, answers, strict=True)

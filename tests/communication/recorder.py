@@ -14,6 +14,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+#: All-to-alls whose parts may be of unequal sizes.
+_OF_PARTS = ("all_to_all_single", "alltoall_base_")
 #: Tensors as their shapes and dtypes.
 Tensors = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -30,6 +32,7 @@ class Call:
         batch: number of the ``batch_isend_irecv`` that issued it on this rank; −1 outside of one.
         tensors: what it is called with on this rank.
         after: earlier calls of this rank (their numbers) that were waited for since the call before this one.
+        splits: of an all-to-all of unequal parts: rows that this rank gets from each member, and that it sends to each.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class Call:
     batch: int
     tensors: Tensors
     after: tuple[int, ...]
+    splits: tuple[tuple[int, ...], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +50,8 @@ class Call:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Call:
         tensors = tuple((tuple(shape), dtype) for shape, dtype in data["tensors"])
-        return Call(**{**data, "members": tuple(data["members"]), "tensors": tensors, "after": tuple(data["after"])})
+        names = {name: tuple(data[name]) for name in ("members", "after")}
+        return Call(**{**data, **names, "tensors": tensors, "splits": tuple(map(tuple, data["splits"]))})
 
 
 class Recorder(TorchDispatchMode):
@@ -106,6 +111,7 @@ class Recorder(TorchDispatchMode):
                 batch=self.batch if point_to_point else -1,
                 tensors=tensors,
                 after=after,
+                splits=tuple(_splits(args)) if name in _OF_PARTS else (),
             )
         )
         return len(self.calls) - 1
@@ -185,6 +191,12 @@ def _group(argument: Any) -> ProcessGroup | None:
         with contextlib.suppress(RuntimeError, TypeError):
             return ProcessGroup.unbox(argument)
     return None
+
+
+def _splits(arguments: Any) -> Iterator[tuple[int, ...]]:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)) and argument and all(isinstance(one, int) for one in argument):
+            yield tuple(argument)
 
 
 def _tensors(arguments: Any) -> Iterator[torch.Tensor]:

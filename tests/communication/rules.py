@@ -4,7 +4,7 @@ NCCL runs what is issued to one communicator in order, on a stream of its own, a
 part have come to it. A collective and a batch of sends and receives use the communicator of the whole group; a send or
 receive outside of a batch uses one of its own for the two ranks. So
 
-1. all members of a group issue the same collectives in the same order;
+1. all members of a group issue the same collectives in the same order, and get of an all-to-all what others send;
 2. sends and receives of two ranks pair up in order within one communicator, tensor by tensor;
 3. nothing waits in a circle: a call waits for the call before it on its communicator, for what its rank had waited for
    when it issued it, and for the same of everyone who takes part;
@@ -57,6 +57,7 @@ def _collectives(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Nod
             if len(set(kinds)) > 1:
                 errors.append(f"collective {place} of group {group!r} {members} differs: {dict(zip(members, kinds))}")
                 break
+            errors += _unlike_parts([_at(calls, node) for node in nodes if node is not None])
             partners += [(nodes[0], node) for node in nodes[1:]]
     return errors
 
@@ -67,7 +68,21 @@ _ROOTED = ("gather", "scatter")
 
 def _meaning(call: Call) -> tuple[str, Tensors]:
     """What must be the same on all members."""
+    if call.splits:
+        return call.kind, tuple((shape[1:], dtype) for shape, dtype in call.tensors)
     return call.kind, tuple(dict.fromkeys(call.tensors)) if call.kind in _ROOTED else call.tensors
+
+
+def _unlike_parts(calls: Sequence[Call]) -> list[str]:
+    """Of one all-to-all: who gets another number of rows than is sent."""
+    if not all(call.splits for call in calls):
+        return []
+    return [
+        f"collective of group {one.group!r}: its member {place} sends {sent} rows to {other}, which takes {received}"
+        for place, one in enumerate(calls)
+        for other, taker in enumerate(calls)
+        if (sent := one.splits[1][other]) != (received := taker.splits[0][place])
+    ]
 
 
 def _pairs(calls: Sequence[Sequence[Call]], partners: list[tuple[Node, Node]]) -> list[str]:
