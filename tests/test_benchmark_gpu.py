@@ -88,9 +88,9 @@ def test_the_plan_takes_less_than_25_minutes_on_one_gpu() -> None:
         parts = plan(Setting(num_gpus))
         assert sum(part.seconds for part in parts if part.needs <= num_gpus) < minutes * 60
         assert {part.name.split()[0] for part in parts} == {
-            "machine", "numerics", "bandwidth", "step", "parity", "resume", "host",
+            "machine", "numerics", "bandwidth", "step", "parity", "generation", "resume", "host",
         }  # fmt: skip
-        assert len({item.name for part in parts for item in part.items if part.name == "numerics"}) == 13
+        assert len({item.name for part in parts for item in part.items if part.name == "numerics"}) == 15
         for part in parts:
             for entry in part.items:
                 assert entry.seconds <= part.seconds

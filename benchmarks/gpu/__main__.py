@@ -4,9 +4,10 @@
 
 Numerics of every operator against float64; bandwidth against copies and torch.compile; step time and peak memory of
 Llama, GPT-2, BERT, T5, ViT and Mixtral against the prediction, Hugging Face's models and FSDP2, eager and compiled;
-every pipeline schedule and ZeRO stage on NCCL against one GPU (with two GPUs or more); a kill and a resumed run; host
-time. Writes ``gpu.md`` and ``gpu.json`` after each part. Parts and their items run in processes of their own with a
-limit of time: what fails, crashes or hangs is reported, and the others go on. The exit status is 0 if all held.
+every pipeline schedule, ZeRO stage and a mixture's experts on NCCL against one GPU (with two GPUs or more); tokens that
+are generated; a kill and a resumed run; host time. Writes ``gpu.md`` and ``gpu.json`` after each part. Parts and their
+items run in processes of their own with a limit of time: what fails, crashes or hangs is reported, and the others go
+on. The exit status is 0 if all held.
 
 ``--rehearse`` runs some items of each part on a processor at sizes that mean nothing, to see that the command works.
 """
@@ -14,6 +15,7 @@ limit of time: what fails, crashes or hangs is reported, and the others go on. T
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -55,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for part, outcomes, seconds in in_turn(parts, setting, Path(folder)):
             report.add(part, outcomes, seconds)
+            report.write(options.output or RESULTS)  # first: whoever reads the terminal may have gone
             print(report.section(part.name), flush=True)
-            report.write(options.output or RESULTS)
     return 0 if report.holds else 1
 
 
@@ -68,4 +70,6 @@ def _count_gpus() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # without waiting for processes that hang in a driver and cannot be killed

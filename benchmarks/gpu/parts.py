@@ -106,7 +106,11 @@ TINY_MODELS = {
 def plan(setting: Setting) -> list[Part]:
     """All parts, in the order in which they run; those that one GPU runs have less than 25 minutes together."""
     here = "benchmarks.gpu"
-    numerics = tuple(Item(name, f"{here}.operators:numerics", 60, {"operator": name}) for name in OPERATORS)
+    numerics = (
+        *(Item(name, f"{here}.operators:numerics", 60, {"operator": name}) for name in OPERATORS),
+        Item("experts", f"{here}.others:expert_numerics", 60),
+        Item("adamw", f"{here}.others:adamw_numerics", 60),
+    )
     bandwidth = tuple(Item(name, f"{here}.operators:bandwidth", 90, {"operator": name}) for name in FAST_OPERATORS)
     models = tuple(
         Part(
@@ -119,16 +123,26 @@ def plan(setting: Setting) -> list[Part]:
         )
         for model in MODELS
     )  # fmt: skip
-    parity = tuple(Item(name, f"{here}.parity:parity", 60, {"fix": fix}) for name, fix in _parity_cases().items())
+    parity = (
+        *(Item(name, f"{here}.parity:parity", 60, {"fix": fix}) for name, fix in _parity_cases().items()),
+        Item("ep=2", f"{here}.parity:parity", 60, {"fix": {"ep": 2}, "model": "Mixtral"}),
+        Item("generation, tp=2", f"{here}.generation:tokens", 60, {"mesh": "tp=2"}),
+    )
+    generation = (
+        Item("tokens", f"{here}.generation:tokens", 60, {"mesh": "dp=1"}),
+        Item("seconds", f"{here}.generation:seconds", 60),
+    )
     kinds = ("operator", "chain", "collective", "unit")
     host = tuple(Item(kind, f"{here}.operators:host_time", 60, {"kind": kind}) for kind in kinds)
     return [
-        Part("machine", "Machine", 60, (Item("machine", f"{here}.operators:machine", 60),)),
+        # The first part waits for the imports of a machine that has read no file yet.
+        Part("machine", "Machine", 90, (Item("machine", f"{here}.operators:machine", 90),)),
         Part("numerics", "Operators against float64", 150, numerics),
         Part("bandwidth", "Operators against copy bandwidth and torch.compile", 240, bandwidth),
         *models,
         Part("parity", "Schedules and ZeRO on NCCL against one GPU", 200, parity, ranks=2, needs=2),
-        Part("resume", "Killed and resumed", 150, (Item("resume", f"{here}.resume:resume", 150),)),
+        Part("generation", "Generation", 60, generation),
+        Part("resume", "Killed and resumed", 120, (Item("resume", f"{here}.resume:resume", 120),)),
         Part("host", "Host time", 90, host),
     ]
 
@@ -146,8 +160,8 @@ def _parity_cases() -> dict[str, dict[str, Any]]:
 def rehearsal(parts: list[Part]) -> list[Part]:
     """Some items of every part, as a processor can run them in seconds."""
     chosen = {
-        "numerics": ("rms_norm",), "bandwidth": ("swiglu",), "parity": ("1f1b",),
-        "step Llama": CONTESTANTS[:3], "host": ("chain",),
+        "numerics": ("rms_norm", "experts", "adamw"), "bandwidth": ("swiglu",), "parity": ("ep=2",),
+        "step Llama": CONTESTANTS[:3], "host": ("chain",), "generation": ("tokens",),
     }  # fmt: skip
     outcomes = []
     for part in parts:

@@ -204,7 +204,7 @@ def _kill(process: Any) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     if process.is_alive():
         process.kill()
-    process.join()
+    process.join(GRACE)  # what hangs in a driver cannot be killed: it is left behind
 
 
 def in_turn(parts: Sequence[Part], setting: Setting, folder: Path) -> Iterator[tuple[Part, list[Outcome], float]]:
@@ -215,5 +215,8 @@ def in_turn(parts: Sequence[Part], setting: Setting, folder: Path) -> Iterator[t
             reason = f"left out: needs {part.needs} GPUs, there are {setting.num_gpus}"
             yield part, [Outcome(item.name, reason) for item in part.items], 0.0
             continue
-        outcomes = run_part(part, setting, folder / part.name.replace(" ", "-"))
+        try:
+            outcomes = run_part(part, setting, folder / part.name.replace(" ", "-"))
+        except Exception as error:  # a fault of this command itself: the other parts go on
+            outcomes = [Outcome(item.name, f"not run: {type(error).__name__}: {error}") for item in part.items]
         yield part, outcomes, time.monotonic() - start
