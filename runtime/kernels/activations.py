@@ -21,7 +21,7 @@ _TANH_SLOPE = 1.5957691216057308
 _TANH_CUBE = _TANH_SLOPE * 0.044715
 
 #: Up to so many elements, fewer operators are faster than faster ones.
-_FEW = 2**13
+FEW = 2**13
 
 _aten: Any = torch.ops.aten
 
@@ -31,7 +31,7 @@ def _gelu_tanh(tensor: torch.Tensor, *, out: torch.Tensor) -> None:
 
     Of few elements, for which calling so many operators would take longer, in one.
     """
-    if tensor.numel() <= _FEW:
+    if tensor.numel() <= FEW:
         _aten.gelu.out(tensor, approximate="tanh", out=out)
         return
     share = (tensor * tensor).mul_(_TANH_CUBE).add_(_TANH_SLOPE).mul_(tensor).sigmoid_()
@@ -40,7 +40,7 @@ def _gelu_tanh(tensor: torch.Tensor, *, out: torch.Tensor) -> None:
 
 def is_one_operator(approximate: str, count: int) -> bool:
     """Whether GELU of so many elements is computed by torch's operator of that name."""
-    return approximate == "none" or count <= _FEW
+    return approximate == "none" or count <= FEW
 
 
 #: Name to: value, and gradient.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels.activations import PLAIN, activate, activation_and_slope, activation_gradient
+from runtime.kernels.activations import FEW, PLAIN, activate, activation_and_slope, activation_gradient
 from runtime.kernels.elementwise import BLOCK, block_of, same_rows, wide_type
 from runtime.kernels.language import tl, triton
-from runtime.kernels.library import WIDE, gradients_of, in_dtype, promoted, wide, wide_dtype
+from runtime.kernels.library import WIDE, gradients_of, in_dtype, is_torchs_own, promoted, wide, wide_dtype
 
 
 def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -16,6 +16,16 @@ def check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
         raise ValueError(
             f"gate is {tuple(gate.shape)} and up {tuple(up.shape)}: expected one shape; expand the smaller to the other"
         )
+
+
+def torchs_own(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor | None:
+    """The operator as torch differentiates it, which keeps the activation, too; None where that would not do.
+
+    Of so few elements calls take longer than arithmetic, and memory does not matter.
+    """
+    if gate.numel() > FEW or not is_torchs_own(gate, up):
+        return None
+    return (PLAIN[activation](gate) * up).contiguous()
 
 
 def aten(gate: torch.Tensor, up: torch.Tensor, *, activation: str) -> torch.Tensor:

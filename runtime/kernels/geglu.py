@@ -14,7 +14,8 @@ from runtime.kernels.library import differentiable, differentiable_again, regist
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """``gelu(gate) · up`` of two tensors of one shape, rounded once to the type to which the two promote.
 
-    Halves of one packed projection are read where they lie. Backward keeps the two inputs only.
+    Halves of one packed projection are read where they lie. Backward keeps the two inputs only
+    (of a few elements on a processor the activation, too).
 
     Args:
         approximate: ``"none"`` or ``"tanh"``, as in ``F.gelu``.
@@ -23,9 +24,8 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
         ValueError: if the shapes differ, or for another ``approximate``.
     """
     gated.check_shapes(gate, up)
-    gelu_name(approximate)
-    result: torch.Tensor = _forward(gate, up, approximate)
-    return result
+    result: torch.Tensor | None = gated.torchs_own(gate, up, activation=gelu_name(approximate))
+    return _forward(gate, up, approximate) if result is None else result
 
 
 def _aten(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
