@@ -210,16 +210,16 @@ def chained_program(graph: Graph) -> Program:
     return emit(chain_up(sharded_of(fused_for_planning(graph)[0])))
 
 
-def captured_at_longest(model: str, **options: Any) -> Graph:
-    """The graph of two samples of the longest of the usual lengths that the model has positions for.
+def captured_at_longest(model: str, *, lengths: Sequence[int | None] = LENGTHS, **options: Any) -> Graph:
+    """The graph of two samples of the first of ``lengths`` (None: the model's own) that the model has positions for.
 
     Raises:
         ValueError: if the model cannot be captured.
     """
-    for length in LENGTHS:
+    for length in lengths:
         try:
             return capture_for_planning(model, batch_size=2, seq_len=length, **options)
         except ValueError as error:
-            if "seq_len" not in str(error) or length is None:
+            if "seq_len" not in str(error) or length == lengths[-1]:
                 raise
     raise AssertionError("unreachable")

@@ -6,14 +6,14 @@ import hashlib
 import inspect
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from benchmarks.compiled_chains import Operand, captured_at_longest, chained_program, run_of
+from benchmarks.compiled_chains import LENGTHS, Operand, captured_at_longest, chained_program, run_of
 from passes.chains import TRITON
 from planner.library import load_config
 from planner.library.configs import config_file
@@ -22,8 +22,14 @@ from runtime.kernels.chain_call import Chain
 from runtime.kernels.library import FusedOperator
 from runtime.program_tools.typecheck import typecheck
 
-#: So many layers of each kind have every layer that is not like the others: the longest period is Jamba's.
-_LAYERS = 8
+#: Two layers of one kind have all the kernels: the first's, and those of one that follows its like.
+_ALIKE = 2
+#: So many have every layer that is not like the others: the longest period is Jamba's.
+_MIXED = 8
+#: What a config with layers of several kinds says, in a part of the name of an entry.
+_KINDS = ("period", "interleave", "first_k", "index", "indices", "cross_attention_layers", "sliding_window", "types")
+#: Token by token, their scans are unrolled: the widths are what a kernel's code depends on.
+_SHORT = {"jamba": 64}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
            "decoder_layers", "depth")  # fmt: skip
 
@@ -32,7 +38,7 @@ class Launch(NamedTuple):
     """One call that launches kernels, forward and backward.
 
     Attributes:
-        key: the same for calls that launch the same machine code for the same sizes.
+        key: the operator or the chain, and a digest of its operands: the same for calls that launch the same code.
         name: of the operator or the chain.
     """
 
@@ -80,7 +86,8 @@ def launches_of(model: str) -> ModelLaunches:
 
 
 def _note(launches: dict[str, Launch], name: str, source: str, operands: list[Any], run: Callable[[], None]) -> None:
-    key = f"{name}({', '.join(map(str, operands))}) {source[:16]}"
+    text = f"{', '.join(map(str, operands))} {source}"
+    key = f"{name} #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     launches.setdefault(key, Launch(key, name, run))
 
 
@@ -108,24 +115,30 @@ def _captured(model: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         entries = json.loads(config_file(model).read_text(encoding="utf-8"))
-        path.write_text(json.dumps(_shortened(entries)), encoding="utf-8")
+        path.write_text(json.dumps(_shortened(entries, _num_layers(entries))), encoding="utf-8")
         try:
             load_config(path)
         except ValueError:  # a config that does not add up with fewer layers
             path = config_file(model)
-        return captured_at_longest(str(path), dtype="bfloat16")
+        length = _SHORT.get(entries["model_type"])
+        return captured_at_longest(str(path), lengths=(length,) if length else LENGTHS, dtype="bfloat16")
 
 
-def _shortened(entries: Any) -> Any:
+def _num_layers(entries: Mapping[str, Any]) -> int:
+    names = set(entries).union(*(one for one in entries.values() if isinstance(one, dict)))
+    return _MIXED if any(kind in name for kind in _KINDS for name in names) else _ALIKE
+
+
+def _shortened(entries: Any, layers: int) -> Any:
     if not isinstance(entries, dict):
         return entries
     counts = {entries[name] for name in _COUNTS if isinstance(entries.get(name), int)}
     short = {}
     for name, value in entries.items():
         if name in _COUNTS and isinstance(value, int):
-            short[name] = min(value, _LAYERS)
+            short[name] = min(value, layers)
         elif isinstance(value, list) and len(value) in counts:
-            short[name] = value[:_LAYERS]
+            short[name] = value[:layers]
         else:
-            short[name] = _shortened(value)
+            short[name] = _shortened(value, layers)
     return short

@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
-from benchmarks import compiled_library
-from benchmarks.compiled_library import DEVICES, Results, compile_models
 from runtime.kernels.language import has_triton
 
-pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed here")
+if not has_triton():
+    pytest.skip("Triton is not installed here", allow_module_level=True)
+
+from benchmarks import compiled_library, compiled_state
+from benchmarks.compiled_gpu import Compiled
+from benchmarks.compiled_library import DEVICES, STATE, compile_models
+from benchmarks.compiled_state import ModelEntry, Results
 
 
-def entry(kernel: str, *, spilled: int = 0, error: str = "") -> dict[str, Any]:
-    return {"kernel": kernel, "code": kernel, "warps": 4, "registers": 64, "shared": 2048,
-            "spilled": spilled, "error": error}  # fmt: skip
+def forms(kernel: str, *, spilled_on_hopper: int = 0) -> list[Compiled]:
+    return [
+        Compiled(kernel, f"{kernel}-{device}", device, 4, 64, 2048, spilled_on_hopper * (device == "sm_90"))
+        for device in DEVICES
+    ]
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     """Of two models that share a call, and one that could not be captured."""
     results = Results(tmp_path / "state.json")
-    results.calls = {
-        "norm(x) ": {device: [entry("norm_kernel")] for device in DEVICES},
-        "loss(y) ": {device: [entry("loss_kernel", spilled=8 * (device == "sm_90"))] for device in DEVICES},
-    }
-    figures = {"chains": 1, "for torch.compile": 0}
+    calls = {"norm #1": forms("norm_kernel"), "loss #2": forms("loss_kernel", spilled_on_hopper=8)}
+    results.forms = {form.code: form for some in calls.values() for form in some}
+    results.calls = {call: [form.code for form in some] for call, some in calls.items()}
     results.models = {
-        "first": {**figures, "calls": ["norm(x) "]},
-        "second": {**figures, "calls": ["norm(x) ", "loss(y) "]},
-        "third": {"error": "ValueError: no"},
+        "first": ModelEntry(1, 0, ("norm #1",)),
+        "second": ModelEntry(1, 0, ("norm #1", "loss #2")),
+        "third": ModelEntry(error="ValueError: no"),
     }
     return results
 
@@ -53,14 +57,23 @@ def test_the_page_tells_the_most_of_each_kernel_and_what_lacks(results: Results)
 def test_a_run_goes_on_where_the_last_one_stopped(results: Results) -> None:
     results.save()
     again = Results(results.path)
-    assert (again.models, again.calls) == (results.models, results.calls)
+    assert (again.models, again.calls, again.forms) == (results.models, results.calls, results.forms)
     assert compile_models(["first", "second"], again, deadline=0.0)
     assert not compile_models(["fourth"], again, deadline=time.monotonic() - 1)
+    with mock.patch.object(compiled_state.triton, "__version__", "0.0.0"):
+        assert not Results(results.path).models
+
+
+def test_the_results_that_are_kept_have_no_fault_and_are_small() -> None:
+    results = Results(STATE)
+    assert STATE.stat().st_size < 1_000_000
+    assert results.faults(list(results.models)) == []
 
 
 def test_a_model_of_fewer_layers_has_shorter_lists_of_them() -> None:
-    from benchmarks.library_launches import _shortened
+    from benchmarks.library_launches import _num_layers, _shortened
 
     config = {"num_hidden_layers": 12, "layer_types": ["a"] * 12, "sizes": [1, 2], "text": {"n_layer": 2}}
     short = {"num_hidden_layers": 8, "layer_types": ["a"] * 8, "sizes": [1, 2], "text": {"n_layer": 2}}
-    assert _shortened(config) == short
+    assert _shortened(config, _num_layers(config)) == short
+    assert _num_layers({"num_hidden_layers": 12, "text": {"n_layer": 12}}) == 2
