@@ -9,6 +9,7 @@ import torch
 import planner
 from tests.generation_cases import ROWS, generated, model_named, training_batch
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 
 def compare(name: str, mesh: str, ways: list[str]) -> dict[str, Any]:
@@ -30,16 +31,5 @@ def compare(name: str, mesh: str, ways: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cases, answers = task(), {}
-    for name, mesh, ways in cases:
-        try:
-            answers[f"{name} {mesh}"] = compare(name, mesh, ways)
-        except Exception as error:  # on all ranks alike
-            if len(cases) == 1:
-                raise
-            import traceback
-
-            print(name, mesh, flush=True)
-            traceback.print_exc()
-            answers[f"{name} {mesh}"] = {"error": str(error)}
-    answer(answers)
+    with traced_once():
+        answer({f"{name} {mesh}": compare(name, mesh, ways) for name, mesh, ways in task()})
