@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import networkx
@@ -29,9 +31,26 @@ def room_of(module: str) -> str:
     return ".".join(parts[:2]) if len(parts) > 1 and (ROOT / parts[0] / parts[1]).is_dir() else parts[0]
 
 
-def imported(tree: ast.Module, *, lazily: bool) -> Iterator[str]:
-    """Modules of ours that a module imports at its top, or (``lazily``) anywhere outside of ``TYPE_CHECKING``."""
-    for node in ast.walk(tree) if lazily else tree.body:
+@dataclass(frozen=True)
+class Contents:
+    """What a file imports of ours at its top, and anywhere in it; names of the classes that it defines."""
+
+    at_top: tuple[str, ...]
+    anywhere: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+@functools.cache
+def contents_of(path: Path) -> Contents:
+    """Read once for all tests of a process."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    classes = tuple(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return Contents(tuple(_imported(tree.body)), tuple(_imported(nodes)), classes)
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -44,7 +63,7 @@ def rooms_and_imports() -> networkx.DiGraph:
     for path in sources():
         room = room_of(module_of(path))
         graph.add_node(room)
-        for name in imported(ast.parse(path.read_text()), lazily=False):
+        for name in contents_of(path).at_top:
             if room_of(name) != room:
                 graph.add_edge(room, room_of(name))
     return graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import networkx
 
 import planner
-from tests.rooms import LAYERS, ROOT, imported, module_of, room_of, rooms_and_imports, sources
+from tests.rooms import LAYERS, ROOT, contents_of, module_of, room_of, rooms_and_imports, sources
 from tests.small_models import Mlp, mlp_batch, seeded, squared_error
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -23,7 +22,7 @@ def test_imports_go_down() -> None:
     up = [
         (module_of(path), name)
         for path in sources()
-        for name in imported(ast.parse(path.read_text()), lazily=True)
+        for name in contents_of(path).anywhere
         if LAYERS.index(name.split(".")[0]) < LAYERS.index(module_of(path).split(".")[0])
     ]
     assert up == []
@@ -43,9 +42,8 @@ def test_no_name_of_a_file_or_class_stands_for_two_things() -> None:
     for path in sources():
         if path.name != "__init__.py":
             files[path.name].append(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(path)
+        for name in contents_of(path).classes:
+            classes[name].append(path)
     assert {name: where for name, where in {**files, **classes}.items() if len(where) > 1} == {}
 
 

@@ -184,7 +184,8 @@ def test_logits_become_their_own_gradient(
     implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, implementation)
-    values, target = random_tensor((3, 60, 97), 0).to(dtype), random_target((3, 60), 97, 1)
+    tokens = 60 if implementation == "aten" else 8  # ATen spares memory where there is some to spare
+    values, target = random_tensor((3, tokens, 97), 0).to(dtype), random_target((3, tokens), 97, 1)
     (expected,) = torch.autograd.grad(kernels.cross_entropy(values.requires_grad_(), target).sum(), values)
     logits = values.detach().clone().requires_grad_()
     total = kernels.cross_entropy(logits, target, reuse_logits=True).sum()

@@ -12,6 +12,7 @@ from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
 from planner.auditing.graph_walk import price
+from planner.library import load_config
 from planner.planning import capture_for_planning
 from planner.sharding_ilp import search
 from planner.sharding_ilp.role_restrictions import BASELINES
@@ -29,10 +30,17 @@ CASES = {"tp=4": Cluster.parse("cpu-local:4"), "dp=2,tp=2": slow_devices(4)}
 ON_TWO_AXES = ["mlp", "tiny-t5", "tiny-vit"]
 
 
+#: Blocks of an encoder and a decoder, of which the first of each is unlike the others anyway.
+ONE_BLOCK_EACH = {"num_layers": 1, "num_decoder_layers": 1}
+
+
 def captured(model: str) -> Graph:
     if model == "mlp":
         return capture(seeded(Mlp), args=mlp_batch(), loss_fn=squared_error)
-    return capture_for_planning(model, batch_size=8, seq_len=32)
+    config = load_config(model)
+    if model == "tiny-t5":
+        config.update(ONE_BLOCK_EACH)
+    return capture_for_planning(config, batch_size=8, seq_len=32)
 
 
 def plan_on(graph: Graph, cluster: Cluster, mesh: MeshShape, *, baseline: str | None = None) -> Plan:

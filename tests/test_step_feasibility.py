@@ -120,9 +120,10 @@ def test_headroom_is_named_if_it_is_what_is_missing() -> None:
 
 def test_memory_limit_is_named_if_it_is_what_is_missing() -> None:
     graph = graph_of("tiny-llama", seq_len=32)
-    limit = int(why_not(graph, "cpu-local:2", memory_limit=1e5).partition("memory_limit=")[2].partition(" ")[0])
+    message = why_not(graph, "cpu-local:2", WHOLE_SEQUENCES, memory_limit=1e5)
+    limit = int(message.partition("memory_limit=")[2].partition(" ")[0])
     assert limit > 1e5
-    assert any_plan(graph, "cpu-local:2", memory_limit=1.01 * limit).step is not None
+    assert any_plan(graph, "cpu-local:2", WHOLE_SEQUENCES, memory_limit=1.01 * limit).step is not None
 
 
 CONTRADICTIONS = [

@@ -37,11 +37,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "tiny-vit": {},
     "tiny-bloom": {},
     "bart-base": {"encoder_layers": 2, "decoder_layers": 2},
-    "gpt-j-6b": {"n_layer": 3},
     "qwen2.5-0.5b": {"num_hidden_layers": 3},
     "gemma-2b": {"num_hidden_layers": 3},
-    "falcon-7b": {"num_hidden_layers": 3},
-    "phi-2": {"num_hidden_layers": 3},
+    "falcon-7b": {"num_hidden_layers": 3},  # attention beside the feed-forward part
     "resnet-50": {"depths": [1, 2, 1, 1]},
 }
 #: What is fixed; every size and value occurs, and what goes together differs.
