@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from cost_models import Cluster
@@ -41,7 +42,8 @@ def planned_at_first_call(
         fixed = dict(fix or {})
         if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
             fixed.setdefault("pp", 1)
-        with _as_left(model, before):
+        # A script draws after its first call what it draws without a plan.
+        with torch.random.fork_rng(), _as_left(model, before):
             engine = engine_for(model, cluster, example_inputs=example_of(model, args, kwargs), fix=fixed or None)
         _fill(engine, before, model)
         engine.watch.continue_from(before.watch)

@@ -49,6 +49,17 @@ def a_loop_by_hand_changes_one_line() -> float:
     return max(difference(actual, expected), weights_apart(parallel, model))
 
 
+def a_batch_that_ranks_cannot_share_counts_once() -> float:
+    """Beside one that they share, with a loss that the script makes of several outputs."""
+    model, parallel = seeded(TiedClassifier), planner.compile(seeded(TiedClassifier), fix={"dp": 2})
+    for module in (model, parallel):
+        for rows in (None, 3):
+            outputs = module(**{name: tensor[:rows] for name, tensor in token_batch().items()})
+            (outputs["loss"] + outputs["logits"].square().mean()).backward()
+    gradients = parallel.full_gradients()
+    return max(difference(gradients[name], one.grad) for name, one in model.named_parameters() if one.grad is not None)
+
+
 def the_first_train_step_may_plan_a_pipeline() -> float:
     """An optimizer that was made before keeps this stage's parameters alone."""
     model = seeded(TiedClassifier)
@@ -69,6 +80,7 @@ def the_first_train_step_may_plan_a_pipeline() -> float:
 
 SCENARIOS: tuple[Callable[[], float], ...] = (
     a_loop_by_hand_changes_one_line,
+    a_batch_that_ranks_cannot_share_counts_once,
     the_first_train_step_may_plan_a_pipeline,
 )
 

@@ -157,6 +157,10 @@ class Accelerator(accelerate.Accelerator):
         """``scale`` × what every process has already."""
         return recursively_apply(lambda one: one * scale, tensor)
 
+    def check_trigger(self) -> bool:
+        """Whether any process has set the trigger since it was checked."""
+        return any(gathered(bool(super().check_trigger())))
+
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """``tensor``: it is of one size on all processes."""
         return tensor

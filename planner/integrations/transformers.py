@@ -119,6 +119,15 @@ class TransformersTrainer(transformers.Trainer):
         self.model = self.model_wrapped = self.callback_handler.model = prepared[0]
         return prepared
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As on one process with as many samples a batch: samplers that sort by length look at whole steps."""
+        size = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = size * self.accelerator.num_processes
+        try:
+            return super()._get_train_sampler(*args, **kwargs)
+        finally:
+            self.args.per_device_train_batch_size = size
+
     def _plan_with(self, dataset: Any, batch_size: int) -> None:
         """Let the accelerator plan for a whole batch of ``dataset``."""
         if isinstance(self.model, ParallelModule):

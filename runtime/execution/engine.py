@@ -27,7 +27,7 @@ from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
 from runtime.execution.mixed_precision import cast_floats, computing_in
-from runtime.execution.outputs import wrap_outputs
+from runtime.execution.outputs import counted_once, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
@@ -171,6 +171,8 @@ class Engine:
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
             outputs = prepared.execution.forward()
+        if not prepared.split.is_shared:
+            outputs = counted_once(outputs, prepared.split.copies)
         return wrap_outputs(prepared.last, outputs, self.layout)
 
     def _prepare(

@@ -75,6 +75,17 @@ def wrap_outputs(program: Program, outputs: dict[str, torch.Tensor], layout: Lay
     )
 
 
+def counted_once(outputs: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.Tensor]:
+    """Outputs of which ``copies`` ranks have the same: gradients that come back are those ranks' shares of one sum."""
+    return {path: _share(output, copies) if output.requires_grad else output for path, output in outputs.items()}
+
+
+def _share(output: torch.Tensor, copies: int) -> torch.Tensor:
+    alias = output.view_as(output)  # a program may use the output itself, whose gradient comes from a share already
+    alias.register_hook(lambda gradient: gradient / copies)
+    return alias
+
+
 class _Gatherer:
     """Makes outputs whole, each once."""
 
