@@ -80,6 +80,10 @@ class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn
         self._first_call = None
         self._hold(engine, self._tree.shown())
 
+    def plan_for(self, *args: Any, **kwargs: Any) -> None:
+        """Plan now, if that is done at the first call, as a call of the module with these arguments would."""
+        self._plan_for(FORWARD, args, kwargs, local_inputs=False)
+
     @LikeOriginal
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
         """Run the model.

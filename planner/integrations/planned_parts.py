@@ -1,0 +1,129 @@
+"""The planned modules of a module that is not planned itself, with whole weights under the names of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime.checkpoint import load_optimizer
+from runtime.module.parallel_module import ParallelModule
+from runtime.state.owned import Owned
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class PlannedParts:
+    """Attributes of a module that are parallel modules; all ranks must call its methods together.
+
+    Args:
+        names: of the attributes; None for all modules that have parameters.
+    """
+
+    def __init__(self, names: tuple[str, ...] | None) -> None:
+        self._chosen = names
+        self._parts: dict[str, ParallelModule] = {}
+
+    def plan(self, module: nn.Module, planned: Callable[[nn.Module], ParallelModule]) -> None:
+        """Put a parallel module in the place of each part that is none yet.
+
+        Raises:
+            ValueError: if there is nothing to plan, and for parameters outside of the parts.
+        """
+        children = dict(module.named_children())
+        names = self._chosen
+        if names is None:
+            names = tuple(name for name, child in children.items() if any(True for _ in child.parameters()))
+        unknown = [name for name in names if name not in children]
+        if unknown or not names:
+            raise ValueError(
+                f"{type(module).__name__} has no module {unknown[0]!r}: it has {', '.join(children) or 'none'}"
+                if unknown
+                else f"{type(module).__name__} has no module with parameters to plan"
+            )
+        outside = [name for name, _ in module.named_parameters() if name.partition(".")[0] not in names]
+        if outside:
+            raise ValueError(
+                f"parameter {outside[0]!r} of {type(module).__name__} is in none of the planned modules "
+                f"({', '.join(names)}): move it into one, or name its module in modules="
+            )
+        for name in names:
+            child = children[name]
+            if isinstance(child, _CONTAINERS):
+                raise ValueError(
+                    f"{name!r} is a {type(child).__name__}, which is not called as a whole: put its modules and the "
+                    "code that calls them into one module"
+                )
+            parallel = child if isinstance(child, ParallelModule) else planned(child)
+            if parallel is not child:
+                parallel.register_forward_pre_hook(_plan_for_training, with_kwargs=True)
+                setattr(module, name, parallel)
+            self._parts[name] = parallel
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The original's state dict, with whole tensors, on every rank."""
+        whole = {f"{part}.{name}": tensor for part, parallel in self._parts.items()
+                 for name, tensor in parallel.full_state_dict().items()}  # fmt: skip
+        return {name: whole.get(name, value) for name, value in module.state_dict().items()}
+
+    def load_full_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Take a state dict of the original.
+
+        Raises:
+            ValueError: as ``ParallelModule.load_full_state_dict``.
+            RuntimeError: as ``torch.nn.Module.load_state_dict``.
+        """
+        others = dict(state)
+        for part, parallel in self._parts.items():
+            own = {name: others.pop(name) for name in list(others) if name.startswith(f"{part}.")}
+            parallel.load_full_state_dict({name[len(part) + 1 :]: value for name, value in own.items()}, strict=strict)
+        missing, unexpected = module.load_state_dict(others, strict=False)
+        missing = [name for name in missing if name.partition(".")[0] not in self._parts]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"state dict of {type(module).__name__}: missing {missing}, unexpected {unexpected}")
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """As ``runtime.checkpoint.load_optimizer``, for an optimizer over parameters of any of the parts."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parts = {name: part for name, part in self._parts.items() if any(id(own) in held for own in part.parameters())}
+        load_optimizer(_Together(parts), optimizer, state)
+
+
+class _Together:
+    """Several parallel modules as a checkpoint sees one."""
+
+    def __init__(self, parts: Mapping[str, ParallelModule]) -> None:
+        self._parts = parts
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(f"{part}.{name}" for part, parallel in self._parts.items() for name in parallel.state_names)
+
+    def owned(self) -> tuple[Owned, ...]:
+        return tuple(
+            replace(own, name=f"{part}.{own.name}", aliases=tuple(f"{part}.{alias}" for alias in own.aliases))
+            for part, parallel in self._parts.items()
+            for own in parallel.owned()
+        )
+
+    def weights_changed(self) -> None:
+        for parallel in self._parts.values():
+            parallel.weights_changed()
+
+
+def _plan_for_training(parallel: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before the first call, which may be one of an evaluation: let it be planned as one of training."""
+    assert isinstance(parallel, ParallelModule)
+    if parallel.is_planned:
+        return
+    modes = [(module, module.training) for module in parallel.modules()]
+    parallel.train()
+    try:
+        with torch.enable_grad():
+            parallel.plan_for(*args, **kwargs)
+    finally:
+        for module, mode in modes:
+            module.training = mode
