@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from benchmarks.gpu import running
 from benchmarks.gpu.parts import Item, Part, Setting, plan
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.running import in_turn, run_part
@@ -19,6 +21,8 @@ from tests.patience import PATIENCE
 ROOT = Path(__file__).parent.parent
 HERE = "tests.test_benchmark_gpu"
 TINY = Setting(0, tiny=True)
+#: Items of this file need nothing of what real ones do.
+without_imports = mock.patch.object(running, "PRELOADED", [])
 
 
 def good(setting: Setting, value: int = 1) -> Iterator[dict[str, Any]]:
@@ -49,6 +53,7 @@ def item(name: str, seconds: float = PATIENCE) -> Item:
     return Item(name, f"{HERE}:{name.split()[0]}", seconds)
 
 
+@without_imports
 def test_what_fails_crashes_or_hangs_leaves_the_others_alone(tmp_path: Path) -> None:
     names = ("good", "raising", "crashing", "wrong")
     part = Part("all", "All", PATIENCE, (*map(item, names), item("hanging", 1.0), item("good again"), item("missing")))
@@ -67,6 +72,7 @@ def test_what_fails_crashes_or_hangs_leaves_the_others_alone(tmp_path: Path) -> 
     assert [name for name, outcome in outcomes.items() if outcome.holds] == ["good", "good again"]
 
 
+@without_imports
 def test_a_part_whose_time_is_spent_is_cut_off(tmp_path: Path) -> None:
     # The server of processes has done its imports by then, however long they take.
     assert run_part(Part("first", "First", PATIENCE, (item("good"),)), TINY, tmp_path / "first")[0].holds

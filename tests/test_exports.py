@@ -18,6 +18,8 @@ from planner.cli import main
 from planner.exports.export_plan import FRAMEWORKS
 from tests.small_models import Mlp, mlp_batch, squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4, "schedule": "zb_h1", "zero": 1}
 
 

@@ -16,6 +16,8 @@ from planner.library import load_config
 from planner.planning import capture_for_planning
 from planner.verification.verify_model import VerifyReport
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 @functools.cache
 def verified(*, fuse: bool) -> VerifyReport:

@@ -16,6 +16,8 @@ from passes.ir.graph import Graph, Node
 from planner.sharding_ilp.liveness import live_nodes
 from tests.capture_parity import assert_parity
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 SDPA = "aten.scaled_dot_product_attention.default"
 HEADS, MEMBERS, WIDTH = 2, 3, 4
 Repeat = Callable[[torch.Tensor], torch.Tensor]

@@ -30,6 +30,8 @@ from planner.inspection.time_waterfall import busiest_rank, waterfall
 from planner.inspection.why_not import why_not
 from tests.small_models import Mlp, mlp_batch, squared_error
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 PIPELINE = {"pp": 2, "dp": 2, "tp": 1, "cp": 1, "num_microbatches": 4}
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "mesh": {"mesh": "dp=2,tp=2"},

@@ -12,6 +12,8 @@ from cost_models.island_cluster import IslandCluster
 from planner.cli import main
 from planner.island_planning import IslandPlans, largest_inner_steps, plan_islands, shares_of
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: A device for which computing is all that takes time.
 ALONE = Cluster.uniform(1, flops=1e9, memory_bandwidth=1e9, memory_bytes=1e9)
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)

@@ -13,6 +13,8 @@ from tests.expert_models import mixture, mixture_batch
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, PLANS, plan_of
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 def model_of(**options: Any) -> dict[str, Any]:
     return {"model": Mlp(layers=4), **CALL, **options}

@@ -29,6 +29,8 @@ from runtime.mesh.layout import virtual_ranks
 from tests import stage_models as models
 from tests.small_models import seeded
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Models that can be run in micro-batches, by what is special about them.
 ADDITIVE: dict[str, type[nn.Module]] = {
     "mean": models.Chain,

@@ -13,6 +13,8 @@ from planner.inspection.baseline_comparison import ComparedLayout, compare
 from planner.inspection.plan_graph import graph_of_plan
 from planner.whole_step.candidates.user_layout import read_layout
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 
 @cache
 def plan_of_tiny_llama(*choices: tuple[str, object]) -> Plan:

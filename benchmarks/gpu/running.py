@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from benchmarks.ports import free_port
 
 #: Seconds between looks, and that the other ranks have when one has ended.
 LOOK, GRACE = 0.05, 10.0
+#: What the server imports before it forks.
+PRELOADED = ["benchmarks.gpu.preload"]
 _LOG_LINES = 15
 Record = dict[str, Any]
 
@@ -73,7 +76,7 @@ def _run_group(
 ) -> str | None:
     """Run items in one group of processes; what ended it before its time, if anything did."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.gpu.preload"])
+    context.set_forkserver_preload(PRELOADED)
     port = free_port()
     ranks = [
         context.Process(target=_rank, args=(rank, part.ranks, port, list(items), setting, records, log), daemon=False)
@@ -150,6 +153,8 @@ def _is_usable(setting: Setting) -> bool:
 
 
 def _leave_group() -> None:
+    if "torch.distributed" not in sys.modules:
+        return
     import torch.distributed as dist
 
     if dist.is_initialized():
