@@ -19,6 +19,8 @@ from planner.graph_cache.graph_json import from_plain_graph, to_plain
 from planner.graph_cache.graph_store import FOLDER_VARIABLE
 from planner.planning import capture_for_planning
 
+pytestmark = pytest.mark.usefixtures("models_traced_once")
+
 #: Little is left to search for: these tests are of the graph.
 FIX = {"pp": 1, "dp": 8, "num_microbatches": 1, "zero": 0, "recompute": "none"}
 REQUEST: dict[str, Any] = {"seq_len": 16, "global_batch": 8, "fix": FIX}
