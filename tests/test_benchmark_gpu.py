@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from benchmarks.gpu import running
 from benchmarks.gpu.parts import Item, Part, Setting, plan
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.running import in_turn, run_part
+from benchmarks.gpu.running import Outcome, in_turn, run_part
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +81,18 @@ def test_a_part_whose_time_is_spent_is_cut_off(tmp_path: Path) -> None:
     part = Part("late", "Late", 8.0, (item("hanging"), item("good")))
     statuses = [outcome.status for outcome in run_part(part, TINY, tmp_path)]
     assert statuses == ["cut off: the part's time was spent", "left out: the part's time was spent"]
+
+
+def test_a_fault_of_the_command_itself_ends_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_part(part: Part, setting: Setting, folder: Path) -> list[Outcome]:
+        if part.name == "first":
+            raise ValueError("a line that is no record")
+        return [Outcome(one.name, "done") for one in part.items]
+
+    monkeypatch.setattr(running, "run_part", run_part)
+    parts = [Part(name, name, 9.0, (item("good"),), needs=0) for name in ("first", "second")]
+    statuses = [outcomes[0].status for _, outcomes, _ in in_turn(parts, TINY, tmp_path)]
+    assert statuses == ["not run: ValueError: a line that is no record", "done"]
 
 
 def test_parts_need_gpus_and_are_written_down(tmp_path: Path) -> None:
