@@ -128,6 +128,7 @@ def compile(
     return _in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
 
 
+@torch.random.fork_rng(devices=[])  # a script draws afterwards what it draws without a plan
 def engine_for(
     model: nn.Module,
     mesh: Target,

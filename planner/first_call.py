@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from cost_models import Cluster
@@ -42,8 +41,7 @@ def planned_at_first_call(
         fixed = dict(fix or {})
         if verb == FORWARD:  # a loss that the caller differentiates must be on every rank
             fixed.setdefault("pp", 1)
-        # A script draws after its first call what it draws without a plan.
-        with torch.random.fork_rng(), _as_left(model, before):
+        with _as_left(model, before):
             engine = engine_for(model, cluster, example_inputs=example_of(model, args, kwargs), fix=fixed or None)
         _fill(engine, before, model)
         engine.watch.continue_from(before.watch)

@@ -96,6 +96,10 @@ def main() -> None:
     example = {name: torch.ones(BATCH, 6, dtype=torch.int64) for name in ("input_ids", "labels")}
     planned = {"mesh": "tp=2", "plan_options": {"example_inputs": example}}
     logged["accelerate again"] = accelerated(Accelerator, resume=state, **planned)
+    accelerator = Accelerator(cpu=True)
+    if dist.get_rank() == 1:
+        accelerator.set_trigger()
+    logged["triggers"] = [accelerator.check_trigger(), accelerator.check_trigger()]
     answer(logged)
 
 

@@ -38,7 +38,9 @@ def test_a_parallel_module_answers_as_its_original() -> None:
     assert parallel.config.to_dict() == model.config.to_dict() and parallel.main_input_name == "input_ids"
     assert (parallel.dtype, parallel.device) == (model.dtype, model.device)
     tokens = torch.randint(0, 64, (2, 5))
+    random_state = torch.get_rng_state()
     parallel.train_step(input_ids=tokens, labels=tokens)  # planned here, with what was frozen
+    assert torch.equal(torch.get_rng_state(), random_state)  # a script draws on as without a plan
     assert all(parameter.requires_grad for parameter in original.parameters())
     for choice in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
         assert parallel.num_parameters(**choice) == model.num_parameters(**choice)

@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from torch.utils.data import DataLoader
 
 import planner
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
+from planner.integrations.global_batches import with_global_batches
 from tests.hugging_face_cases import (
     BATCH,
     FULL,
@@ -86,6 +88,14 @@ def test_a_loop_of_accelerates(logged: dict[str, Any], tmp_path: Path) -> None:
     for name, (losses, predictions) in (("accelerate", first), ("accelerate again", again)):
         close(logged[name][0], losses, 2e-6)
         assert logged[name][1] == predictions == 21
+    assert logged["triggers"] == [True, False]  # set on the second process, seen on the first
+
+
+def test_a_loader_that_drops_its_last_batch_still_says_so() -> None:
+    """Else what is gathered of its last batch, which is full, is cut to the samples that were dropped."""
+    for shuffle in (False, True):
+        loader = DataLoader(range(13), batch_size=4, drop_last=True, shuffle=shuffle)  # type: ignore[arg-type]
+        assert with_global_batches(loader, 2).drop_last
 
 
 def test_other_ways_to_split_a_model_are_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_or
     if type(batches) is BatchSampler:
         size = batches.batch_size * num_processes
         order = FirstRanksOrder(batches.sampler) if share_order else batches.sampler
-        return DataLoader(loader.dataset, batch_sampler=BatchSampler(order, size, batches.drop_last), **options)
+        return DataLoader(loader.dataset, size, sampler=order, drop_last=batches.drop_last, **options)
     return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batches, num_processes), **options)
 
 

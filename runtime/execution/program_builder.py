@@ -261,7 +261,8 @@ class Maker:
         return read_call(self.model.forward, call.args, {**kwargs, **call.kwargs}, positional=None)
 
     def _make(self, whole: ModelCall, *, training: bool) -> Prepared:
-        with announced(whole) as say, self.places.layout.plain():
+        # A script draws after a call that makes a program what it draws without one.
+        with torch.random.fork_rng(devices=[]), announced(whole) as say, self.places.layout.plain():
             graph = self._capture(whole)
             assert self.plan is not None
             split = split_of(graph, self.plan, training=training)
