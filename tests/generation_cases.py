@@ -82,11 +82,11 @@ def model_named(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def prompt_of(name: str, *, padded: bool = False) -> dict[str, torch.Tensor]:
+def prompt_of(name: str, *, padded: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """What ``generate`` begins with; ``padded``: the first row is two tokens shorter."""
     generator = torch.Generator().manual_seed(1)
     if name == "whisper":
-        return {"input_features": torch.randn(ROWS, 8, 32, generator=generator)}
+        return {"input_features": torch.randn(ROWS, 8, 32, generator=generator).to(dtype)}
     tokens = torch.randint(2, 90, (ROWS, PROMPT), generator=generator)
     mask = torch.ones_like(tokens)
     if padded:
@@ -95,16 +95,24 @@ def prompt_of(name: str, *, padded: bool = False) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def training_batch(name: str) -> dict[str, torch.Tensor]:
+def training_batch(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """An example of a training step, which the placement of weights is planned for."""
-    inputs = {key: value for key, value in prompt_of(name).items() if key != "attention_mask"}
+    inputs = {key: value for key, value in prompt_of(name, dtype=dtype).items() if key != "attention_mask"}
     return {**inputs, "labels": torch.randint(2, 90, (ROWS, PROMPT), generator=torch.Generator().manual_seed(2))}
 
 
-def generated(model: Any, name: str, way: str, *, padded: bool = False, new_tokens: int = 6, **options: Any) -> Any:
+def generated(
+    model: Any,
+    name: str,
+    way: str,
+    *,
+    padded: bool = False,
+    new_tokens: int = 6,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
     """The tokens [rows, length] as lists."""
     torch.manual_seed(5)
-    result = model.generate(
-        **prompt_of(name, padded=padded), max_new_tokens=new_tokens, pad_token_id=1, **WAYS[way], **options
-    )
+    prompt = prompt_of(name, padded=padded, dtype=dtype)
+    result = model.generate(**prompt, max_new_tokens=new_tokens, pad_token_id=1, **WAYS[way], **options)
     return result.tolist()

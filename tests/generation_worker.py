@@ -5,31 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import planner
-from tests.generation_cases import ROWS, generated, model_named, training_batch
+from tests.generation_cases import PROMPT, ROWS, WAYS, generated, model_named, training_batch
 from tests.ranks import answer, task
 from tests.tracing import traced_once
 
+NEW_TOKENS = 6
 
-def compare(name: str, mesh: str, ways: list[str]) -> dict[str, Any]:
-    """By way of generating (``!padded`` behind it: from a padded prompt): whether the tokens are the same."""
-    parallel = planner.compile(model_named(name), mesh, example_inputs=training_batch(name))
-    results: dict[str, Any] = {}
+
+def compare(name: str, mesh: str, ways: list[str], dtype: str = "float32") -> dict[str, Any]:
+    """By way of generating (``!padded`` behind it: from a padded prompt): whether the tokens are the same.
+
+    ``bytes`` are those of each rank's cache in the last of the ways, ``planned`` what was said of it before.
+    """
+    precision = getattr(torch, dtype)
+    parallel = planner.compile(model_named(name, precision), mesh, example_inputs=training_batch(name, precision))
+    rows = ROWS * WAYS[ways[-1].partition("!")[0]].get("num_beams", 1)
+    length = {"length": NEW_TOKENS + (1 if parallel.config.is_encoder_decoder else PROMPT)}
+    source = {"source_length": PROMPT} if name in ("t5", "bart") else {}
+    results: dict[str, Any] = {"planned": _of_all_ranks(parallel.cache_bytes(batch=rows, **length, **source))}
     for way in ways:
         kind, _, padded = way.partition("!")
-        torch.manual_seed(1000 * int(torch.distributed.get_rank()))  # the first rank's draws count
-        actual = generated(parallel, name, kind, padded=bool(padded))
-        expected = generated(model_named(name), name, kind, padded=bool(padded))
-        results[way] = "equal" if actual == expected else f"{actual} instead of {expected}"
-    sizes = [parallel.cache_bytes()]
-    if name not in ("whisper", "t5", "bart"):
-        rows = ROWS * (4 if ways[-1].startswith("beams") else 1)
-        sizes.append(parallel.cache_bytes(batch=rows, length=11))
-    results["bytes"] = sizes
+        options = {"padded": bool(padded), "new_tokens": NEW_TOKENS, "dtype": precision}
+        torch.manual_seed(1000 * dist.get_rank())  # the first rank's draws count
+        answers = _of_all_ranks(generated(parallel, name, kind, **options))
+        expected = generated(model_named(name, precision), name, kind, **options) if dist.get_rank() == 0 else None
+        results[way] = "equal" if answers == [expected] * len(answers) else f"{answers} instead of {expected}"
+    results["bytes"] = _of_all_ranks(parallel.cache_bytes())
     return results
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 if __name__ == "__main__":
     with traced_once():
-        answer({f"{name} {mesh}": compare(name, mesh, ways) for name, mesh, ways in task()})
+        answer({f"{name} {mesh}": compare(name, mesh, ways, *dtype) for name, mesh, ways, *dtype in task()})

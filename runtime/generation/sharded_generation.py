@@ -47,20 +47,27 @@ def cache_bytes(engine: Engine, batch: int | None, length: int | None, source_le
         raise ValueError("cache_bytes takes batch and length of a model with a plan, or neither")
     check_generates(engine.model)
     rows = -(-batch // rows_divisor(plan)) * rows_divisor(plan)
-    tensors = {"input_ids": torch.zeros(rows, 1, dtype=torch.long, device="meta")}
+    one_token = torch.zeros(rows, 1, dtype=torch.long, device="meta")
+    tensors = {"input_ids": one_token}
     if config.is_encoder_decoder:
-        if source_length is None or engine.model.main_input_name != "input_ids":
-            raise ValueError(
-                f"the cache of {type(engine.model).__name__} depends on its encoder's input: pass source_length "
-                "(tokens of text), or generate once and ask cache_bytes()"
-            )
-        tensors = {
-            "input_ids": tensors["input_ids"].expand(rows, source_length),
-            "decoder_input_ids": tensors["input_ids"],
-        }
+        tensors = {**_source(engine, rows, source_length), "decoder_input_ids": one_token}
     described = cache_tensors(engine.model, tensors, {}, length=-(-length // SLOTS) * SLOTS)
     here = [tensor for tensor in described if _is_here(engine, tensor.owner)]
     return bytes_of(here, plan)
+
+
+def _source(engine: Engine, rows: int, length: int | None) -> dict[str, torch.Tensor]:
+    """An input of the encoder, without values: ``length`` tokens, or frames (say) as many as in the example."""
+    name = str(engine.model.main_input_name)
+    if name == "input_ids" and length is not None:
+        return {name: torch.zeros(rows, length, dtype=torch.long, device="meta")}
+    example = None if engine.example is None else engine.example.tensors.get((name,))
+    if name == "input_ids" or length is not None or example is None:
+        raise ValueError(
+            f"the cache of {type(engine.model).__name__} depends on its encoder's input: pass source_length (tokens of "
+            "text; other inputs are taken to be as long as in example_inputs), or generate once and ask cache_bytes()"
+        )
+    return {name: torch.zeros(rows, *example.shape[1:], dtype=example.dtype, device="meta")}
 
 
 def _is_here(engine: Engine, owner: str) -> bool:

@@ -112,7 +112,8 @@ class OriginalSurface:
         Args:
             batch: samples times beams.
             length: tokens of prompt and answer together; the cache has a multiple of 32 slots.
-            source_length: tokens of the encoder's input, for a model that has one.
+            source_length: tokens of the encoder's input, for a model that has one; frames and the like are taken to be
+                as many as in the example.
 
         Raises:
             ValueError: for a model that does not generate sharded, without a plan, and for sizes that are missing.
