@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import planner
+from planner.verification.verify_model import slow_devices
 from tests.ranks import answer, task
 from tests.small_models import TiedClassifier, seeded, token_batch
 
@@ -60,6 +62,29 @@ def a_batch_that_ranks_cannot_share_counts_once() -> float:
     return max(difference(gradients[name], one.grad) for name, one in model.named_parameters() if one.grad is not None)
 
 
+class MeanSquare(nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(inputs).square().mean()}
+
+
+def gradients_reach_what_made_an_input() -> float:
+    """A batch that asks for none comes first; then one that ranks share, and one that they cannot."""
+    model = seeded(lambda: MeanSquare(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    made = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    worst = 0.0
+    for axis in ("dp", "tp"):
+        options = {"example_inputs": (made,), "fix": {axis: 2}}
+        parallel = planner.compile(copy.deepcopy(model), slow_devices(2), **options)
+        for rows in (8, 5):
+            gradients = []
+            for module in (parallel, model):
+                inputs = made[:rows].clone().requires_grad_(True)
+                module(inputs)["loss"].backward()
+                gradients.append(inputs.grad)
+            worst = max(worst, difference(*gradients))
+    return worst
+
+
 def the_first_train_step_may_plan_a_pipeline() -> float:
     """An optimizer that was made before keeps this stage's parameters alone."""
     model = seeded(TiedClassifier)
@@ -81,6 +106,7 @@ def the_first_train_step_may_plan_a_pipeline() -> float:
 SCENARIOS: tuple[Callable[[], float], ...] = (
     a_loop_by_hand_changes_one_line,
     a_batch_that_ranks_cannot_share_counts_once,
+    gradients_reach_what_made_an_input,
     the_first_train_step_may_plan_a_pipeline,
 )
 

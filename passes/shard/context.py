@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from passes.ir.conversions import cuts, divides
 from passes.ir.graph import Graph, Node, Value
-from passes.ir.types import I, Placement, R, local_shape, shard_dim
+from passes.ir.types import I, MeshShape, Placement, R, local_shape, shard_dim
 from passes.plan import ConversionPlan, Plan
 from passes.repeats.repeated_blocks import BlockRun, folded_runs
 from passes.rules.rule import INVARIANT, REPLICATE, AxisChoice, ShardingRule, axis_choices
@@ -24,6 +24,11 @@ class PlanMismatch(ValueError):
 
 class UndividedError(PlanMismatch):
     """The plan cuts a tensor of this graph into parts that are not equal, where they must be."""
+
+
+def has_whole_gradient(placement: Placement, mesh: MeshShape) -> bool:
+    """Whether each rank's gradient of an input that is placed so is the whole one, as its caller expects."""
+    return all(size == 1 or spmd_type == I for size, spmd_type in zip(mesh.sizes, placement))
 
 
 def input_key(path: tuple[str | int, ...]) -> str:
@@ -168,6 +173,8 @@ class Context:
             planned = self.plan.inputs.get(input_key(path))
             if planned is None:
                 raise PlanMismatch(f"the plan has no input {input_key(path)!r}")
+            if value.requires_grad and not has_whole_gradient(planned.placement, self.mesh):
+                raise PlanMismatch(f"the plan was made without a gradient for input {input_key(path)!r}")
             yield value.name, self.tree(f"input:{input_key(path)}", planned.placement, value)
         first_paths = self._first_paths()
         for state in self.graph.states:

@@ -27,7 +27,7 @@ from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
 from runtime.execution.mixed_precision import cast_floats, computing_in
-from runtime.execution.outputs import counted_once, wrap_outputs
+from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
@@ -229,6 +229,8 @@ class Engine:
     @contextlib.contextmanager
     def _inputs_of(self, call: ModelCall, prepared: Prepared, local_inputs: bool) -> Iterator[None]:
         self._inputs, self._local_inputs, self._split = dict(call.tensors), local_inputs, prepared.split
+        if not prepared.split.is_shared:
+            self._inputs = with_all_shares(self._inputs, prepared.split.copies)
         try:
             if self.layout.copies is not None:
                 self._on_device = self._bring_inputs(self.layout.copies, prepared)

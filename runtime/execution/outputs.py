@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import spmd_types as spmd
 import torch
@@ -11,7 +11,10 @@ import torch
 from passes.emit import OutputSpec, Program
 from passes.ir.types import I, P, Placement, R, largest_part, shard_dim, uneven_dims
 from runtime import ops
+from runtime.calls.model_call import Path
 from runtime.mesh.layout import Layout
+
+Key = TypeVar("Key")
 
 
 def whole_output(local: torch.Tensor, placement: Placement, layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,12 +80,22 @@ def wrap_outputs(program: Program, outputs: dict[str, torch.Tensor], layout: Lay
 
 def counted_once(outputs: Mapping[str, torch.Tensor], copies: int) -> dict[str, torch.Tensor]:
     """Outputs of which ``copies`` ranks have the same: gradients that come back are those ranks' shares of one sum."""
-    return {path: _share(output, copies) if output.requires_grad else output for path, output in outputs.items()}
+    return _with_gradients_times(1 / copies, outputs)
 
 
-def _share(output: torch.Tensor, copies: int) -> torch.Tensor:
-    alias = output.view_as(output)  # a program may use the output itself, whose gradient comes from a share already
-    alias.register_hook(lambda gradient: gradient / copies)
+def with_all_shares(inputs: Mapping[Path, torch.Tensor], copies: int) -> dict[Path, torch.Tensor]:
+    """Inputs that ``copies`` ranks compute the same with: the gradient of each is the sum of their equal shares."""
+    return _with_gradients_times(copies, inputs)
+
+
+def _with_gradients_times(factor: float, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    return {key: _scaled(tensor, factor) if tensor.requires_grad else tensor for key, tensor in tensors.items()}
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    with torch.enable_grad():
+        alias = tensor.view_as(tensor)  # others may use the tensor itself, whose gradient is not scaled
+    alias.register_hook(lambda gradient: gradient * factor)
     return alias
 
 

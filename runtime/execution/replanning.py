@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 
 from passes.ir.conversions import divides
-from passes.ir.graph import Graph
+from passes.ir.graph import Graph, Value
 from passes.ir.types import I, Placement, R, SpmdType
 from passes.plan import Plan
-from passes.shard.context import input_key
+from passes.plan.plan_data import TensorPlan
+from passes.shard.context import has_whole_gradient, input_key
 
 #: Finds a plan for a graph; the second argument is the plan whose decisions are pinned, or None.
 Planner = Callable[[Graph, Plan | None], Plan]
@@ -30,14 +31,26 @@ def as_seen_by(graph: Graph, plan: Plan) -> Plan:
         for path, planned in plan.states.items()
     }
     newly_trained = any(path in plan.states and not plan.states[path].trainable for path in with_grad)
-    if newly_trained or not _divides_inputs(plan, graph):
+    if newly_trained or not _gives_input_gradients(plan, graph) or not _divides_inputs(plan, graph):
         return dataclasses.replace(plan, states=states, inputs={}, nodes={}, blocks=())
     return dataclasses.replace(plan, states=states)
 
 
+def _gives_input_gradients(plan: Plan, graph: Graph) -> bool:
+    return all(
+        one is None or not value.requires_grad or has_whole_gradient(one.placement, plan.mesh)
+        for one, value in _planned_inputs(plan, graph)
+    )
+
+
 def _divides_inputs(plan: Plan, graph: Graph) -> bool:
-    planned = [(plan.inputs.get(input_key(path)), value) for path, value in zip(graph.input_paths, graph.inputs)]
-    return all(one is None or divides(one.placement, value.shape, plan.mesh) for one, value in planned)
+    return all(
+        one is None or divides(one.placement, value.shape, plan.mesh) for one, value in _planned_inputs(plan, graph)
+    )
+
+
+def _planned_inputs(plan: Plan, graph: Graph) -> list[tuple[TensorPlan | None, Value]]:
+    return [(plan.inputs.get(input_key(path)), value) for path, value in zip(graph.input_paths, graph.inputs)]
 
 
 def _whole_as(whole: SpmdType, placement: Placement) -> Placement:
