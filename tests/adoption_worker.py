@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -82,6 +83,9 @@ def gradients_reach_what_made_an_input() -> float:
                 module(inputs)["loss"].backward()
                 gradients.append(inputs.grad)
             worst = max(worst, difference(*gradients))
+        if axis == "dp":
+            with pytest.raises(ValueError, match="inputs needs a gradient: pass the whole batch"):
+                parallel(made[:4].requires_grad_(True), local_inputs=True)
     return worst
 
 
