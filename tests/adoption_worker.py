@@ -84,7 +84,7 @@ def gradients_reach_what_made_an_input() -> float:
                 gradients.append(inputs.grad)
             worst = max(worst, difference(*gradients))
         if axis == "dp":
-            with pytest.raises(ValueError, match="inputs needs a gradient: pass the whole batch"):
+            with pytest.raises(ValueError, match="input 0 needs a gradient: pass the whole batch"):
                 parallel(made[:4].requires_grad_(True), local_inputs=True)
     return worst
 

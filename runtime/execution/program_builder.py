@@ -384,7 +384,9 @@ class Maker:
         mesh = self.places.layout.mesh
         live = [input_key(path) for path, tensor in call.tensors.items() if tensor.requires_grad]
         if live and torch.is_grad_enabled() and any(mesh.size(axis) > 1 for axis in local_axes(mesh)):
-            raise ValueError(f"{', '.join(live)} needs a gradient: pass the whole batch, without local_inputs=True")
+            raise ValueError(
+                f"input {', '.join(live)} needs a gradient: pass the whole batch, without local_inputs=True"
+            )
         shapes: dict[Path, tuple[int, ...]] = {}
         for path, tensor in call.tensors.items():
             shape = list(tensor.shape)
