@@ -19,6 +19,7 @@ from runtime.execution.binding import ChunkUnits
 from runtime.program_tools.compiling import as_compiled, can_be_one_graph
 from runtime.programs.program import Block
 from tests.ranks import answer, task
+from tests.tracing import traced_once
 
 #: Beginnings of the operators' names: compiled graphs call variants that write in place.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -50,8 +51,8 @@ def compare(backends: dict[str, str]) -> dict[str, Any]:
         eager, eager_sent = run(parallel, batch, policy)
         counters.clear()
         torch._dynamo.reset()
-        for _ in range(2):  # compiled at the first
-            compiled, compiled_sent = run(parallel, batch, policy, backend=backend)
+        step(parallel, batch, policy, backend=backend)  # compiles, of which a profile would have every operator
+        compiled, compiled_sent = run(parallel, batch, policy, backend=backend)
         results[policy] = {
             "eager": {"error": difference(eager, plain), "again": dict(eager_sent - sent)},
             "compiled": {
@@ -67,7 +68,16 @@ def compare(backends: dict[str, str]) -> dict[str, Any]:
 def run(
     parallel: Any, batch: Any, policy: str, *, backend: str | None = None
 ) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Loss and gradients with layers recomputed by ``policy``, compiled if there is a backend, and what was sent."""
+    """Loss and gradients of a step, and what was sent."""
+    with torch.profiler.profile() as profile:
+        loss = step(parallel, batch, policy, backend=backend)
+    operators = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
+    sent = Counter(name for name in COLLECTIVES for operator in operators if operator.startswith(name))
+    return [loss, *(weight.grad.clone() for weight in parallel.parameters() if weight.grad is not None)], sent
+
+
+def step(parallel: Any, batch: Any, policy: str, *, backend: str | None) -> torch.Tensor:
+    """The loss; gradients are in place, with layers recomputed by ``policy``, compiled if there is a backend."""
     run_unit, mesh = ChunkUnits.__call__, parallel.layout.device_mesh
 
     def call(units: ChunkUnits, block: Block, recompute: str) -> Callable[..., Any]:
@@ -78,12 +88,10 @@ def run(
 
     parallel.zero_grad()
     by_backend = mock.patch.object(runtime.execution.binding, "as_compiled", partial(as_compiled, backend=backend))
-    with mock.patch.object(ChunkUnits, "__call__", call), by_backend, torch.profiler.profile() as profile:
+    with mock.patch.object(ChunkUnits, "__call__", call), by_backend:
         loss = parallel(**batch).loss
         loss.backward()
-    operators = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
-    sent = Counter(name for name in COLLECTIVES for operator in operators if operator.startswith(name))
-    return [loss.detach(), *(weight.grad.clone() for weight in parallel.parameters() if weight.grad is not None)], sent
+    return loss.detach()
 
 
 def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -92,4 +100,5 @@ def difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
 
 
 if __name__ == "__main__":
-    main()
+    with traced_once():
+        main()
