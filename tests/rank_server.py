@@ -118,6 +118,12 @@ _NEEDED = (
     *("planner.auditing.repriced_step", "runtime.checkpoint", "runtime.execution.engine"),
 )
 
+#: Worker → what its ranks import beside that; the server does at its first run.
+_NEEDED_BY = {
+    "example_worker": ("sklearn.datasets", "peft"),
+    "hugging_face_worker": ("peft", "planner.integrations.transformers", "planner.integrations.accelerate"),
+}
+
 
 def _import_what_ranks_need() -> None:
     for name in _NEEDED:
@@ -134,6 +140,8 @@ def _import_what_ranks_need() -> None:
 
 def _run(request: dict[str, Any]) -> list[int | None]:
     folder = Path(request["folder"])
+    for name in _NEEDED_BY.get(Path(request["script"]).stem, ()):
+        importlib.import_module(name)
     ranks = []
     for rank, environment in enumerate(request["ranks"]):
         ranks.append(_fork(request, {**request["environment"], **environment}, folder / f"log{rank}"))
