@@ -11,14 +11,18 @@ import pytest
 SLOWEST = tuple(
     f"test_{name}"
     for name in (
-        "examples", "verify", "step_parity", "step_feasibility", "step_exhaustive", "hugging_face", "compiled_blocks",
-        "compiled_kernels", "benchmark_gpu", "step_price", "plan_order", "expert_parallel", "step_api", "torch_tools",
-        "experts", "cli", "docs", "gradients", "sweeps", "runtime_parity", "dropout_plans", "step_degenerate",
-        "search_models", "launch", "weight_files_ranks", "uneven", "published_runs", "graph_cache", "value_guards",
-        "expert_bounds", "robustness", "capture_shorten", "pipeline", "trainer", "step_runtime_accounts",
-        "step_baselines", "checkpoint_steps", "stale_programs", "units", "search_brute_force", "exported_training",
-        "terminal", "runtime_compile", "capture_models", "compiled_plan", "communication", "checkpoint_ranks",
-        "autograd_memory", "benchmark_host_time", "unlike_ranks", "random_operators", "solvers",
+        "capture_shorten", "step_price", "benchmark_gpu", "search_models", "library", "docs", "step_exhaustive",
+        "examples", "hugging_face", "published_runs", "graph_cache", "rules", "capture_models", "robustness",
+        "coverage_sample", "stages", "launch", "fuse_families", "step_feasibility", "step_parity", "step_baselines",
+        "verify", "weight_files_ranks", "search_brute_force", "value_guards", "sweeps", "trainer", "search",
+        "stale_programs", "compiled_kernels", "checkpoint", "islands", "cli", "step_api", "fuse_plan", "experts",
+        "generation", "kernels_rotary", "terminal", "random_operators", "pipeline", "benchmark_host_time",
+        "autograd_memory", "step_runtime_accounts", "chain_kernels", "plan_order", "exports", "compiled_blocks",
+        "step_chunked_loss", "step_degenerate", "architecture", "kernels_normalization", "dropout_plans",
+        "unlike_ranks", "inspection", "audit", "kernels_cross_entropy", "causal_masks", "gradients", "expert_parallel",
+        "checkpoint_ranks", "torch_tools", "expert_bounds", "exported_training", "runtime_parity", "adoption", "units",
+        "replan", "bags_and_losses", "runtime", "import_leaves_others_alone", "emit", "search_folding", "uneven",
+        "operator_reasons", "emitted_models", "extension", "runtime_compile",
     )
 )  # fmt: skip
 
