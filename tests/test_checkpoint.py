@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 import planner
-from runtime.checkpoint import CheckpointManager
+from passes.ir.types import MeshShape
+from runtime.checkpoint import CheckpointManager, folder_storage
 from runtime.checkpoint import directory as folders
+from runtime.mesh.virtual import virtual_mesh
 from tests.checkpoint_cases import (
     Pieces,
     Training,
@@ -289,6 +292,32 @@ def test_an_asynchronous_save_stores_what_was_there_when_it_was_called(tmp_path:
     loaded = manager.load(model, optimizer)
     assert model.holds(seed=1) and state_is_right(model, optimizer)
     assert loaded.extra == {"list": [1]} and optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_program_is_checked_once_no_checkpoint_needs_the_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check takes the process groups away; a checkpoint that is written meanwhile failed on every rank."""
+    is_writing, may_end, is_checking = (threading.Event() for _ in range(3))
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        is_writing.set()
+        assert may_end.wait(PATIENCE)
+
+    def check() -> None:
+        with virtual_mesh(MeshShape(("dp",), (2,))):
+            is_checking.set()
+
+    monkeypatch.setattr(folder_storage.dcp, "save", save)
+    manager = CheckpointManager(tmp_path, asynchronous=True)
+    manager.save(Pieces(whole_pieces()), step=1)
+    assert is_writing.wait(PATIENCE)
+    checker = threading.Thread(target=check)
+    checker.start()
+    checked_too_early = is_checking.wait(0.5)
+    may_end.set()
+    assert not checked_too_early and is_checking.wait(PATIENCE)
+    checker.join(PATIENCE)
 
 
 def test_what_goes_wrong_in_the_background_is_raised_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

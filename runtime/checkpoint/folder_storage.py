@@ -37,6 +37,7 @@ from runtime.checkpoint.checked_blocks import BlockReader, BlockWriter
 from runtime.checkpoint.metadata import StoredFile, StoredPlace, format_metadata, parse_metadata
 from runtime.checkpoint.plain import decode, encode
 from runtime.checkpoint.rectangles_of_tensors import Content, LoadPieces, Piece, SavePieces, names_under
+from runtime.torch_compat.process_groups import groups_stay
 from runtime.weight_files.format import bytes_of, make_header
 from runtime.weight_files.rectangles import runs
 
@@ -195,9 +196,15 @@ def write(
     executor = ThreadPoolExecutor(
         max_workers=1, thread_name_prefix="checkpoint", initializer=_use_device, initargs=(device,)
     )
-    future = executor.submit(dcp.save, content, **arguments)
+    future = executor.submit(_save_beside_training, content, arguments)
     executor.shutdown(wait=False)
     return future
+
+
+def _save_beside_training(content: Content, arguments: Mapping[str, Any]) -> Any:
+    """Write what this rank brings while another thread trains, and may check new programs on groups of its own."""
+    with groups_stay():
+        return dcp.save(content, **arguments)
 
 
 def _use_device(device: torch.device | None) -> None:

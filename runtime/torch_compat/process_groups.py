@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,14 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["all_gather_along", "default_group_timeout", "device_type_of_default_group", "exchanges_lists", "flattened",
-           "functional_collectives", "group_is_split_from_default", "group_named", "new_group_of_members",
-           "own_default_group", "reduce_scatter_along", "set_group_timeout"]  # fmt: skip
+           "functional_collectives", "group_is_split_from_default", "group_named", "groups_stay",
+           "new_group_of_members", "own_default_group", "reduce_scatter_along", "set_group_timeout"]  # fmt: skip
 
 #: ``(tensor, dim, group)`` and ``(tensor, operation, dim, group)``: torch 2.13 has new names and warns of the old ones.
 all_gather_along, reduce_scatter_along = (
     getattr(functional_collectives, f"{name}_single", None) or getattr(functional_collectives, f"{name}_tensor")
     for name in ("all_gather", "reduce_scatter")
 )
+
+#: Held by the thread that empties the tables of process groups, or that needs them as they are.
+_group_tables = threading.RLock()
 
 #: Tables in which torch.distributed keeps its process groups.
 _TABLES = (
@@ -117,14 +121,25 @@ def device_type_of_default_group() -> str:
 
 @contextlib.contextmanager
 def own_default_group() -> Iterator[None]:
-    """Inside the block there is no process group until it makes one; those there were are put back after it."""
-    saved = _take_groups()
-    try:
+    """Inside the block there is no process group until it makes one; those there were are put back after it.
+
+    It waits for other threads that are inside ``groups_stay``; they wait for it.
+    """
+    with _group_tables:
+        saved = _take_groups()
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _give_back_groups(saved)
+
+
+@contextlib.contextmanager
+def groups_stay() -> Iterator[None]:
+    """Inside the block, for collectives on a thread of their own, no other thread takes the process groups away."""
+    with _group_tables:
         yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _give_back_groups(saved)
 
 
 def _take_groups() -> dict[str, Any]:
