@@ -90,6 +90,7 @@ FUNCTIONS: dict[str, str] = {
     "aten.pad.default": "F.pad(self, pad, mode=mode, value=value)",
     "aten.constant_pad_nd.default": "F.pad(self, pad, value=value)",
     **_each("gather index_select scatter.src scatter.value scatter_add index_add index_copy", "torch."),
+    "aten.index_copy_.default": "self.index_copy_",
     "aten.scatter_reduce.two": "self.scatter_reduce",
     "aten.index_put.default": "self.index_put",
     "aten.unfold.default": "self.unfold",

@@ -73,6 +73,8 @@ class Engine:
         self.places = places
         self.layout = places.layout
         self.loss_fn = loss_fn
+        #: What ``runtime.generation`` keeps from one call to the next.
+        self.generation: Any = None
         self._inputs: dict[Path, torch.Tensor] = {}
         self._on_device: dict[_InputPart, torch.Tensor] = {}
         self._totals: dict[str, torch.Tensor] = {}

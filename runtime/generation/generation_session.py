@@ -27,6 +27,8 @@ class GenerationSession:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_broken = False
+        #: Of the first rank: what its loop calls, and the key of the original's attributes that it was made with.
+        self.generating: tuple[Hashable, Any] | None = None
         self._settings: OrderedDict[Hashable, PhasePrograms] = OrderedDict()
         self._current: PhasePrograms | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from runtime.generation.cache_layout import bytes_of, rows_divisor
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.hugging_face_loop import SLOTS, GeneratingModel, check_generates
 from runtime.generation.phase_models import cache_tensors
-
-_sessions: weakref.WeakKeyDictionary[Engine, GenerationSession] = weakref.WeakKeyDictionary()
 
 
 def generated(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -29,7 +26,7 @@ def generated(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not session.is_first:
         return session.follow()
     try:
-        result = GeneratingModel(engine, session).generate(*args, **kwargs)
+        result = _generating_model(engine, session).generate(*args, **kwargs)
     except Exception as error:
         session.fail(error)
         raise
@@ -78,7 +75,15 @@ def _is_here(engine: Engine, owner: str) -> bool:
     return engine.places.stage is None or engine.places.stage in stages
 
 
+def _generating_model(engine: Engine, session: GenerationSession) -> GeneratingModel:
+    """That of the session, made again where the original's attributes have changed."""
+    engine.watch.update()
+    if session.generating is None or session.generating[0] != engine.watch.key:
+        session.generating = engine.watch.key, GeneratingModel(engine, session)
+    return session.generating[1]  # type: ignore[no-any-return]
+
+
 def _session_of(engine: Engine) -> GenerationSession:
-    if engine not in _sessions:
-        _sessions[engine] = GenerationSession(engine)
-    return _sessions[engine]
+    if engine.generation is None:
+        engine.generation = GenerationSession(engine)
+    return engine.generation  # type: ignore[no-any-return]
