@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 import planner
+from passes.torch_compat.operators import TorchDispatchMode
 from planner.serving_plan import plan_serving
 from tests.generation_cases import generated, model_named, prompt_of, training_batch
 from tests.ranks import run_on_ranks
@@ -43,6 +45,29 @@ def test_on_one_device_two_programs_serve_prompts_of_several_lengths() -> None:
     with pytest.raises(ValueError, match=r"output_attentions and .* generate\(gathered=True\)"):
         parallel.generate(tokens, output_attentions=True, return_dict_in_generate=True, **options)
     assert generated(parallel, "gpt2", "greedy", gathered=True) == generated(model, "gpt2", "greedy")
+
+
+def test_a_token_is_written_into_the_cache_where_it_lies() -> None:
+    parallel = planner.compile(model_named("gpt2"), "dp=1", example_inputs=training_batch("gpt2"))
+    calls: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[str(operator)] += 1
+            return operator(*args, **kwargs or {})
+
+    def copies_and_writes(num_tokens: int) -> tuple[int, int]:
+        options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+        calls.clear()
+        with Counted():
+            parallel.generate(prompt_of("gpt2")["input_ids"], **options)
+        return calls["aten.index_copy.default"], calls["aten.index_copy_.default"]
+
+    copies_and_writes(2)  # makes the programs
+    (copies, writes), (more_copies, more_writes) = copies_and_writes(3), copies_and_writes(6)
+    num_tensors = 2 * parallel.config.n_layer  # keys and values
+    assert copies == more_copies == num_tensors  # the prompt's
+    assert more_writes - writes == 3 * num_tensors
 
 
 def test_a_model_with_a_recurrent_state_is_refused() -> None:

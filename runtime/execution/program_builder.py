@@ -25,7 +25,6 @@ from passes.plan.plan_data import TensorPlan
 from passes.plan.step_plan import StepPlan
 from passes.shard import PlanMismatch, UndividedError, input_key
 from passes.shard.in_place_writes import with_in_place_writes
-from passes.shard.sharded_graph import ShardedGraph
 from runtime.agreement.captured_alike import captured_alike
 from runtime.agreement.ranks_together import Ranks
 from runtime.calls.content_keys import state_key
@@ -273,7 +272,8 @@ class Maker:
             else:
                 programs, split = cut_whole(split, lambda tried: self._cut(graph, training=training, split=tried))
             stages = [stage for stage in programs.stages if self._wants(stage.index)]
-            emitted = {stage.index: emit(chain_up(pair_rotaries(self._written(stage)))) for stage in stages}
+            written = with_in_place_writes if self._scratch else lambda sharded: sharded
+            emitted = {stage.index: emit(chain_up(pair_rotaries(written(stage.sharded)))) for stage in stages}
             for stage in programs.stages:
                 if self._is_mine(stage.index):
                     typecheck(emitted[stage.index])
@@ -353,9 +353,6 @@ class Maker:
                     f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
                     "compile with example_inputs that use all weights that calls do"
                 )
-
-    def _written(self, stage: StageGraph) -> ShardedGraph:
-        return with_in_place_writes(stage.sharded) if self._scratch else stage.sharded
 
     def _is_mine(self, chunk: int) -> bool:
         return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
