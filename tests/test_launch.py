@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import planner
+from runtime.launch import last_words
 from runtime.launch.last_words import first_to_fail
 from runtime.launch.place import LaunchError, ProcessPlace
 from runtime.launch.rendezvous import Deadline, check_in
@@ -163,12 +165,30 @@ def test_a_crash_ends_the_others_and_shows_why(tmp_path: Path) -> None:
     process = planner_run(tmp_path / "train.py", CRASH, *arguments)
     _, written = process.communicate(timeout=PATIENCE)
     pids = [(tmp_path / f"pid{number}").read_text() for number in range(2)]
-    assert process.returncode == 1
+    assert process.returncode == 1, written
     assert written.splitlines()[-1] == (
         f"planner: rank 1 of 2 (process {pids[1]}) exited with code 1: RuntimeError: the data is gone; "
         "the other ranks were stopped because of it"
     )
     assert gone(tmp_path)
+
+
+def test_a_rank_that_is_stopped_while_it_writes_leaves_no_half_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's agent fails on a file that is not JSON yet."""
+    left = tmp_path / "error.json"
+    for variable, value in ((last_words.ENABLED, "1"), (last_words.FILE, str(left))):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(last_words, "_hooked", False)
+    last_words.leave_last_words()
+    with monkeypatch.context() as stopped:
+        stopped.setattr(os, "replace", Mock(side_effect=OSError("stopped here")))
+        sys.excepthook(ValueError, ValueError("no"), None)
+    assert not left.exists()
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert json.loads(left.read_text())["message"]["message"] == "ValueError: no"
 
 
 def test_the_rank_that_failed_of_itself_is_told_from_those_that_lost_it() -> None:

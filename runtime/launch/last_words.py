@@ -17,7 +17,7 @@ from typing import Any
 
 #: Set by ``planner run``: processes leave their last words.
 ENABLED = "MESHWRIGHT_LAST_WORDS"
-_FILE = "TORCHELASTIC_ERROR_FILE"
+FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_CHARACTERS = 500
 #: What a process says that failed because another one did.
 _OF_ANOTHER = re.compile(
@@ -30,7 +30,7 @@ _hooked = False
 def leave_last_words() -> None:
     """Leave the line of an exception that ends this process, if it was started by ``planner run``."""
     global _hooked
-    if _hooked or ENABLED not in os.environ or _FILE not in os.environ:
+    if _hooked or ENABLED not in os.environ or FILE not in os.environ:
         return
     _hooked, previous = True, sys.excepthook
 
@@ -40,10 +40,17 @@ def leave_last_words() -> None:
         # The form that torchrun's agent reads; ``seconds`` is for us.
         more = {"py_callstack": line, "timestamp": str(int(now)), "seconds": now}
         with contextlib.suppress(OSError):  # there is still what is printed
-            Path(os.environ[_FILE]).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
+            _write_whole(Path(os.environ[FILE]), json.dumps({"message": {"message": line, "extraInfo": more}}))
         previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that its reader sees whole or not at all: the agent may stop this process meanwhile."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    os.replace(draft, path)
 
 
 def last_words(failure: Any) -> str | None:
