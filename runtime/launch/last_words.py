@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,27 +34,23 @@ def leave_last_words() -> None:
     _hooked, previous = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from cost_models.files import write_text  # every process of a job imports this file at its start
+
         line = next(iter(traceback.format_exception_only(kind, error)[-1].strip().splitlines()), kind.__name__)
         now = time.time()
         # The form that torchrun's agent reads; ``seconds`` is for us.
         more = {"py_callstack": line, "timestamp": str(int(now)), "seconds": now}
-        with contextlib.suppress(OSError):  # there is still what is printed
-            _write_whole(Path(os.environ[FILE]), json.dumps({"message": {"message": line, "extraInfo": more}}))
+        with contextlib.suppress(ValueError):  # there is still what is printed
+            # Whole or not at all: the agent may stop this process meanwhile, and fails on half a file.
+            write_text(os.environ[FILE], json.dumps({"message": {"message": line, "extraInfo": more}}))
         previous(kind, error, trace)
 
     sys.excepthook = hook
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that its reader sees whole or not at all: the agent may stop this process meanwhile."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)
-
-
 def last_words(failure: Any) -> str | None:
     """The line that the process of a ``ProcessFailure`` of torch's left, fit for a terminal."""
-    from cost_models.text import printable  # every process of a job imports this file at its start
+    from cost_models.text import printable
 
     message = failure.message
     if not isinstance(message, Mapping):
