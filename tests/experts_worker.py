@@ -21,10 +21,13 @@ def main() -> None:
     answer([compare(**case) for case in task()])
 
 
-def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: bool = False) -> dict[str, Any]:
+def compare(
+    mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: bool = False, evaluated: bool = False
+) -> dict[str, Any]:
     """Largest relative error of loss, gradients, and weights after three AdamW steps; the collectives of one step.
 
-    ``nobody``: the router sends every token to the first experts, so that a rank has none.
+    ``nobody``: the router sends every token to the first experts, so that a rank has none. ``evaluated``: one loss
+    without gradients, too.
     """
     single, batch = mixture(**model), mixture_batch()
     if nobody:
@@ -59,6 +62,9 @@ def compare(mesh: str, options: dict[str, Any], model: dict[str, Any], nobody: b
                 for layer, counts in zip(single.layers, expected_load.values()):
                     few = torch.tensor(counts, dtype=torch.float64)
                     layer.e_score_correction_bias += 0.1 * torch.sign(few.mean() - few)
+        if evaluated:
+            with torch.no_grad():
+                errors["evaluation"] = abs(float(parallel(**batch)) / float(single(**batch)) - 1)
         weights = parallel.full_state_dict()
     errors |= {name: error(weights[name], value) for name, value in single.state_dict().items()} if weights else {}
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -38,7 +38,7 @@ BALANCED: dict[str, Any] = {
 FOUR_RANKS: dict[str, Any] = {"mesh": "ep=4", "options": {"fix": {"zero": 0, "num_microbatches": 2}}, "model": {}}
 #: Whole steps with an axis of experts: ZeRO over dp and ep, that of experts over dp alone.
 STEPS: list[dict[str, Any]] = [
-    {"mesh": mesh, "options": {"fix": fix}, "model": {}}
+    {"mesh": mesh, "options": {"fix": fix}, "model": {}, "evaluated": mesh == "ep=2,tp=2"}
     for mesh, fix in (
         ("dp=2,ep=2", {"zero": 1}),
         ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2, "recompute": "full"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_linear_losses_take_hidden_states_that_are_whole(spmd_type: Any, mesh: D
         else:
             with pytest.raises(spmd.SpmdTypeError):
                 losses()
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_losses_without_gradients_take_weights_that_are_not_converted(has_gradient: bool, mesh: DeviceMesh) -> None:
+    """Samples cut over one axis, the vocabulary over the other; programs without gradients convert no I to R."""
+    types = {
+        "hidden": ((6, 4), torch.float32, {"a": spmd.V, "b": spmd.I}),
+        "weight": ((4, 4), torch.float32, {"a": spmd.I, "b": spmd.V}),
+        "target": ((6,), torch.int64, {"a": spmd.V, "b": spmd.R}),
+    }
+    with spmd.set_current_mesh(mesh), spmd.checker.typecheck(local=True), torch.set_grad_enabled(has_gradient):
+        typed = {
+            name: spmd.assert_type(
+                torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point), letters
+            )
+            for name, (shape, dtype, letters) in types.items()
+        }
+        with pytest.raises(spmd.SpmdTypeError) if has_gradient else contextlib.nullcontext():
+            losses = ops.linear_cross_entropy(**typed, vocabulary=8, axes=("b",))
+            assert [spmd.get_axis_local_type(losses, axis) for axis in BOTH] == [spmd.V, spmd.R]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -23,6 +23,7 @@ from runtime.kernels.expert_activations import ACTIVATIONS
 from runtime.kernels.expert_products import ExpertGroups, outer_products, products, sums
 from runtime.kernels.library import differentiable_again, in_dtype, register, register_composed, wide
 from runtime.kernels.routing_listeners import note_routing
+from runtime.kernels.type_rules import gets_gradient, product_type
 
 
 def experts(
@@ -382,10 +383,11 @@ def output_type(
     down_bias: torch.Tensor | None,
 ) -> Any:
     """The type that ``spmd_types``' checker gives to the output: that of products of all operands, ids apart."""
-    spmd.rules.ignore(expert_ids, *(() if scores.requires_grad else (scores,)))
-    named = [("th", x), *([("tk", scores)] if scores.requires_grad else []), ("eoh", gate_up), ("ehf", down)]
+    with_scores = gets_gradient(scores)
+    spmd.rules.ignore(expert_ids, *(() if with_scores else (scores,)))
+    named = [("th", x), *([("tk", scores)] if with_scores else []), ("eoh", gate_up), ("ehf", down)]
     named += [(dims, bias) for dims, bias in (("eo", gate_up_bias), ("eh", down_bias)) if bias is not None]
-    return spmd.rules.einsum(",".join(dims for dims, _ in named) + "->th", *(tensor for _, tensor in named))
+    return product_type(",".join(dims for dims, _ in named) + "->th", *(tensor for _, tensor in named))
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from runtime import kernels
 from runtime.kernels.cross_entropy import LossOptions, check_smoothing
 from runtime.kernels.linear_cross_entropy import as_autocast, check_linear, linear_gradients, linear_row_sums
+from runtime.kernels.type_rules import gets_gradient, product_type
 from runtime.ops.mesh_types import first_of_shard, groups_of
 from runtime.ops.vocabulary import reduced_losses, reduced_type
 
@@ -112,9 +113,9 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
         # Targets have no gradient: they are R where the others may be I.
         spmd.rules.ignore(start, target)
         if bias is None:
-            losses = spmd.rules.einsum("...h,vh->...", hidden, weight)
+            losses = product_type("...h,vh->...", hidden, weight)
         else:
-            losses = spmd.rules.einsum("...h,vh,v->...", hidden, weight, bias)
+            losses = product_type("...h,vh,v->...", hidden, weight, bias)
         operands = (hidden, weight, bias)
-        has_gradient = any(operand is not None and operand.requires_grad for operand in operands)
+        has_gradient = any(map(gets_gradient, operands))
         return reduced_type(losses, groups, has_gradient=has_gradient)

@@ -21,6 +21,7 @@ from runtime.kernels.cross_entropy import (
     losses_of,
     row_sums,
 )
+from runtime.kernels.type_rules import gets_gradient
 from runtime.ops.mesh_types import first_of_shard, groups_of
 from runtime.torch_compat.process_groups import functional_collectives as funcol
 
@@ -133,7 +134,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # Targets have no gradient: they are R where logits may be I.
         spmd.rules.ignore(start, target)
         losses = spmd.rules.einsum("...v->...", logits)
-        return reduced_type(losses, groups, has_gradient=logits.requires_grad)
+        return reduced_type(losses, groups, has_gradient=gets_gradient(logits))
 
 
 def reduced_losses(
