@@ -1,10 +1,12 @@
-"""One of four ranks: a tied model trains on while its plan changes, and rank 0 trains it alone in plain PyTorch."""
+"""One of four ranks: a model trains on while its plan changes and layers freeze and thaw; each trains it alone, too."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -17,8 +19,9 @@ import planner
 from passes.capture import keep_float64
 from planner.verification.comparison import difference, differences, gradients_of, largest_of, single_loss
 from planner.verification.verify_model import slow_devices
-from runtime.migration.transfer_plan import TransferPlan
+from runtime.migration.transfer_plan import TensorTransfers, TransferPlan
 from runtime.migration.transport import Transport
+from tests.expert_families import FAMILIES, family_batch, family_model, in_loops
 from tests.parity_worker import build
 from tests.patience import PATIENCE
 from tests.ranks import answer, task
@@ -51,7 +54,7 @@ def counts(plan: TransferPlan, sent: Counter[int], held: list[int]) -> dict[str,
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (dict(sent), max(held, default=0)))
     moved = {(source, peer): count for source, (peers, _) in enumerate(gathered) for peer, count in peers.items()}
-    bounds = [larger + plan.largest_tensor_bytes for larger in plan.larger_shard_bytes]
+    over = [most - larger for (_, most), larger in zip(gathered, plan.larger_shard_bytes, strict=True)]
     needed = 0
     for batch in plan.batches:
         for entry in batch:
@@ -68,21 +71,35 @@ def counts(plan: TransferPlan, sent: Counter[int], held: list[int]) -> dict[str,
         "moved": sum(moved.values()),
         "as planned": {pair: count for pair, count in moved.items() if count} == plan.bytes_by_pair,
         "minimum": needed,
-        "within the larger shard and one tensor": all(
-            most <= bound for (_, most), bound in zip(gathered, bounds, strict=True)
-        ),
+        "over the larger shard, in tensors": max(over) / max(plan.largest_tensor_bytes, 1),
+        "over the larger shard, in whole tensors": max(over) / max(map(whole_bytes, plan.batches), default=1),
         "as much as planned": all(most <= peak for (_, most), peak in zip(gathered, plan.peak_bytes, strict=True)),
     }
 
 
+def whole_bytes(batch: Iterable[TensorTransfers]) -> int:
+    """Of the largest tensor of a batch, not cut."""
+    wholes = []
+    for moved in batch:
+        regions = [*moved.tensor.holders.values(), *moved.tensor.takers.values()]
+        ends = [max(end for _, end in bounds) for bounds in zip(*regions)]
+        wholes.append(math.prod(ends) * moved.tensor.item_size)
+    return max(wholes)
+
+
 def main() -> None:
     payload = task()
-    single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"])
+    if payload["model"] in FAMILIES:
+        single, args, kwargs, loss_fn = family_model(payload["model"]), (), family_batch(), None
+    else:
+        single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"])
     results: dict[str, Any] = {"moves": [], "errors": {}}
     with keep_float64():
         first, *others = payload["plans"]
+        frozen = list(payload.get("frozen", ()))
         options = {"example_inputs": args or kwargs, "time_limit": PATIENCE}
         parallel = planner.compile(copy.deepcopy(single), slow_devices(4), loss_fn=loss_fn, fix=first, **options)
+        in_loops(single)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
         average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
@@ -91,7 +108,17 @@ def main() -> None:
         alone_average = {name: one.detach().clone() for name, one in single.named_parameters()}
         comparisons = []
 
-        def step(number: int) -> None:
+        def freeze(prefixes: list[str]) -> None:
+            """Freeze the parameters whose names start so, and thaw all others: plain PyTorch on the single device."""
+            for module in (parallel, single):
+                for name, parameter in module.named_parameters():
+                    parameter.requires_grad_(not name.startswith(tuple(prefixes)))
+            for name, parameter in single.named_parameters():
+                if name.startswith(tuple(prefixes)):
+                    parameter.grad = None
+                    alone.state.pop(parameter, None)
+
+        def step(number: float) -> None:
             loss = parallel.train_step(*args, **kwargs)
             expected_loss = single_loss(single, args, kwargs, loss_fn)
             expected_loss.backward()
@@ -109,7 +136,7 @@ def main() -> None:
 
         for number in range(STEPS * len(payload["plans"])):
             step(number)
-            if number % STEPS == 1 and number > STEPS * (len(payload["plans"]) - 1):
+            if number % STEPS == 1:
                 expected = gradients_of(single)
                 gradients = parallel.full_gradients()
                 comparisons += differences("gradients", gradients, expected, floor=1e-12 * largest_of(expected))
@@ -117,12 +144,36 @@ def main() -> None:
             if number % STEPS == STEPS - 1 and others:
                 if len(others) == len(payload["plans"]) - 1:
                     results["forgotten"] = error_of(lambda: parallel.replan(slow_devices(4), fix=others[0]))
+                if frozen:
+                    freeze(frozen.pop(0))
                 with watched() as (sent, held):
                     plan = parallel.replan(
                         slow_devices(4), optimizer, averages=average, fix=others.pop(0), time_limit=PATIENCE
                     )
                 results["moves"].append(counts(plan, sent, held))
+            if number == STEPS * len(payload["plans"]) - 2 and "pays" in payload:
+                # Frozen, and the plan stays: it is not worth moving for one step more; then for very many it is.
+                freeze(payload["pays"]["frozen"])
+                for steps in (1, 10**9):
+                    decision = parallel.replan_if_it_pays(
+                        [slow_devices(4)],
+                        optimizer,
+                        averages=average,
+                        remaining_steps=steps,
+                        fix=payload["pays"]["plan"],
+                        time_limit=PATIENCE,
+                    )
+                    results.setdefault("decisions", []).append(
+                        [decision.moved, [dataclasses.asdict(price) for price in decision.prices], decision.summary()]
+                    )
+                    step(number + 0.5)
             update()
+        results["optimizer state"] = [
+            name
+            for name, parameter in parallel.named_parameters()
+            if int(optimizer.state.get(parameter, {}).get("step", 0))
+            != int(alone.state.get(dict(single.named_parameters())[name], {}).get("step", 0))
+        ]
         weights = parallel.full_state_dict()
         comparisons += differences("weights", weights, dict(single.named_parameters()), floor=1e-6)
         for name, tensor in average.items():

@@ -7,9 +7,20 @@ from typing import Any, cast
 
 import torch
 
+from cost_models import Cluster
+from passes.plan import Plan
 from runtime.execution.engine import Engine
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.migration.migration import Migration
+from runtime.migration.move_price import (
+    REPLAN_SECONDS,
+    ReplanDecision,
+    ReplanPrice,
+    axes_of,
+    check_question,
+    seconds_of_moving,
+    step_seconds,
+)
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import TransferPlan
 from runtime.parameters import ParameterTree, ShardedParameter
@@ -64,15 +75,77 @@ class Changing:
             RuntimeError: if a rank fails while the state moves, which is then lost.
         """
         optimizers = _listed(optimizer, torch.optim.Optimizer)
-        engine = self._engine_after(target, optimizers, options)
+        trains = self._ready(optimizers)
+        engine = self._engine_for(target, trains, options)
+        return self._go_on(engine, self._migration(engine, optimizers, averages))
+
+    def replan_if_it_pays(
+        self,
+        targets: Sequence[Any],
+        optimizer: Optimizers = None,
+        *,
+        remaining_steps: int,
+        replan_seconds: float = REPLAN_SECONDS,
+        averages: Averages | Sequence[Averages] = (),
+        **options: Any,
+    ) -> ReplanDecision:
+        """Go on under that of several plans with which the remaining training takes the least time, or as before.
+
+        The prices: to stay, ``remaining_steps`` times the seconds that the present plan predicts of a step; to go to a
+        target, so many times what the plan for it predicts, with what is frozen now; the seconds of the bytes that
+        would move, by the links of the plan's cluster; and ``replan_seconds``. Of equals the first is taken. All ranks
+        must call it, between two steps, and decide alike: nothing is measured.
+
+        Args:
+            targets: as of ``replan``: ``["pp=2,dp=2", "dp=4"]`` for a pipeline that is shortened to two and to one.
+            remaining_steps: of the training, after this one.
+            replan_seconds: of making programs for another plan.
+            optimizer, averages, options: as of ``replan``, for every target.
+
+        Raises:
+            ValueError: as ``replan``; for no targets, less than one step, or seconds below zero. A target for which
+                there is no plan is a row of the decision that says why.
+        """
+        check_question(targets, remaining_steps, replan_seconds)
+        optimizers = _listed(optimizer, torch.optim.Optimizer)
+        trains = self._ready(optimizers)
+        present = cast(Plan, self._engine.plan)
+        prices = [ReplanPrice("stay", step_seconds(present), remaining_steps)]
+        ways: list[tuple[Engine, Migration] | None] = [None]
+        for target in targets:
+            try:
+                engine = self._engine_for(target, trains, options)
+            except ValueError as error:
+                prices.append(ReplanPrice.impossible(str(getattr(target, "name", target)), remaining_steps, str(error)))
+                ways.append(None)
+                continue
+            plan, migration = cast(Plan, engine.plan), self._migration(engine, optimizers, averages)
+            moving = seconds_of_moving(migration.plan.bytes_by_pair, Cluster.from_dict(plan.cluster))
+            prices.append(
+                ReplanPrice(
+                    axes_of(plan), step_seconds(plan), remaining_steps, moving, replan_seconds, migration.plan.num_bytes
+                )
+            )
+            ways.append((engine, migration))
+        decision = ReplanDecision(tuple(prices))
+        chosen = ways[decision.chosen]
+        if chosen is not None:
+            self._go_on(*chosen)
+        return decision
+
+    def _migration(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], averages: Any) -> Migration:
+        """What would move if ``engine`` took over; nothing does yet."""
         names = tuple(self._engine.state.state_names)
-        migration = Migration(
+        return Migration(
             named_alike(self._engine.state.owned(), names),
             named_alike(engine.state.owned(), names),
             optimizers,
             _listed(averages, Mapping),
             self._engine.ranks,
         )
+
+    def _go_on(self, engine: Engine, migration: Migration) -> TransferPlan:
+        """Move the state to where ``engine`` needs it, and run that from now on."""
         places = cast(RankPlaces, engine.places)
         shown = self._tree.shown()
         migration.let_go(shown.values())
@@ -85,10 +158,10 @@ class Changing:
         migration.hand_over(self._tree.shown_by_every_name())
         return migration.plan
 
-    def _engine_after(self, target: Any, optimizers: Sequence[torch.optim.Optimizer], options: Any) -> Engine:
-        """The engine for ``target``, once all ranks have been found to be ready."""
-        before, replanner = self._engine, self._replanner
-        if replanner is None or not isinstance(before.places, RankPlaces):
+    def _ready(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, bool]:
+        """Whether each parameter is trained from now on, once all ranks have been found to be ready."""
+        before = self._engine
+        if self._replanner is None or not isinstance(before.places, RankPlaces):
             raise ValueError("only what planner.compile made for real ranks can be replanned")
         if before.plan is None:
             raise ValueError("there is no plan yet that could be changed: it is made at the first call")
@@ -96,8 +169,11 @@ class Changing:
         before.calls.together(self._tree.take_gradients)
         before.calls.check("calls replan")
         changed = {name: trains for own in before.ranks.gathered(self._tree.frozen_or_thawed()) for name, trains in own}
-        trains = {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
-        return replanner(before, target, trains, **options)
+        return {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
+
+    def _engine_for(self, target: Any, trains: Mapping[str, bool], options: Mapping[str, Any]) -> Engine:
+        assert self._replanner is not None
+        return self._replanner(self._engine, target, trains, **options)
 
     def _refuse_forgotten(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         handed_over = set(map(id, optimizers))
