@@ -66,15 +66,18 @@ class Front:
 
 def _undominated(seconds: Array, sizes: Array, limit: float) -> NDArray[np.int64]:
     """Indices of the points of at most ``limit`` bytes that no other beats in both, fastest first."""
-    order = np.lexsort((sizes, seconds))
+    fitting = np.flatnonzero(sizes <= limit)
+    seconds, sizes = seconds[fitting], sizes[fitting]
+    order = np.argsort(seconds, kind="stable")
     ordered = sizes[order]
-    if len(order) > 1:
-        fewer = np.empty(len(order), dtype=bool)
-        fewer[0] = True
-        np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=fewer[1:])
-        order, ordered = order[fewer], ordered[fewer]
-    # sizes fall from here on, so that those beyond the limit are first
-    return order[np.count_nonzero(ordered > limit) :]
+    fewer = np.ones(len(order), dtype=bool)
+    np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=fewer[1:])
+    order = order[fewer]
+    # of points that are equally fast, in whatever order, the last is the smallest
+    times = seconds[order]
+    last = np.ones(len(order), dtype=bool)
+    np.not_equal(times[1:], times[:-1], out=last[:-1])
+    return fitting[order[last]]
 
 
 def options_of(
