@@ -43,7 +43,7 @@ class Chain:
 
     def __str__(self) -> str:
         steps = [
-            ", ".join(f"{name}={size}" for name, size in plan.items() if size not in (1, 0)) for plan in self.plans
+            ", ".join(f"{name}={size}" for name, size in plan.items() if size > (name != "zero")) for plan in self.plans
         ]
         return " → ".join(steps)
 

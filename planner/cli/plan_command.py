@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cost_models.files import check_writable
 from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
+from planner.cli.freeze_command import run_training_timeline
 from planner.cli.island_command import refuse_island_options, run_island_plan
 from planner.cli.shared_options import (
     MESH_HELP,
@@ -103,6 +104,11 @@ def add_plan(commands: Any) -> None:
         metavar="FRAMEWORK",
         help="search only what it has settings for: torchtitan, megatron, accelerate-fsdp2, deepspeed, transformers-tp",
     )
+    parser.add_argument(
+        "--freeze",
+        metavar="SCHEDULE.toml",
+        help="plan a whole training whose first layers freeze on the way, and print when it replans",
+    )
     islands = parser.add_argument_group("islands with slow links between them (a cluster file with [[islands]])")
     islands.add_argument(
         "--loss-budget",
@@ -174,6 +180,8 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.cluster is not None and has_islands(options.cluster):
         return run_island_plan(options)
     refuse_island_options(options)
+    if options.freeze is not None:
+        return run_training_timeline(options, {**_common(options), **_where(options)})
     names, layouts = _baselines(options), _user_layouts(options)
     request = {**_common(options), **_where(options)}
     with progress_bar() as progress:

@@ -1,0 +1,115 @@
+"""How many layers are frozen from which step of a training on, as a file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_models.fields import as_table, check_finite, check_keys, get_count, get_number, get_tables
+from cost_models.files import read_toml
+from planner.changing.freeze_policy import FreezePolicy
+
+#: Decisions of the adaptive rule that are looked at: a plan is searched for each that freezes more.
+MOST_PHASES = 32
+
+
+@dataclass(frozen=True)
+class FreezePhase:
+    """Steps from ``first_step`` on, ``num_steps`` of them, with that many layers frozen."""
+
+    first_step: int
+    num_steps: int
+    frozen: int
+
+
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """The steps of a training, and what is frozen when.
+
+    Attributes:
+        steps: of the whole training.
+        frozen: step → layers that are frozen from it on, from the first layer on; layers stay frozen.
+        alpha, every: of the adaptive rule in its place, which decides every so many steps. Gradient norms are not known
+            beforehand: the most that it may freeze is taken.
+        replan_seconds: of making programs for another plan; None: ``runtime.migration.move_price.REPLAN_SECONDS``.
+
+    Raises:
+        ValueError: for steps outside of the training, and for both or neither of the two ways to say it.
+    """
+
+    steps: int
+    frozen: Mapping[int, int]
+    alpha: float | None = None
+    every: int | None = None
+    replan_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.frozen) is (self.alpha is not None):
+            raise ValueError(
+                "a freeze schedule has either [[freeze]] tables (step, layers) or one [adaptive] (alpha, every)"
+            )
+        for step in (*self.frozen, *([] if self.every is None else [self.every])):
+            if not 0 < step < self.steps:
+                raise ValueError(
+                    f"step {step} of the freeze schedule: a training of {self.steps} steps freezes within 1 to "
+                    f"{self.steps - 1}"
+                )
+        if self.replan_seconds is not None and self.replan_seconds < 0:
+            raise ValueError(f"replan_seconds = {self.replan_seconds}: seconds of at least 0")
+
+    @staticmethod
+    def from_toml(path: str | Path) -> FreezeSchedule:
+        """Read a file.
+
+        Raises:
+            ValueError: for what no schedule can be.
+        """
+        table = read_toml(path, what="freeze schedule")
+        check_finite(table, "the freeze schedule")
+        check_keys(table, ("steps", "replan_seconds", "freeze", "adaptive"), "the freeze schedule")
+        frozen: dict[int, int] = {}
+        for entry in get_tables(table, "freeze", "the freeze schedule") if "freeze" in table else []:
+            check_keys(entry, ("step", "layers"), "[[freeze]]")
+            step = get_count(entry, "step", "[[freeze]]")
+            if step in frozen:
+                raise ValueError(f"[[freeze]] says twice what is frozen from step {step} on")
+            frozen[step] = get_count(entry, "layers", "[[freeze]]")
+        rule: dict[str, Any] = {}
+        if "adaptive" in table:
+            adaptive = as_table(table["adaptive"], "[adaptive]")
+            check_keys(adaptive, ("alpha", "every"), "[adaptive]")
+            rule = {
+                "alpha": get_number(adaptive, "alpha", "[adaptive]"),
+                "every": get_count(adaptive, "every", "[adaptive]"),
+            }
+        if "replan_seconds" in table:
+            rule["replan_seconds"] = float(get_number(table, "replan_seconds", "the freeze schedule"))
+        return FreezeSchedule(get_count(table, "steps", "the freeze schedule"), frozen, **rule)
+
+    def phases(self, num_layers: int) -> tuple[FreezePhase, ...]:
+        """The training of a model with so many layers; the first phase has nothing frozen.
+
+        Raises:
+            ValueError: for more layers than the model has, and for too many decisions.
+        """
+        changes = {0: 0}
+        if self.alpha is None or self.every is None:
+            policy = FreezePolicy.scheduled(num_layers, self.frozen)
+            decisions = {step: step for step in sorted(self.frozen)}
+        else:
+            policy = FreezePolicy.adaptive(num_layers, self.alpha)
+            decisions = {step: step // self.every for step in range(self.every, self.steps, self.every)}
+        for step, decision in decisions.items():
+            before = max(changes.values())
+            if (count := policy.next(decision, before)) > before:
+                changes[step] = count
+        if len(changes) > MOST_PHASES:
+            raise ValueError(
+                f"the schedule freezes {len(changes) - 1} times, each of which is planned: {MOST_PHASES - 1} at most"
+            )
+        starts = list(changes)
+        return tuple(
+            FreezePhase(start, end - start, changes[start]) for start, end in zip(starts, [*starts[1:], self.steps])
+        )
