@@ -55,6 +55,19 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class GatedFeedForward(nn.Module):
+    """One expert with a gate and without biases."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size, inner, bias=False)
+        self.up = nn.Linear(size, inner, bias=False)
+        self.down = nn.Linear(inner, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class ExpertLoop(nn.Module):
     """A loop over modules: the rows of each expert are picked, computed and added up."""
 
@@ -67,12 +80,96 @@ class ExpertLoop(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.view(-1, x.shape[-1])
         scores, chosen = torch.topk(self.gate(rows), self.k)
-        scores = F.softmax(scores, dim=-1)
+        return self.mixed(rows, F.softmax(scores, dim=-1), chosen).view_as(x)
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(rows)
         for index, expert in enumerate(self.experts):
             token, choice = torch.where(chosen == index)
+            if len(token) == 0:
+                continue
             result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]))
-        return result.view_as(x)
+        return result
+
+
+class HitLoop(ExpertLoop):
+    """A loop over the experts that have any tokens, which have gates and no biases (Mixtral)."""
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__(size, inner, num_experts, k)
+        self.experts = nn.ModuleList(GatedFeedForward(size, inner) for _ in range(num_experts))
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        masks = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for index in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+            choice, token = torch.where(masks[index].squeeze(0))
+            picked = rows[None, token].reshape(-1, rows.shape[-1])
+            result.index_add_(0, token, self.experts[index](picked) * scores[token, choice, None])  # type: ignore[index]
+        return result
+
+
+class AnyChoiceLoop(ExpertLoop):
+    """A loop over experts whose masks say whether any choice of a token is the expert."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            is_chosen = chosen == index
+            mask = is_chosen.any(dim=-1)
+            if mask.sum() == 0:
+                continue
+            result[mask] += expert(rows[mask]) * (scores * is_chosen).sum(-1)[mask].unsqueeze(-1)
+        return result
+
+
+class CountingLoop(ExpertLoop):
+    """A loop in which the number of an expert's rows is a value."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]) / len(token))
+        return result
+
+
+class SkippingLoop(ExpertLoop):
+    """A loop that leaves out experts of a single row."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            if len(token) > 1:
+                result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]))
+        return result
+
+
+class SlotLoop(ExpertLoop):
+    """A loop in which an expert's weights depend on how many experts before it have rows."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result, slot = torch.zeros_like(rows), 0
+        for index in range(len(self.experts)):
+            token, choice = torch.where(chosen == index)
+            if len(token):
+                result.index_add_(0, token, scores[token, choice, None] * self.experts[slot](rows[token]))
+                slot += 1
+        return result
+
+
+class CapacityLoop(ExpertLoop):
+    """A loop in which an expert takes no more rows than its capacity, which is above what the example has."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            if len(token) > 2_000_000:
+                token, choice = token[:2_000_000], choice[:2_000_000]
+            result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]))
+        return result
 
 
 class MaskedLoop(ExpertLoop):
@@ -124,13 +221,20 @@ class CapacityDispatch(OneHotDispatch):
 
 
 class ByHand(nn.Module):
-    """Tokens → embedding → residual layers of one kind → loss."""
+    """Tokens → embedding → residual layers → loss."""
 
-    def __init__(self, layer: Callable[[int, int, int, int], nn.Module], *, size: int = 16, layers: int = 2) -> None:
+    def __init__(
+        self,
+        *kinds: Callable[[int, int, int, int], nn.Module],
+        size: int = 16,
+        layers: int = 2,
+        num_experts: int = 4,
+    ) -> None:
         super().__init__()
+        kinds = kinds if len(kinds) > 1 else kinds * layers
         self.embedding = nn.Embedding(32, size)
-        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(layers))
-        self.layers = nn.ModuleList(layer(size, 12, 4, 2) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in kinds)
+        self.layers = nn.ModuleList(layer(size, 12, num_experts, 2) for layer in kinds)
         self.head = nn.Linear(size, 32, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -150,6 +254,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "gpt-oss": lambda: language_model("GptOss"),
     "gpt-oss eager": lambda: language_model("GptOss", "eager"),
     "loop": lambda: ByHand(ExpertLoop),
+    "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
     "masked loop": lambda: ByHand(MaskedLoop),
     "one-hot": lambda: ByHand(OneHotDispatch),
     "capacity": lambda: ByHand(CapacityDispatch),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,9 +12,21 @@ import torch
 import planner
 import runtime.kernels  # noqa: F401  (registers the fused operators)
 from passes.capture import capture
+from passes.capture.interpret import interpret
 from passes.fuse import fuse
+from passes.ir.errors import CaptureError
+from passes.ir.graph import State
 from passes.rules.expert_rules import is_experts
-from tests.expert_families import family_batch, family_model
+from tests.expert_families import (
+    ByHand,
+    CapacityLoop,
+    CountingLoop,
+    ExpertLoop,
+    SkippingLoop,
+    SlotLoop,
+    family_batch,
+    family_model,
+)
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -27,6 +41,38 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
     graph = fuse(capture(family_model(name), kwargs=family_batch())).graph
     assert [node.output.shape for node in graph.nodes if is_experts(node)] == [(8, 6, 16)] * 2
     assert not [node.op for node in graph.nodes if any(word in node.op for word in MIXING)]
+
+
+def test_loops_over_experts_are_one_operator_each_and_compute_what_the_model_does() -> None:
+    """Over the experts that were hit, and over all with masks of the tokens that choose them."""
+    model = family_model("loops")
+    graph = capture(model, kwargs=family_batch())
+    assert [node.output.shape for node in fuse(graph).graph.nodes if is_experts(node)] == [(8, 6, 16)] * 2
+    for concentrated in (1.0, 5.0):  # of fewer experts some have no rows
+        for layer in model.layers:  # type: ignore[union-attr]
+            torch.nn.init.normal_(layer.gate.weight, std=concentrated)  # type: ignore[union-attr, arg-type]
+        weights = dict(model.named_parameters())
+        batch = family_batch(batch=8, length=6)
+        inputs = {value.name: batch[str(path[0])] for value, path in zip(graph.inputs, graph.input_paths)}
+        assert graph.loss is not None
+        found = interpret(graph, inputs, functools.partial(_weight, weights))[graph.loss]
+        expected = model(**batch)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        gradients = [torch.autograd.grad(loss, [*weights.values()], allow_unused=True) for loss in (found, expected)]
+        for one, other, weight in zip(*gradients, weights.values()):
+            zero = torch.zeros_like(weight)
+            torch.testing.assert_close(one if one is not None else zero, other if other is not None else zero)
+
+
+def _weight(weights: Mapping[str, torch.Tensor], state: State) -> torch.Tensor:
+    return weights[state.path]
+
+
+@pytest.mark.parametrize("loop", [CountingLoop, SkippingLoop, SlotLoop, CapacityLoop])
+def test_a_loop_over_experts_in_which_a_number_of_rows_decides_more_is_refused(loop: type[ExpertLoop]) -> None:
+    says = r"'layers.0' .*torch.where\(chosen == index\): .*depends on the parameters: how many"
+    with pytest.raises(CaptureError, match=says):
+        capture(ByHand(loop, layers=1), kwargs=family_batch())
 
 
 def test_rows_that_are_too_many_to_count_stay_in_place() -> None:
@@ -57,7 +103,7 @@ def test_a_load_balancing_loss_is_refused_in_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("name", "mesh", "fix"),
     [
-        ("gpt-oss", {"dp": 2, "tp": 2}, None),
+        ("loop", {"ep": 2, "tp": 2}, None),
         ("qwen3-moe", {"pp": 2, "dp": 2}, {"num_microbatches": 2}),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -17,6 +17,8 @@ from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
+from passes.canonicalise.expert_gates import join_expert_gates
+from passes.canonicalise.expert_loops import gather_expert_loops
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
@@ -42,13 +44,21 @@ __all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "inline
 
 
 def canonicalise(
-    module: fx.GraphModule, *, buffers: Collection[str], literals: Collection[str], trainable: Collection[str]
+    module: fx.GraphModule,
+    *,
+    buffers: Collection[str],
+    literals: Collection[str],
+    trainable: Collection[str],
+    picked: Mapping[int, str] | None = None,
+    left_out: Collection[int] = (),
 ) -> None:
     """Run every pass on ``module``, in place.
 
     Args:
         buffers, literals, trainable: names of the placeholders that are buffers, that are literal tensors, and that
             carry a gradient.
+        picked: made-up numbers of rows that masks pick → where.
+        left_out: those of them whose rows are left out.
 
     Raises:
         CaptureError: if something in the graph has no functional form.
@@ -71,6 +81,8 @@ def canonicalise(
     join_written_parts(module)
     drop_dead_code(module)
     split_cross_entropy(module)
+    gather_expert_loops(module, picked or {}, left_out=left_out)
+    join_expert_gates(module)
     unsort_experts(module)
     name_gathered_experts(module)
     view_counted_lookups(module)

@@ -24,6 +24,7 @@ from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
 from passes.capture.nested_values import Path, Structure, rebuild
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
+from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
 from passes.capture.python_state import describe, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
@@ -126,29 +127,19 @@ def _same_program(first: Graph, second: Graph) -> bool:
     return first == second and all(other is not None and torch.equal(one, other) for one, other in literals)
 
 
-def _traced(
-    model: nn.Module,
-    *,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    loss_fn: LossFunction | None,
-    training: bool | None,
-    values: Mapping[Path, torch.Tensor] | None = None,
-    buffer_values: Mapping[str, torch.Tensor] | None = None,
-    repeats: tuple[RepeatedEntries, ...] = (),
-) -> tuple[Graph, FlatCall]:
+def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
     """The graph, and the call on a copy of the model, in which the entries of ``repeats`` are skipped."""
-    trace = _trace(
-        model,
-        args=args,
-        kwargs=kwargs,
-        loss_fn=loss_fn,
-        training=training,
-        values=values,
-        buffer_values=buffer_values,
-        repeats=repeats,
-    )
-    return trace.graph(trace.program), trace.call
+    trace = _trace(model, **options)
+    picked = trace.call.reads.picked
+    calls = trace.calls() if picked.counts else []
+    graph = trace.graph()
+    if picked.counts:
+        try:
+            check_picked_rows(calls, graph, picked, lambda other: _trace(model, **options, picked=other))
+        except CaptureError as error:
+            text = str(error).removeprefix(f"cannot capture {type(model).__name__}: ")
+            raise CaptureError(f"cannot capture {type(model).__name__}: {text}") from error
+    return graph, trace.call
 
 
 def _trace(
@@ -162,6 +153,7 @@ def _trace(
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
     open_dims: OpenDims | None = None,
+    picked: PickedRows | None = None,
 ) -> _Trace:
     """The exported program of a call on a copy of the model."""
     stand_ins = StandIns(device_of(model), with_symbols=open_dims is not None)
@@ -172,12 +164,16 @@ def _trace(
         copied.train(training)
     paths = {id(module): name for name, module in copied.named_modules()}
     buffers = dict(model.named_buffers()) if buffer_values is None else buffer_values
-    call.reads = ValueReads(call.tensors if values is None else values, buffers, paths, whole=not repeats)
+    picked = PickedRows() if picked is None else picked
+    call.reads = ValueReads(
+        call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
+    )
     tensors = tuple(stand_ins.fresh(tensor) for tensor in call.tensors.values())
     with shortened(copied, repeats), announced_hooks(copied), unvalidated_distributions():
         graph_training = copied.training
         states = _state_names(call)
         program = _export(call, tensors, paths, open_dims)
+    refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
     loss = _loss_path(call, training)
     gradients = training is not False and (loss is not None or graph_training)
     return _Trace(call, program, states, loss, graph_training, gradients, repeats)
@@ -202,13 +198,18 @@ class _Trace:
     gradients: bool
     repeats: tuple[RepeatedEntries, ...]
 
-    def graph(self, program: ExportedProgram | StaticProgram) -> Graph:
+    def calls(self) -> list[OperatorCall]:
+        """The operators that the model called, while its program is not changed."""
+        return operator_calls(self.program.graph_module)
+
+    def graph(self, made_of_program: StaticProgram | None = None) -> Graph:
         """The graph of the program, or of what was made of it; it is changed.
 
         Raises:
             CaptureError: if there is none.
         """
         call = self.call
+        program = self.program if made_of_program is None else made_of_program
         merge_equal_literals(program)
         sources = _sources(program, call, self.states, gradients=self.gradients)
         try:
@@ -331,7 +332,7 @@ def _export(
     except Exception as error:
         if isinstance(error, MissingValues) or (call.reads.guards and is_raised_by_the_model(error)):
             raise
-        reason = str(error) if isinstance(error, CaptureError) else explain(error)
+        reason = call.reads.picked.before(str(error) if isinstance(error, CaptureError) else explain(error))
         raise CaptureError(f"cannot capture {name}: in {describe_failure(error, paths)}: {reason}") from error
     if reads is not None:
         raise CaptureError(f"cannot capture {name}: {reads}")
@@ -428,6 +429,8 @@ def _to_graph(program: ExportedProgram | StaticProgram, sources: dict[str, Sourc
         buffers=[name for name, source in sources.items() if source.kind == "buffer"],
         literals=[name for name, source in sources.items() if source.kind == "constant"],
         trainable=[name for name, source in sources.items() if source.requires_grad],
+        picked=call.reads.picked.counts,
+        left_out=call.reads.picked.left_out_counts,
     )
     outputs = [".".join(map(str, path)) for path in call.result.tensors]
     return convert(module, sources, outputs, model_name=type(call.model).__name__)

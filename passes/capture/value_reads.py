@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from passes.capture.error_checks import harmless_answer
 from passes.capture.guard_values import StepValues
+from passes.capture.picked_rows import PickedRows
 from passes.capture.shorten import NotRepeated
 from passes.capture.tracing_errors import describe_stack, innermost_frame_of_model
 from passes.capture.value_subgraph import Source, Subgraphs, UnknownValue
@@ -30,6 +32,7 @@ class ValueReads:
 
     Attributes:
         guards: what was read so far.
+        picked: the masks that depend on weights.
 
     Args:
         inputs: values of the call's tensors by path; None or on meta where there are none.
@@ -45,7 +48,9 @@ class ValueReads:
         modules: Mapping[int, str],
         *,
         whole: bool,
+        picked: PickedRows,
     ) -> None:
+        self.picked = picked
         self._inputs = inputs
         self._buffers = buffers
         self._modules = modules
@@ -106,6 +111,14 @@ class ValueReads:
             count = self._count(mask, torch.broadcast_shapes(source.shape, mask.shape))
             with stand_ins:
                 return source.new_empty((count,))
+        if operator is _aten.nonzero.default:
+            picked = self._picked_count(args[0])
+            if picked is not None:
+                with stand_ins:
+                    return args[0].new_empty((picked, args[0].dim()), dtype=torch.int64)
+        number = self._number(args[0]) if operator in _NUMBERS else None
+        if number is not None:
+            return number
         asked = tuple(self._argument(argument) for argument in args)
         named = tuple((name, self._argument(argument)) for name, argument in kwargs.items())
         question = self._add(GuardStep(str(operator), asked, named))
@@ -137,10 +150,41 @@ class ValueReads:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 places.append(index)
             else:
-                count = self._count(index, index.shape)
+                picked = self._picked_count(index) if index.dtype == torch.bool else None
+                count = self._count(index, index.shape) if picked is None else picked
                 with stand_ins:
                     places += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
         return places
+
+    def _picked_count(self, mask: torch.Tensor | fx.Node) -> int | None:
+        """How many rows a mask picks for the trace if what decides it is no input; None if it is one."""
+        traced = self._subgraphs
+        node = None if traced is None else traced.unsettled_mask(mask)
+        if traced is None or node is None:
+            return None
+        hits, place = traced.hits_of(node), describe_stack(self._modules)
+        self.picked.hits |= hits
+        is_looping = self.picked.is_looping(place) and not hits
+        expert = traced.entry_number(node, self.picked.hits) if is_looping else None
+        if is_looping and expert is None:
+            raise CaptureError(
+                "rows are picked inside of a loop over experts that were hit, by a mask that is not one of those whose "
+                f"hits the loop runs over: {_INSTEAD}"
+            )
+        return self.picked.count(node, expert, place)
+
+    def _number(self, tensor: torch.Tensor) -> int | float | None:
+        """A number that Python reads: one that was written out, or of the rows that a mask picks; None for others."""
+        traced = self._subgraphs
+        if traced is None:
+            return None
+        if self.picked.loops:
+            constant = traced.constant(tensor)
+            if constant is not None:
+                return constant.item()
+        of = traced.mask_counted(tensor)
+        count = None if of is None else self._picked_count(of[0])
+        return None if of is None or count is None else of[1](count)
 
     def _count(self, mask: torch.Tensor, shape: tuple[int, ...]) -> int:
         """How many entries of a mask, spread to ``shape``, are true."""
@@ -189,6 +233,9 @@ class ValueReads:
                 f"device): build the model on the CPU, or {_INSTEAD}"
             )
         return tensor
+
+
+_NUMBERS = (_aten.item.default, _aten._local_scalar_dense.default)
 
 
 def _words_for(operator: Any, args: tuple[Any, ...]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.capture.guard_values import StepValues
 from passes.capture.shorten import SKIPPED
 from passes.ir.value_guards import GuardStep, StepResult
 from passes.torch_compat.operators import OpOverload, schema, tree_leaves
@@ -78,12 +79,94 @@ class Subgraphs:
     def is_settled(self, tensor: torch.Tensor) -> bool:
         """Whether inputs, buffers and constants decide what ``tensor`` is."""
         node = self._trace.node_of(tensor)
+        return node is not None and self._is_settled(_upstream(node))
+
+    def _is_settled(self, nodes: Iterable[fx.Node]) -> bool:
         try:
-            for each in _upstream(node) if node is not None else ():
+            for each in nodes:
                 self._check(each)
         except UnknownValue:
             return False
-        return node is not None
+        return True
+
+    def unsettled_mask(self, mask: torch.Tensor | fx.Node) -> fx.Node | None:
+        """The node of a mask that inputs, buffers and constants do not decide; None if they do, or if it is written.
+
+        Masks that only lay out the same entries have one node.
+        """
+        node = mask if isinstance(mask, fx.Node) else self._trace.node_of(mask)
+        while node is not None and _name(node) in _LAID_OUT:
+            node = node.all_input_nodes[0]
+        if node is None or node.meta["val"].dim() == 0 or self._is_settled(_upstream(node)) or self._writers([node]):
+            return None
+        return node
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of what is made of numbers alone; None for what depends on anything else."""
+        return self._constant(self._trace.node_of(tensor))
+
+    def _constant(self, node: fx.Node | None) -> torch.Tensor | None:
+        nodes = _upstream(node) if node is not None else []
+        if not nodes or any(each.op != "call_function" for each in nodes) or self._writers(nodes):
+            return None
+        if not self._is_settled(nodes):
+            return None
+        values = StepValues(_nothing, _nothing)
+        steps: dict[fx.Node, StepResult] = {}
+        with outside_of_tracing():
+            for each in nodes:
+                values.run(self._step(each, steps, copied=False))
+                steps[each] = StepResult(len(steps))
+        return values.results[-1]  # type: ignore[no-any-return]
+
+    def mask_counted(self, tensor: torch.Tensor) -> tuple[fx.Node, Callable[[int], int | bool]] | None:
+        """(mask, f) if ``tensor`` is f of how many entries of a mask are true: ``mask.any()``, ``mask.sum() > 0``."""
+        node: Any = self._trace.node_of(tensor)
+        negated = False
+        while node is not None and _is_flag(node):
+            negated ^= _name(node) != "aten.ne"
+            node = node.args[0]
+        if node is None or not isinstance(node.target, OpOverload) or not node.args:
+            return None
+        compare, bound = _COMPARISONS.get(_name(node)), 0
+        if compare is not None:
+            node, bound = node.args[:2]
+        is_sum = isinstance(node, fx.Node) and _name(node) in _COUNTS
+        is_any = isinstance(node, fx.Node) and _name(node) == "aten.any" and compare is None
+        if not isinstance(bound, int) or not (is_sum or is_any) or len(node.args) != 1:
+            return None
+        mask = node.args[0]
+        if mask.meta["val"].dtype != torch.bool:
+            return None
+        if is_sum and compare is None:
+            return None if negated else (mask, int)
+        asked = compare or python_operator.gt
+        return mask, lambda count: asked(count, bound) != negated
+
+    def hits_of(self, mask: fx.Node) -> set[fx.Node]:
+        """The masks of all experts if ``mask`` says which of them have an entry: ``masks.sum((1, 2)) > 0``."""
+        node: Any = mask
+        while _name(node) in _ABOVE_ZERO and node.args[1:] in ((), (0,)):
+            node = node.args[0]
+        if mask.meta["val"].dim() != 1 or _name(node) not in _SUMS or len(node.args) < 2:
+            return set()
+        masks, dims = node.args[0], node.args[1]
+        rank = masks.meta["val"].dim()
+        summed = {dim % rank for dim in (dims if isinstance(dims, (list, tuple)) else [dims])}
+        is_one_hot = any(_name(each) == "aten.one_hot" for each in _upstream(masks))
+        return {masks} if is_one_hot and summed == set(range(1, rank)) else set()
+
+    def entry_number(self, mask: fx.Node, masks: set[fx.Node]) -> int | None:
+        """Which entry along the first dim of one of ``masks`` a mask is; None if it is none."""
+        node: Any = mask
+        while _name(node) in (*_ABOVE_ZERO, *_SAME_ENTRIES):
+            node = node.args[0]
+        if not node.args or node.args[0] not in masks:
+            return None
+        if _name(node) == "aten.select" and node.args[1] == 0:
+            return int(node.args[2])
+        number = self._constant(node.args[1][0]) if _name(node) == "aten.index" and len(node.args[1]) == 1 else None
+        return int(number) if number is not None and number.numel() == 1 else None
 
     def is_written(self, source: Source) -> bool:
         """Whether an operator changes what the trace began with."""
@@ -128,6 +211,33 @@ class Subgraphs:
             blank = GuardStep("blank", (tuple(entry.shape), entry.dtype))
             return GuardStep(str(node.target), (*args[:place], blank, *args[place + 1 :]), _keywords(node, steps))
         return GuardStep(str(node.target), args, _keywords(node, steps), writes=bool(_written(node)))
+
+
+_COUNTS = ("aten.sum", "aten.count_nonzero")
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    f"aten.{name}": getattr(python_operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
+}
+_ABOVE_ZERO = ("aten.gt", "aten.greater", "aten.ne", "aten.to", "aten._to_copy")
+_SUMS = ("aten.sum", "aten.any")
+_LAID_OUT = ("aten.view", "aten.reshape", "aten.flatten", "aten.alias")
+_SAME_ENTRIES = ("aten.squeeze", "aten.view", "aten.reshape", "aten.to", "aten.alias", "aten.detach")
+
+
+def _name(node: fx.Node) -> str:
+    """``aten.sum`` for each of its overloads."""
+    return str(node.target).rpartition(".")[0]
+
+
+def _is_flag(node: fx.Node) -> bool:
+    """Whether a node tells if another flag is true, or if it is not."""
+    if _name(node) in ("aten.logical_not", "aten.bitwise_not"):
+        return True
+    is_compared = _name(node) in ("aten.ne", "aten.eq") and node.args[1:] == (0,) and isinstance(node.args[0], fx.Node)
+    return is_compared and _name(node.args[0]) not in _COUNTS  # type: ignore[arg-type]
+
+
+def _nothing(name: Any) -> torch.Tensor:
+    raise UnknownValue(f"depends on {name!r}")
 
 
 def _upstream(node: fx.Node) -> list[fx.Node]:

@@ -65,7 +65,11 @@ class WatchedForward(TorchFunctionMode):
                 self._checks.append((args[0].clone(), *check))
                 return check[0]
         num_entries = self._reads.num_entries
+        places = self._reads.picked.rows_of(name, args[0] if args else None)
+        if places is not None:
+            return places
         result = _array(args[0]) if func in _AS_ARRAY else func(*args, **(kwargs or {}))
+        self._reads.picked.note(name, args[0] if args else None, result)
         self._follow_targets(name, args, result, self._reads.readings_since(num_entries))
         if isinstance(result, torch.Tensor):
             self._check_origin(name, args)

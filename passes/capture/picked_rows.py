@@ -1,0 +1,232 @@
+"""Rows that a mask of unknown values picks while a model is traced: they get a made-up number.
+
+``token, choice = torch.where(chosen == expert)`` gives as many rows as the expert has tokens, which weights decide. The
+trace goes on with a number that no tensor has by chance; ``passes.canonicalise.expert_loops`` then writes what is
+computed on the rows as the same on all rows, of which the mask drops the others. A loop over the experts that were hit
+(``for expert in mask.nonzero()``) runs over all of them, and whether a mask picks any row (``if mask.any():``) is taken
+to be so: masks that pick nothing have no rows to add.
+
+The result may depend on the numbers of rows in no other way. Traces with other numbers show it: very many rows, one row
+for each mask, none for all or for some of the masks. Those without rows have to give what leaving out their rows gives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from passes.capture.repeats import RepeatedEntries
+from passes.capture.shorten import NotRepeated
+from passes.ir.errors import CaptureError
+from passes.ir.graph import Graph
+from passes.torch_compat.operators import tree_leaves
+
+#: Most entries of a mask whose places Python loops over.
+_MOST_PLACES = 1024
+#: More rows than any threshold in a model (a capacity).
+_VERY_MANY = 1 << 33
+#: Operators that only lay out.
+_LAYOUTS = ("aten.view", "aten.reshape", "aten.expand", "aten.squeeze", "aten.unsqueeze", "aten.alias")
+_VIEWS = ("squeeze", "flatten", "view", "reshape", "cpu", "__getitem__")
+
+
+@dataclass
+class PickedRows:
+    """The masks of one trace.
+
+    Args:
+        first, step: the number of rows that the first mask picks, and how many more each of the next ones does.
+        idle: every so many masks of a module is idle, the first one too; 0: none is.
+        left_out: idle masks pick rows, one more than others do; otherwise they pick none.
+
+    Attributes:
+        counts: numbers of rows so far → where the model picks them.
+        left_out_counts: those of idle masks, whose rows are left out of what is computed.
+        loops: paths of the modules that looped over places.
+        hits: nodes of the masks of all experts of which it asked for those that have any row.
+    """
+
+    first: int = 1_000_003
+    step: int = 2
+    idle: int = 0
+    left_out: bool = False
+    counts: dict[int, str] = field(default_factory=dict)
+    left_out_counts: set[int] = field(default_factory=set)
+    loops: set[str] = field(default_factory=set)
+    hits: set[fx.Node] = field(default_factory=set)
+    _masks: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    _by_module: Counter[str] = field(default_factory=Counter)
+    _last_place: str = ""
+    _places: dict[int, tuple[torch.Tensor, int, str]] = field(default_factory=dict)
+
+    def _is_idle(self, number: int) -> bool:
+        return self.idle > 0 and number % self.idle == 0
+
+    def count(self, mask: object, expert: int | None, place: str) -> int:
+        """The number of rows that a mask picks: the same whenever it is asked.
+
+        Args:
+            mask: what the mask is known by.
+            expert: its place in a loop over the experts that were hit.
+            place: the line of the model that asks.
+        """
+        self._last_place = place
+        if mask not in self._masks:
+            self._masks[mask] = (len(self._masks), self._by_module[_module_path(place)])
+            self._by_module[_module_path(place)] += 1
+        number, number_in_module = self._masks[mask]
+        count = self.first + self.step * number
+        if self._is_idle(number_in_module if expert is None else expert):
+            count = count + 1 if self.left_out else 0
+            self.left_out_counts.add(count)
+        self.counts.setdefault(count, place)
+        return count
+
+    def is_looping(self, place: str) -> bool:
+        """Whether a line may be part of a loop over places."""
+        path = _module_path(place)
+        return any(not loop or path == loop or path.startswith(f"{loop}.") for loop in self.loops)
+
+    def before(self, reason: str) -> str:
+        """Why a trace failed, with the first rows that were picked before."""
+        if not self.counts:
+            return reason
+        place = next(iter(self.counts.values()))
+        return f"{reason} (the shape of a result depends on a value, which depends on the parameters, in {place})"
+
+    def note(self, function: str, operand: object, result: object) -> None:
+        """Follow the places of a mask of one dim through functions that only change their shape."""
+        if not isinstance(operand, torch.Tensor) or not self.counts:
+            return
+        size, place = self._source(function, operand)
+        for each in result if isinstance(result, tuple) else (result,):
+            if size and isinstance(each, torch.Tensor) and each.dim() and each.shape[0] in self.counts:
+                self._places[id(each)] = (each, size, place)
+
+    def _source(self, function: str, operand: torch.Tensor) -> tuple[int, str]:
+        """How many places there are at most in what a function gives, and who picked them; 0 if it gives no places."""
+        if function in ("nonzero", "argwhere", "where"):
+            is_one_dim = operand.dim() == 1 and operand.shape[0] <= _MOST_PLACES
+            return operand.shape[0] if is_one_dim else 0, self._last_place
+        if function not in _VIEWS or id(operand) not in self._places:
+            return 0, ""
+        return self._places[id(operand)][1:]
+
+    def rows_of(self, function: str, operand: object) -> tuple[torch.Tensor, ...] | list[Any] | None:
+        """What a loop or ``tolist`` gives of the places of a mask: all there are; None for other calls."""
+        if function not in ("unbind", "tolist") or id(operand) not in self._places:
+            return None
+        places, size, place = self._places[id(operand)]
+        self.loops.add(_module_path(place))
+        numbers = [number for number in range(size) if self.left_out or not self._is_idle(number)]
+        if function == "tolist":
+            return numbers if places.dim() == 1 else [[number] for number in numbers]
+        return tuple(torch.full(places.shape[1:], number) for number in numbers)
+
+
+def _module_path(place: str) -> str:
+    """The path of the module in a place as ``describe_stack`` gives it."""
+    return place.split("'")[1] if place.startswith("module '") else ""
+
+
+def refuse_picked_rows(picked: PickedRows, repeats: Sequence[RepeatedEntries], *, is_open: bool) -> None:
+    """Refuse a trace for several shapes, or one that skips some of the layers that a loop picks rows for.
+
+    Raises:
+        CaptureError, NotRepeated: in these cases.
+    """
+    if picked.counts and is_open:
+        raise CaptureError("rows that a mask picks are traced for each shape")
+    for place in picked.counts.values() if repeats else ():
+        if all(repeat.entry_of(_module_path(place)) is None for repeat in repeats):
+            raise NotRepeated(place)
+
+
+class RowsTraced(Protocol):
+    """A trace with other numbers of rows."""
+
+    def graph(self) -> Graph:
+        """Its canonical graph."""
+
+    def calls(self) -> list[OperatorCall]:
+        """The operators that the model called, and their arguments that are no tensors; before ``graph``."""
+
+
+#: An operator's name, and its arguments that are no tensors.
+OperatorCall = tuple[str, list[Any]]
+
+
+def operator_calls(module: fx.GraphModule) -> list[OperatorCall]:
+    """The operators that a trace called, in order; not those that only lay out, which torch itself adds for one row."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return [(str(node.target), _numbers(node)) for node in nodes if str(node.target).rpartition(".")[0] not in _LAYOUTS]
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    return [leaf for leaf in tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)]
+
+
+def check_picked_rows(
+    calls: list[OperatorCall], graph: Graph, picked: PickedRows, trace: Callable[[PickedRows], RowsTraced]
+) -> None:
+    """Trace again with other numbers of picked rows: nothing else may come of them.
+
+    Args:
+        calls, graph: those of ``picked``.
+        trace: traces with other numbers.
+
+    Raises:
+        CaptureError: if something does.
+    """
+    many = trace(PickedRows(first=_VERY_MANY))
+    same = _same_calls(calls, many.calls(), trace(PickedRows(first=1, step=0)).calls())
+    same = same and _form(graph) == _form(many.graph())
+    for idle in (1, 2):
+        same = same and _form_if_idle(idle, trace, left_out=True) == _form_if_idle(idle, trace, left_out=False)
+    if not same:
+        raise CaptureError(
+            f"in {next(iter(picked.counts.values()))}: control flow depends on a value, which depends on the "
+            "parameters: how many entries of a mask are true decides more than which rows are computed: compute every "
+            "row and choose with torch.where"
+        )
+
+
+def _form_if_idle(idle: int, trace: Callable[[PickedRows], RowsTraced], *, left_out: bool) -> list[Any]:
+    return _form(trace(PickedRows(step=0, idle=idle, left_out=left_out)).graph())
+
+
+def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[OperatorCall]) -> bool:
+    """Whether traces with some, with very many and with one row a mask called the same.
+
+    One row has canonical layouts that more rows have not, so calls are compared and not graphs. A number that differs
+    between some and very many rows is made of the number of rows: what comes of it the graphs tell.
+    """
+    if not len(calls) == len(many) == len(one):
+        return False
+    for (name, numbers), (name_of_many, of_many), (name_of_one, of_one) in zip(calls, many, one):
+        if not name == name_of_many == name_of_one or not len(numbers) == len(of_many) == len(of_one):
+            return False
+        if any(some == very_many != single for some, very_many, single in zip(numbers, of_many, of_one)):
+            return False
+    return True
+
+
+def _form(graph: Graph) -> list[Any]:
+    """What a graph computes, whatever the names of its values."""
+    literals = {state.value.name: state.data for state in graph.states if state.data is not None}
+    numbers: dict[str, Any] = {
+        name: (str(data.dtype), tuple(data.shape), data.tolist()) for name, data in literals.items()
+    }
+    form: list[Any] = []
+    for node in graph.nodes:
+        operands = [numbers.get(name, name) for name in node.inputs]
+        results = [(value.shape, value.dtype) for value in node.outputs]
+        form.append((node.op, operands, node.constants, results, node.module_path))
+        numbers.update({value.name: (len(form), place) for place, value in enumerate(node.outputs)})
+    return [*form, [(path, numbers.get(name, name)) for path, name in graph.outputs.items()], graph.loss]
