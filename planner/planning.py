@@ -357,15 +357,28 @@ def capture_for_planning(
 
     tell = progress or (lambda _: None)
     tell(Report(READING))
+    import torch
+
     from passes.capture import capture
+    from passes.ir.errors import MissingValues
+    from planner.library import example_ids
 
     module = as_module(model, dtype=dtype)
+    made_up = example_inputs is None
     if example_inputs is None:
         example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
     tell(Report(CAPTURING))
-    if isinstance(example_inputs, Mapping):
-        return capture(module, kwargs=dict(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)
-    return capture(module, args=tuple(example_inputs), loss_fn=loss_fn, training=training, copy_repeats=True)
+    names = isinstance(example_inputs, Mapping)
+    options: dict[str, Any] = {"loss_fn": loss_fn, "training": training, "copy_repeats": True}
+    options |= {"kwargs": dict(example_inputs)} if names else {"args": tuple(example_inputs)}
+    try:
+        return capture(module, **options)
+    except MissingValues:
+        if not made_up or batch_size is None:
+            raise
+        ids = example_ids(module, batch_size=batch_size, seq_len=seq_len)
+        values = {(name,): value for name, value in ids.items() if isinstance(value, torch.Tensor)}
+        return capture(module, values=values, **options)
 
 
 def as_module(model: Any, *, dtype: str | None = None) -> torch.nn.Module:

@@ -13,6 +13,7 @@ from torch import nn
 
 import planner
 from passes.chains import INDUCTOR, TRITON, OperatorChain, chain_up
+from passes.chains.find_chains import MOST_OPERANDS
 from passes.emit import emit
 from passes.ir.graph import Ref
 from passes.shard import Compute
@@ -76,6 +77,17 @@ def test_random_operators_are_left_out() -> None:
     y = maker.call("dropout", maker.call("neg", maker.call("exp", maker.input("x", (4, 6)))), 0.1, True)
     z = maker.call("relu", maker.call("sin", y))
     assert [ops_of(chain) for chain in chains_of(sharded_of(maker.graph(z)))] == [["exp", "neg"], ["sin", "relu"]]
+
+
+def test_a_kernel_has_as_many_tensors_as_registers_can_address() -> None:
+    """An unrolled scan adds a tensor at each step."""
+    maker = GraphMaker()
+    total = maker.input("x", SHAPE)
+    for step in range(MOST_OPERANDS + 20):
+        total = maker.call("add.Tensor", total, maker.input(f"step_{step}", SHAPE))
+    chains = chains_of(sharded_of(maker.graph(total)))
+    assert len(chains) == 2 and sum(len(ops_of(chain)) for chain in chains) == MOST_OPERANDS + 20
+    assert max(len(chain.inputs) + len(chain.outputs) for chain in chains) == MOST_OPERANDS
 
 
 def test_readers_of_one_tensor_share_a_kernel() -> None:

@@ -131,3 +131,20 @@ def test_rotary_of_heads_and_pairs_taken_apart_at_once(shape: tuple[int, ...]) -
     assert fused_rows(result) == {"rotary": 1} and not result.near_misses
     rotary = next(node for node in result.graph.nodes if node.op.startswith("meshwright."))
     assert rotary.output.shape == (*shape[:2], shape[2] // 8, 8)
+
+
+def test_a_norm_behind_complex_angles_keeps_what_it_reads() -> None:
+    """Llama 4 norms what it has rotated: two patterns that meet in a value that one of them casts."""
+
+    def rotate_and_norm(x: torch.Tensor, angle: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(3).type_as(x)
+        wide = turned.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(x) * weight
+
+    result = fused(rotate_and_norm, (2, 3, 5, 8), (3, 4), dtype=torch.bfloat16)
+    assert fused_rows(result) == {"rotary": 1, "rms_norm": 1}
+    names = {value.name for value in result.graph.inputs} | {state.value.name for state in result.graph.states}
+    for node in result.graph.nodes:
+        assert names.issuperset(node.inputs)
+        names.update(value.name for value in node.outputs)

@@ -12,7 +12,7 @@ import torch
 
 from passes.ir.graph import Graph
 from passes.rules.operator_call import bind
-from planner.library import build_model, config_names, example_batch, load_config, random_batch
+from planner.library import build_model, config_names, example_batch, example_ids, load_config, random_batch
 from planner.planning import capture_for_planning
 
 pytest.importorskip("transformers")
@@ -123,6 +123,20 @@ def test_every_model_type_can_be_captured(name: str) -> None:
     assert graph.loss == "loss" and graph.model_name == load_config(name).architectures[0]
     batch_inputs = [value for value in graph.inputs if value.shape[0] == 4]
     assert len(batch_inputs) == len(graph.inputs) >= 2
+
+
+@pytest.mark.parametrize("name", ["tiny-llava", "tiny-wav2vec2"])
+def test_models_whose_code_reads_ids_are_captured_by_name(name: str) -> None:
+    """How many tokens stand for an image; whether every label is in the vocabulary: of ids that are made up."""
+    graph = capture_for_planning(name, batch_size=2, seq_len=16)
+    assert graph.loss == "loss" and graph.guards.input_paths
+
+
+def test_models_that_are_told_where_images_stand_are_told_so() -> None:
+    config = load_config("qwen2-vl-7b")
+    batch = example_ids(config, batch_size=2, seq_len=80)
+    assert (batch["mm_token_type_ids"] == (batch["input_ids"] == config.image_token_id)).all()
+    assert batch["mm_token_type_ids"].sum(1).tolist() == [64, 64]
 
 
 #: Model types that have eager attention only, or add a learned bias to their scores.

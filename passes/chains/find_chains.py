@@ -17,6 +17,9 @@ from passes.ir.types import MeshShape
 from passes.shard import Compute, Local, Section
 from passes.shard.operations import Operation, made_by, used_by
 
+#: Tensors that one kernel reads and writes, forward: each has an address, a mask and a gradient in registers.
+MOST_OPERANDS = 64
+
 
 class Groups:
     """The groups of one section; ``of[i]`` is the group of operation i, and its members are in ``members``."""
@@ -76,7 +79,7 @@ class Groups:
         return max(makers - together, default=-1) > min(together)
 
     def _join(self, one: int, other: int) -> None:
-        """Make one group of two and of what lies between them, if all of it computes on one space."""
+        """Make one group of two and of what lies between them, if it computes on one space and a kernel can hold it."""
         first, second = sorted((self.of[one], self.of[other]), key=self.place.__getitem__)
         if first == second:
             return
@@ -92,12 +95,22 @@ class Groups:
         if not all(self.spaces[group] in (space, rows_of(space)) for group in together):
             return
         merged = sorted(index for group in together for index in self.members[group])
+        if self._num_operands(merged) > MOST_OPERANDS:
+            return
         self._reorder(first, second, together)
         for group in together - {first}:
             del self.members[group], self.spaces[group]
         self.members[first], self.spaces[first] = merged, space
         for index in merged:
             self.of[index] = first
+
+    def _num_operands(self, indices: Sequence[int]) -> int:
+        """How many tensors a group would read from others, and make for others or for the end of the section."""
+        group = set(indices)
+        read = {local for index in indices for local in used_by(self.body[index])}
+        made = [local for index in indices for local in made_by(self.body[index])]
+        ends = {index for index in indices if not group.issuperset(self.users[index]) or not self.users[index]}
+        return len(read.difference(made)) + sum(self.maker[local] in ends for local in made)
 
     def _reorder(self, first: int, second: int, together: set[int]) -> None:
         """Let what needs one of a group follow it, of all that stands between its first and its last.

@@ -59,6 +59,8 @@ class Rewriter:
         self.results = frozenset(graph.outputs.values())
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.by_name = {node.name: node for node in graph.nodes}
+        self.makers = {value.name: node for node in graph.nodes for value in node.outputs}
+        self.readers: dict[str, list[str]] = {}
         self.taken: set[str] = set()
         self.replaced: dict[str, Replaced] = {}
         self.near_misses: dict[str, NearMiss] = {}
@@ -76,6 +78,7 @@ class Rewriter:
     def _find(self, copies: Copies | None) -> bool:
         """Try all patterns everywhere, with ``copies`` once for all copies of a block; return whether these agree."""
         self.taken, self.replaced, self.near_misses, self.inside_of_misses = set(), {}, {}, set()
+        self.readers = {}
         for node in reversed(self.graph.nodes):
             if node.constant or node.name in self.taken:
                 continue
@@ -163,15 +166,21 @@ class Rewriter:
         """Why values of the pattern are needed besides its result, "" if none is."""
         for name in inside - {root.name}:
             node = self.by_name[name]
-            if node.op in _FREE:
+            if self._may_stay(node, inside):
                 continue
             for value in node.outputs:
                 if value.name in self.results:
                     return f"{value.name} inside of it is an output of the model"
-                others = [user for user in self.users.get(value.name, ()) if user not in inside]
+                users = (*self.users.get(value.name, ()), *self.readers.get(value.name, ()))
+                others = [user for user in users if user not in inside]
                 if others:
                     return f"{value.name} inside of it is used by {others[0]} too"
         return ""
+
+    def _may_stay(self, node: Node, inside: frozenset[str]) -> bool:
+        """Whether ``node`` can be done beside the fused operator: it costs nothing, and neither does what it reads."""
+        within = (self.makers[name] for name in node.inputs if name in self.makers and self.makers[name].name in inside)
+        return node.op in _FREE and all(self._may_stay(each, inside) for each in within)
 
     def _differs(self, match: PatternMatch, nodes: Sequence[Node]) -> str:
         matched_nodes = [self.by_name[name] for name in sorted(match.inside | match.casts, key=self.order.__getitem__)]
@@ -186,6 +195,8 @@ class Rewriter:
     def _accept(self, row: Row, root: Node, match: PatternMatch, nodes: Sequence[Node]) -> None:
         removed = {name for name in match.inside if self.by_name[name].op not in _FREE} | {root.name}
         self.taken |= removed
+        for name in (name for node in nodes for name in node.inputs):
+            self.readers.setdefault(name, []).append(root.name)
         self.replaced[root.name] = Replaced(row, root, frozenset(removed), tuple(nodes))
 
     def _rewritten(self) -> Graph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.library import tasks
-from planner.library.image_tokens import image_fields
+from planner.library.image_tokens import TYPED, image_fields
 
 #: Pixels along each side of an image where the config does not say (``resnet`` takes any).
 IMAGE_SIZE = 224
@@ -147,8 +147,13 @@ def _illustrated(config: Any, batch_size: int, seq_len: int | None) -> Fields:
     return {
         "input_ids": Field(tokens.shape, high, placeholders=placeholders),
         **{name: Field(value) if isinstance(value, tuple) else ConstantField(value) for name, value in images.items()},
+        **({"mm_token_type_ids": _image_types(tokens, placeholders)} if config.model_type in TYPED else {}),
         "labels": Field(tokens.shape, high, ignored=True),
     }
+
+
+def _image_types(tokens: Field, placeholders: tuple[int, int] | None) -> Field:
+    return Field(tokens.shape, 1, placeholders=placeholders and (placeholders[0], 1))
 
 
 _FIELDS: dict[str, Callable[[Any, int, int | None], Fields]] = {

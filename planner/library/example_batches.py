@@ -59,6 +59,23 @@ def random_batch(
     return batch
 
 
+def example_ids(model_or_config: Any, *, batch_size: int, seq_len: int | None = None) -> dict[str, Any]:
+    """The integers of a random batch (tokens, labels, constants), for models whose Python code reads them.
+
+    Raises:
+        ValueError: as ``example_batch``.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    fields = batch_fields(model_or_config, batch_size=batch_size, seq_len=seq_len)
+    return {
+        name: _constant(field) if isinstance(field, ConstantField) else _random(field, torch.int64, generator)
+        for name, field in fields.items()
+        if isinstance(field, ConstantField) or field.high is not None
+    }
+
+
 def _random(field: Field, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     import torch
 

@@ -8,6 +8,9 @@ from typing import Any
 #: Shapes of tensors of floats, and values of other arguments, by name.
 Images = dict[str, Any]
 
+#: Model types that are told which tokens stand for an image: 1, and 0 for words.
+TYPED = frozenset({"qwen2_vl", "qwen2_5_vl"})
+
 #: Patches along each side of an image, for models that take any size.
 GRID = 16
 
