@@ -377,7 +377,9 @@ def capture_for_planning(
         if not made_up or batch_size is None:
             raise
         ids = example_ids(module, batch_size=batch_size, seq_len=seq_len)
-        values = {(name,): value for name, value in ids.items() if isinstance(value, torch.Tensor)}
+        values: dict[tuple[str | int, ...], torch.Tensor] = {
+            (name,): value for name, value in ids.items() if isinstance(value, torch.Tensor)
+        }
         return capture(module, values=values, **options)
 
 
