@@ -26,6 +26,17 @@ class Calls(nn.Module):
         return self.function(x * self.weight).square().sum()
 
 
+class Sums(nn.Module):
+    """The sum of squares of what a module gives."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x).square().sum()  # type: ignore[no-any-return]
+
+
 def ops(graph: Graph) -> list[str]:
     return [node.op for node in graph.nodes]
 
@@ -289,6 +300,68 @@ def test_flattened_linears_keep_their_dims() -> None:
     graph = assert_parity(Conv1D(), args=(torch.randn(2, 3, 8, dtype=torch.float64),))
     assert ops(graph)[:2] == ["aten.transpose.int", "aten.linear.default"]
     assert graph.nodes[1].output.shape == (2, 3, 6)
+
+
+def test_attention_of_torch_keeps_its_samples_apart() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+    graph = assert_parity(Sums(layer), args=(torch.randn(4, 3, 8, dtype=torch.float64),))
+    assert all(node.output.shape[:2] in ((4, 3), (3, 4)) for node in graph.nodes if node.op == "aten.linear.default")
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda y: torch.cat(y.split(2)), []),
+        (lambda y: torch.stack(y.unbind(1), 1), []),
+        (lambda y: torch.cat(y.unbind()), ["aten.reshape.default"]),
+        (lambda y: torch.cat(y.split(2)[::-1]), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.split(1)[:3]), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.split(2), 1), ["aten.split_with_sizes.default", "aten.cat.default"]),
+        (lambda y: torch.cat(y.unbind(1)), ["aten.unbind.int", "aten.cat.default"]),
+    ],
+)
+def test_all_pieces_put_together_are_the_tensor(
+    function: Callable[[torch.Tensor], torch.Tensor], expected: list[str]
+) -> None:
+    assert check(function, 4, 6) == expected
+
+
+PLACES = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1], [0, 0, 1, 1, 0]], dtype=torch.bool)
+
+
+def _scattered(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return y.masked_scatter(places.unsqueeze(-1), y[:, :2].flatten(0, 1) * 2)
+
+
+def _scattered_in_place(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return y.clone().masked_scatter_(places.unsqueeze(-1).expand_as(y), y[:, :2].exp())
+
+
+def _set(y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    result = y.clone()
+    result[places] = y[:, :2].reshape(6, 4).exp()
+    return result
+
+
+@pytest.mark.parametrize("function", [_scattered, _scattered_in_place, _set])
+@pytest.mark.parametrize("other_numbers", [False, True])
+def test_as_many_rows_placed_in_each_sample_keep_samples_apart(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], other_numbers: bool
+) -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5, 4, dtype=torch.float64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return function(self.weight * 2, ids == 7).square().sum()
+
+    places = PLACES.clone()
+    if other_numbers:
+        places[0, 0], places[1, 0] = True, False
+    graph = assert_parity(Places(), args=(torch.where(places, 7, 1),))
+    scatters = {"aten.masked_scatter.default", "aten.index_put.default"}
+    assert bool(scatters & set(ops(graph))) == other_numbers
 
 
 def test_a_tensor_written_part_by_part_is_its_parts_side_by_side() -> None:

@@ -98,8 +98,17 @@ class PicksOneByOne(Reader):
         return y[list(lengths), list(lengths % FEATURES)] * int(lengths[0])
 
 
+class PlacesRows(Reader):
+    """As features of images between those of tokens: one a sample, or another number."""
+
+    def read(self, y: torch.Tensor, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(FEATURES) == lengths[:, None] - 1
+        return y.masked_scatter(places, y.sum(1)).square()
+
+
 READERS = (
-    ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer, PicksOneByOne,
+    PlacesRows, ReadsNumber, Branches, SplitsByList, SelectsByMask, CountsKinds, WritesFirst, ComparesWithBuffer,
+    PicksOneByOne,
 )  # fmt: skip
 TARGETS = ("pp=1,dp=2", "tp=2")
 

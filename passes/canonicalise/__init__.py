@@ -24,6 +24,7 @@ from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
+from passes.canonicalise.joined_pieces import unite_pieces
 from passes.canonicalise.linears import unflatten_linears
 from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.noops import drop_noops
@@ -79,6 +80,7 @@ def canonicalise(
     drop_noops(module, trainable)
     normalise_views(module)
     join_written_parts(module)
+    unite_pieces(module)
     drop_dead_code(module)
     split_cross_entropy(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)

@@ -193,6 +193,27 @@ class ValueReads:
         (number, _) = self._read(self._add(GuardStep("aten.nonzero.default", (spread,))))
         return int(number)
 
+    def each_row_picks(self, mask: torch.Tensor, count: int) -> bool:
+        """Whether each row of a mask [rows, …] has ``count`` true entries; if so, calls with others need another trace.
+
+        Raises:
+            CaptureError: if more than inputs, buffers and constants decide the mask.
+            MissingValues: if the example has no values for it.
+        """
+        if self._subgraphs is None:
+            return False
+        self._asked = "rows are placed by a mask"
+        source = self._step_of(mask)
+        dims = tuple(range(1, mask.dim()))
+        counts = self._add(GuardStep("aten.sum.dim_IntList", (source, dims)))
+        ends = [self._add(GuardStep(f"aten.{end}.default", (counts,))) for end in ("amin", "amax")]
+        numbers = [self._add(GuardStep("aten.item.default", (end,))) for end in ends]
+        if any(self._values.read(number) != count for number in numbers):
+            return False
+        for number in numbers:
+            self._read(number)
+        return True
+
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
             return self._step_of(argument)

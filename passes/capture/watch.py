@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from passes.capture.placed_rows import placed_rows
 from passes.capture.value_reads import ValueReads
 from passes.ir.errors import CaptureError
 from passes.ir.value_guards import GuardReading
@@ -64,6 +65,9 @@ class WatchedForward(TorchFunctionMode):
             if check is not None:
                 self._checks.append((args[0].clone(), *check))
                 return check[0]
+        placed = placed_rows(self._reads, name, args) if not kwargs else None
+        if placed is not None:
+            return placed
         num_entries = self._reads.num_entries
         places = self._reads.picked.rows_of(name, args[0] if args else None)
         if places is not None:
