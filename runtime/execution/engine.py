@@ -308,8 +308,10 @@ class Engine:
                 for rank, count, is_local in zip(coordinate, counts, local)
             )
 
-        sizes = tuple(count if is_local else size for count, size, is_local in zip(counts, mesh.sizes, local))
-        return self.places.input_part(self._inputs[spec.path], spec.placement, MeshShape(mesh.names, sizes), at)
+        if any(local):
+            sizes = [count if is_local else size for count, size, is_local in zip(counts, mesh.sizes, local)]
+            mesh = MeshShape(mesh.names, tuple(sizes))
+        return self.places.input_part(self._inputs[spec.path], spec.placement, mesh, at)
 
 
 #: Path and placement of an input of programs on a mesh, and the micro-batch.

@@ -48,6 +48,10 @@ class ParameterTree:
         self._version = -1
         self._parameters: dict[int, ShardedParameter] = {}
         self._slots: list[tuple[dict[str, Any], str, ShardedParameter]] = []
+        #: Of every parameter its part as users see it, and the plain one whose memory that is.
+        self._memory: list[tuple[ShardedParameter, torch.Tensor, torch.Tensor]] = []
+        #: Of every parameter that the plan trains.
+        self._trained: list[tuple[str, torch.Tensor]] = []
         #: Of every module: its parameters, and its submodules with their number when that was looked up.
         self._tables: list[dict[str, Any]] = []
         self._modules: list[tuple[dict[str, Any], int]] = []
@@ -74,14 +78,17 @@ class ParameterTree:
             for name in (piece.name, *piece.aliases):
                 self.weights.put(name, self._shown(piece), persistent=piece.persistent)
                 self._note_slot(name)
+        self._note_memory()
 
     def follow(self) -> None:
         """Take up changes since the last call, cheaply where there are none."""
         if self._version != self._held.version:
             self.update()
-        for parameter in self._parameters.values():
-            if local_part(parameter).data_ptr() != parameter.owner.data_ptr():
-                parameter.refresh()
+        moved = [one for one, part, owner in self._memory if part.data_ptr() != owner.data_ptr()]
+        for parameter in moved:
+            parameter.refresh()
+        if moved:
+            self._note_memory()
 
     def drop_gradients(self) -> None:
         """Set all gradients to None, also of parameters that someone has added, without showing them as DTensors."""
@@ -103,7 +110,7 @@ class ParameterTree:
 
     def frozen(self) -> tuple[str, ...]:
         """Names of parameters that the plan trains and that someone has frozen since."""
-        return tuple([one.path for one in self._parameters.values() if one.planned_to_train > one.owner.requires_grad])
+        return tuple([path for path, owner in self._trained if not owner.requires_grad])
 
     def frozen_or_thawed(self) -> tuple[tuple[str, bool], ...]:
         """Names of parameters that someone has frozen or thawed since the plan was made, and whether they train."""
@@ -156,6 +163,11 @@ class ParameterTree:
 
     def _made_of(self, piece: Owned) -> ShardedParameter:
         return ShardedParameter.of(piece, of_stage=self._of_stage)
+
+    def _note_memory(self) -> None:
+        parameters = self._parameters.values()
+        self._memory = [(one, local_part(one), one.owner) for one in parameters]
+        self._trained = [(one.path, one.owner) for one in parameters if one.planned_to_train]
 
     def _note_slot(self, path: str) -> None:
         parent, _, name = path.rpartition(".")

@@ -14,6 +14,7 @@ from torch._C import _dispatch_keys as dispatch_keys
 from torch._C import _get_function_stack_at as function_mode_at  # type: ignore[attr-defined]
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes  # type: ignore[attr-defined]
 from torch._C import _len_torch_function_stack as num_function_modes
+from torch.autograd import _profiler_enabled as does_profiler_run
 from torch.utils import _python_dispatch as dispatch_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
@@ -26,6 +27,7 @@ __all__ = [
     "are_transforms_active",
     "as_one_operator",
     "dispatch_keys",
+    "does_profiler_run",
     "function_mode_at",
     "has_saved_tensor_hooks",
     "native_nll_loss",

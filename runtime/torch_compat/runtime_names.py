@@ -6,6 +6,7 @@ Of torch 2.11 to 2.13, spmd_types 0.3, triton 3.6 and transformers 5.
 from __future__ import annotations
 
 RUNTIME_NAMES = {
+    "torch.autograd._profiler_enabled": "actions are named for profilers that do not run, at 10 microseconds each",
     "torch._C._current_graph_task_id": "units cannot tell their backward pass from forward passes",
     "torch.autograd.Variable._execution_engine": "gradients are not reduced at the end of a backward pass",
     "torch._C.TensorBase": "parameters that are DTensors cannot show the gradients of the tensors under them",
