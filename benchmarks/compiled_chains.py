@@ -24,7 +24,7 @@ from tests.chain_graphs import GraphMaker, programs_of, sharded_of
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 Shape = tuple[int, ...]
 #: Tokens in a sample, or as many as a model has positions for.
-LENGTHS = (2048, 1024, 512, 64, None)
+LENGTHS = (2048, 1024, 512, 64, 16, None)
 _numbers = itertools.count()
 
 

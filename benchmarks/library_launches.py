@@ -15,7 +15,6 @@ import torch
 
 from benchmarks.compiled_chains import LENGTHS, Operand, captured_at_longest, chained_program, run_of
 from passes.chains import TRITON
-from planner.library import load_config
 from planner.library.configs import config_file
 from runtime.kernels import library
 from runtime.kernels.chain_call import Chain
@@ -116,12 +115,12 @@ def _captured(model: str) -> Any:
         path = Path(folder) / "config.json"
         entries = json.loads(config_file(model).read_text(encoding="utf-8"))
         path.write_text(json.dumps(_shortened(entries, _num_layers(entries))), encoding="utf-8")
-        try:
-            load_config(path)
-        except ValueError:  # a config that does not add up with fewer layers
-            path = config_file(model)
         length = _SHORT.get(entries["model_type"])
-        return captured_at_longest(str(path), lengths=(length,) if length else LENGTHS, dtype="bfloat16")
+        options: dict[str, Any] = {"lengths": (length,) if length else LENGTHS, "dtype": "bfloat16"}
+        try:
+            return captured_at_longest(str(path), **options)
+        except ValueError:  # a config that does not add up with fewer layers
+            return captured_at_longest(str(config_file(model)), **options)
 
 
 def _num_layers(entries: Mapping[str, Any]) -> int:
