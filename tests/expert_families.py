@@ -220,6 +220,53 @@ class CapacityDispatch(OneHotDispatch):
         return torch.einsum("bsec,ebch->bsh", scores[..., None, None] * dispatch, outputs)
 
 
+class DenseExperts(nn.Module):
+    """All tokens through all experts, whose outputs are multiplied by scores of which most are zero.
+
+    Args:
+        offset: is added to every expert's output behind the scores, so that no expert may be left out.
+    """
+
+    offset = 0.0
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__()
+        self.k, self.num_experts = k, num_experts
+        self.gate = nn.Linear(size, num_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(num_experts, size, 2 * inner) / size**0.5)
+        self.up_bias = nn.Parameter(torch.randn(num_experts, 2 * inner) / 10)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, size) / inner**0.5)
+        self.down_bias = nn.Parameter(torch.randn(num_experts, size) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        logits = self.gate(rows)
+        best, chosen = torch.topk(logits, self.k, dim=1)
+        return self.mixed(rows, logits, best, chosen).view_as(x)
+
+    def mixed(self, rows: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        scores = torch.zeros_like(logits).scatter(1, chosen, best.softmax(-1))
+        copies = rows.unsqueeze(0).expand(self.num_experts, *rows.shape)
+        gate, up = (torch.bmm(copies, self.up) + self.up_bias[:, None]).chunk(2, -1)
+        outputs = torch.bmm(F.silu(gate) * up, self.down) + self.down_bias[:, None, :]
+        return (outputs * scores.T[..., None] + self.offset).sum(0)
+
+
+class OffsetDenseExperts(DenseExperts):
+    offset = 0.1
+
+
+class ScoredInputs(DenseExperts):
+    """Scores, zero or not, multiply what goes into the experts (Llama 4)."""
+
+    def mixed(self, rows: torch.Tensor, logits: torch.Tensor, best: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        scores = torch.full_like(logits, float("-inf")).scatter(1, chosen, best).sigmoid()
+        copies = rows.repeat(self.num_experts, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(copies.view(self.num_experts, -1, rows.shape[-1]), self.up).chunk(2, -1)
+        outputs = torch.bmm(up * F.silu(gate), self.down).view(-1, rows.shape[-1])
+        return outputs.reshape(self.num_experts, -1, rows.shape[-1]).sum(dim=0)
+
+
 class ByHand(nn.Module):
     """Tokens → embedding → residual layers → loss."""
 
@@ -256,6 +303,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "loop": lambda: ByHand(ExpertLoop),
     "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
     "masked loop": lambda: ByHand(MaskedLoop),
+    "dense": lambda: ByHand(DenseExperts, ScoredInputs, OffsetDenseExperts),
     "one-hot": lambda: ByHand(OneHotDispatch),
     "capacity": lambda: ByHand(CapacityDispatch),
 }

@@ -43,11 +43,17 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
     assert not [node.op for node in graph.nodes if any(word in node.op for word in MIXING)]
 
 
-def test_loops_over_experts_are_one_operator_each_and_compute_what_the_model_does() -> None:
-    """Over the experts that were hit, and over all with masks of the tokens that choose them."""
-    model = family_model("loops")
+@pytest.mark.parametrize(("name", "shapes"), [("loops", [(8, 6, 16)] * 2), ("dense", [(8, 6, 16), (8, 6, 2, 16)])])
+def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(
+    name: str, shapes: list[tuple[int, ...]]
+) -> None:
+    """Of the experts that were hit, and of all with masks; of scores of zero behind the experts, and before them.
+
+    Experts whose outputs no score of zero leaves out stay as they are.
+    """
+    model = family_model(name)
     graph = capture(model, kwargs=family_batch())
-    assert [node.output.shape for node in fuse(graph).graph.nodes if is_experts(node)] == [(8, 6, 16)] * 2
+    assert [node.output.shape for node in fuse(graph).graph.nodes if is_experts(node)] == shapes
     for concentrated in (1.0, 5.0):  # of fewer experts some have no rows
         for layer in model.layers:  # type: ignore[union-attr]
             torch.nn.init.normal_(layer.gate.weight, std=concentrated)  # type: ignore[union-attr, arg-type]

@@ -15,6 +15,7 @@ from passes.canonicalise.counted_lookups import view_counted_lookups
 from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_entropy
 from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
+from passes.canonicalise.dense_experts import route_dense_experts
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.expert_gates import join_expert_gates
@@ -87,6 +88,7 @@ def canonicalise(
     join_expert_gates(module)
     unsort_experts(module)
     name_gathered_experts(module)
+    route_dense_experts(module)
     view_counted_lookups(module)
     expand_repeated_rows(module)
     drop_dead_code(module)

@@ -35,7 +35,7 @@ def rebuild(node: fx.Node, rows: Rows, num_dims: int) -> fx.Node | None:
     if is_random(node) or not _first_dims_agree(node, rows):
         return None
     builder = _BUILDERS.get(node.target)
-    if builder is None and _is_pointwise(str(node.target)):
+    if builder is None and is_pointwise(str(node.target)):
         builder = _pointwise
     return builder(node, rows, num_dims - 1) if builder is not None else None
 
@@ -48,7 +48,7 @@ def _first_dims_agree(node: fx.Node, rows: Rows) -> bool:
     return len(counts) == 1 and () not in counts
 
 
-def _is_pointwise(op: str) -> bool:
+def is_pointwise(op: str) -> bool:
     line = RULES.get(op, "").removeprefix("~")
     operands, arrow, result = line.partition("->")
     plain = operands.replace("+", ",").replace("/", ",").split(",")
