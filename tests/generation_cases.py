@@ -67,7 +67,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "beams": {"do_sample": False, "num_beams": 4, "early_stopping": True},
-    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
+    "sampled_beams": {"do_sample": True, "num_beams": 4, "return_dict_in_generate": True, "output_scores": True},
 }
 
 
@@ -115,4 +115,4 @@ def generated(
     torch.manual_seed(5)
     prompt = prompt_of(name, padded=padded, dtype=dtype)
     result = model.generate(**prompt, max_new_tokens=new_tokens, pad_token_id=1, **WAYS[way], **options)
-    return result.tolist()
+    return getattr(result, "sequences", result).tolist()

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from accelerate import DataLoaderConfiguration
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+
+from tests.generation_cases import model_named, training_batch
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 #: Samples of a global batch.
@@ -106,6 +114,20 @@ def regression_script(trainer_class: Any, folder: str, batch_size: int, **option
     trainer.train()
     trainer.evaluate()
     return trainer
+
+
+def translated(trainer_class: Any, folder: str, batch_size: int, **options: Any) -> tuple[list[list[int]], float]:
+    """What T5 generates from three samples, and their loss."""
+    generating = {"predict_with_generate": True, "generation_max_length": 8, "generation_num_beams": 2}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error"}
+    size = {"per_device_eval_batch_size": batch_size}
+    trainer = trainer_class(
+        model_named("t5"), Seq2SeqTrainingArguments(folder, **size, **generating, **quiet), **options
+    )
+    batch = training_batch("t5")
+    rows = [{name: tensor[index % 2].roll(index) for name, tensor in batch.items()} for index in range(3)]
+    predicted = trainer.predict(rows)
+    return predicted.predictions.tolist(), predicted.metrics["test_loss"]
 
 
 def accelerated(

@@ -24,6 +24,7 @@ from tests.hugging_face_cases import (
     regression_script,
     samples,
     script,
+    translated,
     with_own_loss,
 )
 from tests.ranks import answer, task
@@ -87,6 +88,7 @@ def main() -> None:
     trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
     logged["own loss"] = figures(trainer)
     logged["regression"] = figures(regression_script(hf.Trainer, str(Path(folder) / "values"), batch_size, mesh="dp=2"))
+    logged["translated"] = translated(hf.Seq2SeqTrainer, str(Path(folder) / "text"), batch_size, mesh="dp=2")
     logged["adapters"] = {mesh: adapters(mesh) for mesh in ("pp=1,dp=2", "pp=1,tp=2", "pp=2")}
     logged["lora"] = figures(run("lora", mesh="pp=2", model=lora(), sizes=FULL))
     adapted = str(Path(folder) / "lora" / "checkpoint-2")

@@ -27,6 +27,7 @@ from tests.hugging_face_cases import (
     lora,
     regression_script,
     script,
+    translated,
     with_own_loss,
 )
 from tests.hugging_face_cases import config as llama_config
@@ -79,6 +80,13 @@ def test_numbers_as_labels_and_an_optimizer_of_the_scripts_own(logged: dict[str,
     """Evaluated after the best weights came back; nothing tells the loss to ignore what fills up a batch."""
     alone = regression_script(transformers.Trainer, str(tmp_path), BATCH)
     close(logged["regression"], figures(alone), 2e-6)
+
+
+def test_predictions_that_are_generated(logged: dict[str, Any], tmp_path: Path) -> None:
+    """With two beams; the ranks do not divide the samples."""
+    tokens, loss = translated(transformers.Seq2SeqTrainer, str(tmp_path), BATCH)
+    assert logged["translated"][0] == tokens
+    close([logged["translated"][1]], [loss], 2e-6)
 
 
 def test_a_loop_of_accelerates(logged: dict[str, Any], tmp_path: Path) -> None:

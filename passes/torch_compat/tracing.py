@@ -27,13 +27,18 @@ Apply = Callable[..., Any]
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
     """Tracing failures are raised; the graph that the tracer also logs and prints helps nobody."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before, logger.disabled = logger.disabled, True
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+    ]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     vars(_trace)["print"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, was_disabled in zip(loggers, before):
+            logger.disabled = was_disabled
         del vars(_trace)["print"]
 
 

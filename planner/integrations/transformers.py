@@ -255,6 +255,13 @@ class TransformersTrainer(transformers.Trainer):
 Trainer = TransformersTrainer
 
 
+class Seq2SeqTransformersTrainer(TransformersTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """``transformers.Seq2SeqTrainer`` likewise: with ``predict_with_generate`` predictions are generated sharded."""
+
+
+Seq2SeqTrainer = Seq2SeqTransformersTrainer
+
+
 class _Answer:
     """Stands for a model that has been called: whoever calls it gets its outputs."""
 

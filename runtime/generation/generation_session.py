@@ -42,6 +42,16 @@ class GenerationSession:
         parts = self._current.memory.parts.values() if self._current is not None else ()
         return sum(part.nbytes for part in parts)
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the current programs have been held against each other. Of the first rank."""
+        return self._current is not None and self._current.is_checked
+
+    @is_checked.setter
+    def is_checked(self, value: bool) -> None:
+        assert self._current is not None
+        self._current.is_checked = value
+
     def prompt(self, prompt: Prompt) -> torch.Tensor:
         """The logits [rows, 1, vocabulary] behind a prompt; the cache is filled. On the first rank."""
         return self._announced("prompt", prompt)  # type: ignore[no-any-return]

@@ -10,45 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, Seq2SeqLMOutput
 
 from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.calls.skeleton import skeleton
 from runtime.execution.engine import Engine
+from runtime.execution.mixed_precision import cast_floats
 from runtime.generation.generation_session import GenerationSession
 from runtime.generation.phase_models import LAST, POSITION, encoded_without_values
 from runtime.generation.phase_programs import Prompt
+from runtime.generation.sharded_cache import OTHERWISE, ShardedCache
+from runtime.generation.slot_check import BY_TOKEN, check_same_logits, last_token
 from runtime.torch_compat.model_internals import generates_with_cache, prepare_cache_by
 
 #: Slots of a cache are a multiple of this, so that few lengths have programs of their own.
 SLOTS = 32
-#: Inputs of the model with a number for each token of the prompt, and what prompts are filled up with: their last one.
-_BY_TOKEN = ("input_ids", "position_ids", "token_type_ids", "decoder_input_ids", "decoder_position_ids")
 _OPTIONS = ("past_key_values", "use_cache", "return_dict", "encoder_outputs", "logits_to_keep", "cache_position")
-OTHERWISE = "generate(gathered=True) gathers the weights and generates with the whole model"
-
-
-class ShardedCache(Cache):
-    """What transformers holds in the place of a cache: how long it is; its tensors are in the ranks' programs."""
-
-    is_compileable = False
-
-    def __init__(self, session: GenerationSession, *, length: int) -> None:
-        super().__init__(layers=[])
-        self.session, self.length, self.num_tokens = session, length, 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.num_tokens
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.length
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.session.reorder(beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(f"assisted generation takes tokens back, which a sharded cache does not: {OTHERWISE}")
 
 
 def check_generates(model: nn.Module) -> None:
@@ -69,7 +46,7 @@ class GeneratingModel:
         self.lean: Any = engine.model
         model: Any = skeleton(engine.model)
         self.model = model.eval()
-        self.device = engine.layout.device
+        self.device, self.compute = engine.layout.device, engine.compute
         self._source: dict[str, Any] = {}
         self._encoded: dict[Any, Any] = {}
         for module in self.model.modules():
@@ -82,25 +59,28 @@ class GeneratingModel:
         self._replace_forward()
         prepare_cache_by(self.model, self._new_cache)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
+        #: The input with a number for each token so far.
+        self.mask = "decoder_attention_mask" if self.has_encoder else "attention_mask"
         if self.has_encoder:
             self.model.get_encoder = lambda *_, **__: self._encoder()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's, with a cache in any case; without the cache in what it returns."""
         self.model.generation_config = copy.deepcopy(self.lean.generation_config)
-        self.model.generation_config.use_cache = True
-        kwargs.pop("use_cache", None)
+        if self.compute is not None:  # as calls in training do
+            args, kwargs = cast_floats((args, kwargs), self.compute)
         result = self.model.generate(*args, **kwargs)
-        if getattr(result, "past_key_values", None) is not None:
-            result.past_key_values = None
+        if isinstance(result, ModelOutput):  # which keeps a field that is set to None
+            return type(result)(**{name: value for name, value in result.items() if name != "past_key_values"})
         return result
 
     def _replace_forward(self) -> None:
         kind = type(self.model)
+        names = tuple(inspect.signature(self.model.forward).parameters)
 
         @functools.wraps(kind.forward)
-        def forward(_: Any, **inputs: Any) -> Any:
-            return self._forward(inputs)
+        def forward(_: Any, *args: Any, **inputs: Any) -> Any:
+            return self._forward({**dict(zip(names, args)), **inputs})
 
         self.model.forward = types.MethodType(forward, self.model)
 
@@ -110,12 +90,17 @@ class GeneratingModel:
         config, inputs = call["generation_config"], call["model_kwargs"]
         if inputs.get("past_key_values") is not None:
             raise ValueError(f"past_key_values is a cache of another generation: {OTHERWISE}")
-        if config.use_cache is False or config.cache_implementation is not None or config.prefill_chunk_size:
+        if config.cache_implementation is not None or config.prefill_chunk_size:
             raise ValueError(
-                "use_cache=False, cache_implementation and prefill_chunk_size do not go with a sharded cache, which is "
-                f"static: drop them, or {OTHERWISE}"
+                "cache_implementation and prefill_chunk_size do not go with a sharded cache, which is static: drop "
+                f"them, or {OTHERWISE}"
             )
-        inputs["past_key_values"] = ShardedCache(self.session, length=int(call["max_cache_length"]) + 1)
+        config.use_cache = True  # the tokens are the same
+        inputs["past_key_values"] = ShardedCache(
+            self.session,
+            length=int(call["max_cache_length"]) + 1,
+            num_layers=self.model.config.get_text_config(decoder=True).num_hidden_layers,
+        )
 
     def _encoder(self) -> nn.Module:
         """The encoder, which only notes its inputs: the program of the prompt runs it."""
@@ -128,6 +113,7 @@ class GeneratingModel:
         @functools.wraps(type(real).forward)
         def forward(_: Any, *args: Any, **inputs: Any) -> Any:
             named = {**dict(zip(names, args)), **inputs}
+            named.pop("labels", None)  # Seq2SeqTrainer passes whole batches
             self._source = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
             key = repr({name: _description(value) for name, value in named.items()})
             if key not in self._encoded:
@@ -143,7 +129,7 @@ class GeneratingModel:
     def _forward(self, inputs: dict[str, Any]) -> Any:
         cache = inputs.get("past_key_values")
         if not isinstance(cache, ShardedCache):
-            raise ValueError(f"generate called the model without the sharded cache: {OTHERWISE}")
+            raise ValueError(f"generate called the model with another cache, as guidance_scale does: {OTHERWISE}")
         if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
             raise ValueError(f"output_attentions and output_hidden_states stay in the programs: {OTHERWISE}")
         name = "decoder_input_ids" if self.has_encoder else "input_ids"
@@ -154,11 +140,14 @@ class GeneratingModel:
         tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and n not in _OPTIONS}
         constants = {n: v for n, v in inputs.items() if n not in _OPTIONS and n not in tensors and v is not None}
         if cache.num_tokens == 0:
+            cache.num_rows = len(tokens)
             logits = self._prompt(tensors, constants, tokens, encoded, cache.length)
+            cache.begun = None if self.session.is_checked else (tensors, logits)
         elif tokens.shape[1] != 1:
             raise ValueError(f"{tokens.shape[1]} tokens at once behind a prompt (assisted generation?): {OTHERWISE}")
         else:
-            logits = self._token(tensors, cache)
+            self._check(tensors, cache)
+            logits = self._token(tensors, cache.num_tokens, cache.length)
         cache.num_tokens += tokens.shape[1]
         kind: Any = Seq2SeqLMOutput if self.has_encoder else CausalLMOutputWithPast
         return kind(logits=logits, past_key_values=cache)
@@ -169,7 +158,7 @@ class GeneratingModel:
         rows, count = tokens.shape
         if self.has_encoder:
             tensors = {**self._expanded_source(rows), **tensors}
-        plain = not set(tensors) - {*_BY_TOKEN, "attention_mask", "decoder_attention_mask"}
+        plain = not set(tensors) - {*BY_TOKEN, "attention_mask", "decoder_attention_mask"}
         tensors = {
             name: self._filled(name, tensor, count, _rounded_prompt(count, length))
             if plain or self.has_encoder
@@ -182,25 +171,41 @@ class GeneratingModel:
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
         return self.session.prompt(Prompt(on_host, constants, rows, slots, shape))
 
-    def _token(self, tensors: dict[str, Any], cache: ShardedCache) -> torch.Tensor:
-        slots = -(-cache.length // SLOTS) * SLOTS
+    def _token(self, tensors: dict[str, Any], position: int, length: int) -> torch.Tensor:
+        slots = -(-length // SLOTS) * SLOTS
+        if self.mask not in tensors and getattr(self.model.config, "alibi", False):
+            # A mask that Falcon makes itself is not as long as the cache.
+            rows = len(next(iter(tensors.values())))
+            tensors = {**tensors, self.mask: torch.ones(rows, position + 1, dtype=torch.long, device=self.device)}
         tensors = {
-            name: self._filled(name, tensor, cache.num_tokens + 1, slots) if self._is_mask(name) else tensor
+            name: self._filled(name, tensor, position + 1, slots) if name == self.mask else tensor
             for name, tensor in tensors.items()
         }
-        tensors[POSITION] = torch.tensor(cache.num_tokens)
+        tensors[POSITION] = torch.tensor(position)
         return self.session.token({name: tensor.cpu() for name, tensor in tensors.items()})
 
-    def _is_mask(self, name: str) -> bool:
-        """Whether an input has a number for each token so far."""
-        return name == ("decoder_attention_mask" if self.has_encoder else "attention_mask")
+    def _check(self, tensors: dict[str, Any], cache: ShardedCache) -> None:
+        """Before the first token behind a prompt: whether the model may have more slots than tokens."""
+        begun, cache.begun = cache.begun, None
+        inputs = None if begun is None else last_token(begun[0], tensors, mask=self.mask, rows=cache.rows)
+        if begun is None or inputs is None:
+            return
+        expected = begun[1] if cache.rows is None else begun[1].index_select(0, cache.rows)
+        check_same_logits(
+            expected,
+            self._token(inputs, cache.num_tokens - 1, cache.length),
+            dtype=self.lean.dtype,
+            what=f"{type(self.lean).__name__} has other logits for a token over a cache with free slots than at the "
+            f"end of a prompt: {OTHERWISE}",
+        )
+        self.session.is_checked = True
 
     def _filled(self, name: str, tensor: torch.Tensor, count: int, length: int) -> torch.Tensor:
         """An input of ``count`` tokens as one of ``length``; later tokens than all queries are never attended to."""
         is_of_encoder = self.has_encoder and not name.startswith("decoder_")
-        if is_of_encoder or not (name in _BY_TOKEN or self._is_mask(name)):
+        if is_of_encoder or not (name in BY_TOKEN or name == self.mask):
             return tensor
-        if self._is_mask(name) and tensor.dim() != 2:
+        if name == self.mask and tensor.dim() != 2:
             raise ValueError(
                 f"{name} of shape {list(tensor.shape)}: sharded generation takes [rows, tokens]; {OTHERWISE}"
             )

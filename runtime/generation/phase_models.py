@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from passes.capture.export import export
 from passes.capture.model_copy import copy_of
 from passes.capture.stand_in import StandIns, device_of
+from passes.torch_compat.tracing import quiet_export
 from runtime.calls.skeleton import skeleton
 from runtime.generation.cache_layout import CacheTensor
 from runtime.generation.traced_cache import noted_cache, traced_cache
@@ -53,12 +55,13 @@ def cache_tensors(
 
     call = _NotedCall(model, without_values(tensors, stand_ins), constants, note)
     try:
-        with stand_ins.mode, torch.no_grad():
+        with stand_ins.mode, torch.no_grad(), quiet_export():
             call(*call.inputs.values())
     except (RuntimeError, NotImplementedError):  # of an operator that is for tracing alone
         noted.clear()
         path.clear()
-        export(call, tuple(call.inputs.values()))
+        with _says_what_to_do(lean):
+            export(call, tuple(call.inputs.values()))
     for cross in {key[0] for key in noted}:
         layers = {layer for is_cross, layer, _ in noted if is_cross == cross}
         if layers != set(range(len(layers))):
@@ -87,8 +90,21 @@ def encoded_without_values(lean: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """What the encoder of a model gives, its tensors without values."""
     stand_ins = StandIns(device_of(lean))
     model: Any = copy_of(lean, stand_ins.get).eval()
-    with stand_ins.mode, torch.no_grad():
+    with stand_ins.mode, torch.no_grad(), quiet_export(), _says_what_to_do(lean):
         return model.get_encoder()(**without_values(inputs, stand_ins))
+
+
+@contextlib.contextmanager
+def _says_what_to_do(lean: nn.Module) -> Iterator[None]:
+    """Turn what tracing raises into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "")
+        raise ValueError(
+            f"{type(lean).__name__} cannot be called without values ({type(error).__name__}: {why}); "
+            "generate(gathered=True) generates with the whole model on the first rank"
+        ) from error
 
 
 def without_values(inputs: Mapping[str, Any], stand_ins: StandIns) -> dict[str, Any]:

@@ -103,6 +103,8 @@ class PhasePrograms:
     def __init__(self, engine: Engine, prompt: Prompt) -> None:
         assert engine.plan is not None
         self.engine = engine
+        #: Set by the loop on the first rank.
+        self.is_checked = False
         divisor = rows_divisor(engine.plan)
         self.rows = prompt.rows
         #: With rows that repeat the last one, so that the ranks divide them.

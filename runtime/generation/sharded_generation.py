@@ -21,16 +21,20 @@ def generated(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     check_generates(engine.model)
     engine.state.check()
-    session = _session_of(engine)
+    with torch.inference_mode(False):  # in which nothing is traced; programs outlive it
+        return _generated(engine, _session_of(engine), args, kwargs)
+
+
+def _generated(engine: Engine, session: GenerationSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     session.is_broken = False
     if not session.is_first:
         return session.follow()
     try:
         result = _generating_model(engine, session).generate(*args, **kwargs)
+        session.end(result)
     except Exception as error:
         session.fail(error)
         raise
-    session.end(result)
     return result
 
 

@@ -100,6 +100,8 @@ class OriginalSurface:
         if not callable(getattr(engine.model, "generate", None)):
             raise ValueError(f"{type(engine.model).__name__} has no generate: only models of transformers that do can")
         engine.calls.check(f"calls generate({'gathered=True' if gathered else ''})")
+        if "synced_gpus" in kwargs:
+            kwargs["synced_gpus"] = False  # one rank runs the loop, so none waits for another
         if gathered or engine.plan is None:
             return _generated_whole(engine, args, kwargs)
         from runtime.generation.sharded_generation import generated
