@@ -302,8 +302,21 @@ def test_flattened_linears_keep_their_dims() -> None:
     assert graph.nodes[1].output.shape == (2, 3, 6)
 
 
-def test_attention_of_torch_keeps_its_samples_apart() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64)
+class AttendsItself(nn.MultiheadAttention):
+    """Attention of torch that also gives the weights, as it does unless it is told otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=torch.float64),
+        AttendsItself(8, 2, batch_first=True, dtype=torch.float64),
+    ],
+)
+def test_attention_of_torch_keeps_its_samples_apart(layer: nn.Module) -> None:
     graph = assert_parity(Sums(layer), args=(torch.randn(4, 3, 8, dtype=torch.float64),))
     assert all(node.output.shape[:2] in ((4, 3), (3, 4)) for node in graph.nodes if node.op == "aten.linear.default")
 

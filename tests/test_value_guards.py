@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from passes.capture import CaptureError, capture
+from passes.capture import CaptureError, capture, interpret
 from passes.capture.guard_values import first_difference
+from tests.capture_parity import assert_parity
 from tests.ranks import run_on_ranks
 from tests.value_guards_worker import LENGTHS, OTHERS, READERS, TARGETS, Branches, Checked, X
 
@@ -104,6 +106,28 @@ def test_an_input_without_values_is_named_with_the_line() -> None:
 def test_an_example_that_the_model_refuses_raises_the_models_error() -> None:
     with pytest.raises(IndexError, match="5 at most"):
         capture(Checked(), args=(X, OTHERS * 2))
+
+
+class Variance(nn.Module):
+    """Predicts a mean and a variance; torch's loss refuses variances below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return F.gaussian_nll_loss(x, x.flip(0), self.linear(x).square() + shift)
+
+
+def test_a_check_of_torchs_own_loss_stays_a_check() -> None:
+    model, shift = Variance(), torch.tensor(0.1, dtype=torch.float64)
+    graph = assert_parity(model, args=(X, shift))
+    parameters = dict(model.named_parameters())
+    negative = {"x": X, "shift": -10 * shift - 10}
+    inputs = {value.name: negative[name] for value, name in zip(graph.inputs, ("x", "shift"))}
+    with pytest.raises(ValueError, match=r"raises an error here.*gaussian_nll_loss"):
+        interpret(graph, inputs, lambda state: parameters[state.path])
 
 
 class Deep(nn.Module):

@@ -2,13 +2,14 @@
 
 ``reshape(addmm(bias, reshape(x, [b*s, k]), weight), [b, s, n])`` (GPT-2's Conv1D) becomes
 ``linear(x, transpose(weight), bias)``, so that batch and sequence stay dims of their own. So does
-``linear(reshape(x, [s*b, h*d]), weight)`` of heads [s, b, h, d] (``nn.MultiheadAttention``), whose samples could not be
-cut in the middle of a dim.
+``reshape(linear(reshape(x, [s*b, h*d]), weight), [s, b, n])`` of heads [s, b, h, d] or [s, b*h, d]
+(``nn.MultiheadAttention``), whose samples could not be cut in the middle of a dim.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
 from typing import Any
 
 from torch import fx
@@ -21,10 +22,9 @@ def unflatten_linears(module: fx.GraphModule) -> None:
         if node.kwargs:
             continue
         flattened, weight, bias = _operands(node)
-        lead = _lead(flattened)
-        if lead is None or (bias is not None and shape(bias) != shape(node)[1:]):
-            continue
-        if all(user.target is aten.reshape.default and shape(user)[: len(lead)] == lead for user in node.users):
+        lead = _lead(node)
+        is_flattened = isinstance(flattened, fx.Node) and flattened.target is aten.reshape.default
+        if lead is not None and is_flattened and (bias is None or shape(bias) == shape(node)[1:]):
             _unflatten(node, lead, flattened, weight, bias)
 
 
@@ -37,17 +37,19 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
     return flattened, weight, bias[0] if bias else None
 
 
-def _lead(flattened: Any) -> tuple[int, ...] | None:
-    """The two dims or more that ``flattened`` = ``reshape(x, [tokens, k])`` makes one of; None if it is no such."""
-    if not isinstance(flattened, fx.Node) or flattened.target is not aten.reshape.default:
+def _lead(node: fx.Node) -> tuple[int, ...] | None:
+    """The dims, two or more, into which all users of a product [tokens, n] take its tokens apart; None for others."""
+    if len(shape(node)) != 2 or not all(user.target is aten.reshape.default for user in node.users):
         return None
-    if len(shape(flattened)) != 2:
-        return None
-    sizes = shape(flattened.args[0])  # type: ignore[arg-type]
-    for count in range(2, len(sizes)):
-        if math.prod(sizes[:count]) == shape(flattened)[0] and math.prod(sizes[count:]) == shape(flattened)[1]:
-            return sizes[:count]
-    return None
+    leads = {_dims_of(shape(node)[0], shape(user)) for user in node.users}
+    lead = leads.pop() if len(leads) == 1 else ()
+    return lead if len(lead) > 1 else None
+
+
+def _dims_of(tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The first dims that are ``tokens`` together; none if no number of them is."""
+    counts = list(itertools.accumulate(sizes, operator.mul))
+    return sizes[: counts.index(tokens) + 1] if tokens in counts else ()
 
 
 def _unflatten(node: fx.Node, lead: tuple[int, ...], flattened: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:

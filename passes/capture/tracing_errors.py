@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent)
+_LAYERS = f"{_TORCH}/nn/"
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent) + "/"
 #: Folders inside of the standard library's that hold other packages.
 _INSTALLED = ("site-packages", "dist-packages")
@@ -37,9 +38,10 @@ def describe_stack(paths: Mapping[int, str]) -> str:
 
 
 def innermost_frame_of_model() -> FrameType | None:
-    """The frame of the model's line that is running now."""
+    """The frame of the line that is running now, of the model or of a function or module of ``torch.nn``."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
-    return next((frame for frame in frames if _is_of_the_model(frame.f_code.co_filename)), None)
+    names = ((frame, frame.f_code.co_filename) for frame in frames)
+    return next((frame for frame, name in names if _is_of_the_model(name) or name.startswith(_LAYERS)), None)
 
 
 def _place(frames: list[tuple[FrameType, int]], paths: Mapping[int, str]) -> str:

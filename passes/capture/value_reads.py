@@ -32,6 +32,7 @@ class ValueReads:
 
     Attributes:
         guards: what was read so far.
+        checks: flags that the model asks for only to raise errors, what they have to be, and where it asks.
         picked: the masks that depend on weights.
 
     Args:
@@ -61,6 +62,7 @@ class ValueReads:
 
     def _begin_values(self) -> None:
         self._entries.clear()
+        self.checks: list[tuple[torch.Tensor, bool, str]] = []
         self._values = StepValues(self._input, self._buffer)
         self._subgraphs: Subgraphs | None = None
 
@@ -111,6 +113,11 @@ class ValueReads:
             count = self._count(mask, torch.broadcast_shapes(source.shape, mask.shape))
             with stand_ins:
                 return source.new_empty((count,))
+        if operator in _NUMBERS and args[0].dtype == torch.bool:
+            check = self.error_check(args[0])  # of a function of torch.nn, inside of which the model is not watched
+            if check is not None:
+                self.checks.append((args[0], *check))
+                return check[0]
         if operator is _aten.nonzero.default:
             picked = self._picked_count(args[0])
             if picked is not None:

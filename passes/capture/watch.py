@@ -41,7 +41,6 @@ class WatchedForward(TorchFunctionMode):
         self.checkpoints = False
         self._originals = originals
         self._reads = reads
-        self._checks: list[tuple[torch.Tensor, bool, str]] = []
         #: What masks picked and nothing but a CTC loss has seen, by identity: its tensor, the readings of its size.
         self._targets: dict[int, tuple[torch.Tensor, list[GuardReading]]] = {}
         #: Readings of sizes that only CTC losses depend on.
@@ -63,7 +62,7 @@ class WatchedForward(TorchFunctionMode):
         if name == "__bool__":
             check = self._reads.error_check(args[0])
             if check is not None:
-                self._checks.append((args[0].clone(), *check))
+                self._reads.checks.append((args[0].clone(), *check))
                 return check[0]
         placed = placed_rows(self._reads, name, args) if not kwargs else None
         if placed is not None:
@@ -91,7 +90,7 @@ class WatchedForward(TorchFunctionMode):
 
     def checked(self, output: torch.Tensor) -> torch.Tensor:
         """``output``, which at run time is there only if no check of the model raises an error."""
-        for condition, expected, place in self._checks:
+        for condition, expected, place in self._reads.checks:
             output = torch.ops.meshwright.checked(output, condition, expected, place)
         return output
 
