@@ -25,6 +25,8 @@ from typing import Any
 from tests.ranks import run_on_ranks
 
 MODELS = ("gpt2", "llama", "t5", "bart", "mixtral", "whisper")
+#: With decoders deeper than their encoders, which a pipeline cuts.
+DEEP = ("bart-deep", "whisper-deep")
 #: Mesh → ranks.
 MESHES = {"tp=2": 2, "tp=4": 4, "dp=2,tp=2": 4, "pp=2": 2}
 DTYPES = ("float32", "float64")
@@ -38,7 +40,7 @@ Row = dict[str, Any]
 
 def cell(model: str, mesh: str, dtype: str) -> Row:
     """What a model gives on a mesh: ``equal`` by way, bytes of cache by rank, or an ``error``."""
-    padded = "" if model == "whisper" else "!padded"  # which hears
+    padded = "" if model.startswith("whisper") else "!padded"  # which hears
     ways = [f"greedy{padded}", "beams"]
     try:
         answers = run_on_ranks("generation_worker", MESHES[mesh], [[model, mesh, ways, dtype]], timeout=1200)
@@ -76,7 +78,8 @@ def timed(model: str, way: str, rounds: int) -> Row:
 def run(only: str, record: Path, rounds: int) -> dict[str, Row]:
     """Every row whose name matches, those in ``record`` not again."""
     rows = _recorded(record)
-    cells = {f"{model} {mesh} {dtype}": (model, mesh, dtype) for dtype in DTYPES for mesh in MESHES for model in MODELS}
+    pairs = [(model, mesh) for mesh in MESHES for model in MODELS] + [(model, "pp=2") for model in DEEP]
+    cells = {f"{model} {mesh} {dtype}": (model, mesh, dtype) for dtype in DTYPES for model, mesh in pairs}
     times = {f"{model} {way} time": (model, way) for model in MODELS for way in WAYS}
     for name in filter(re.compile(only).search, [*times, *cells]):
         if name not in rows:

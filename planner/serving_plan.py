@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from passes.ir.types import MeshShape, local_shape
 if TYPE_CHECKING:
     import torch
 
-    from passes.ir.graph import Graph
+    from cost_models.hardware import Device
+    from passes.ir.graph import Graph, Value
     from passes.plan import Plan
     from runtime.generation.cache_layout import CacheTensor
 
@@ -26,7 +29,8 @@ class ServingPlan:
         prompt, token: their plans; the cache is among the token plan's ``states``.
         weight_bytes, cache_bytes: on each device.
         first_token_bound, token_bound: seconds that no placement on this mesh can beat: each weight of a matrix product
-            is read once, and (for a token) the cache; experts and looked-up embeddings are left out.
+            is read once, and (for a token) the cache, and multiplied by at the devices' peak; experts, looked-up
+            embeddings and attention are left out.
     """
 
     mesh: MeshShape
@@ -48,6 +52,11 @@ class ServingPlan:
     def token_seconds(self) -> float:
         """Of one token for each sample."""
         return self.token.costs.total
+
+    @property
+    def device_bytes(self) -> int:
+        """Of weights and cache on each device."""
+        return self.weight_bytes + self.cache_bytes
 
     @property
     def seconds(self) -> float:
@@ -83,7 +92,8 @@ def plan_serving(
 ) -> ServingPlan:
     """Price generation with ``model``; see ``planner.plan`` for ``model``, ``cluster`` and ``dtype``.
 
-    The weights' placement is that of the forward pass of a prompt or of one token, whichever makes the answer faster.
+    The weights' placement is that of the forward pass of a prompt or of one token, whichever makes the answer faster;
+    of two that are equally fast, the one with fewer bytes on a device.
 
     Args:
         prompt_len, new_tokens: tokens of a sample before and after; ``batch``: samples at once.
@@ -108,15 +118,15 @@ def plan_serving(
         raise ValueError(f"{type(module).__name__} has no generate: give a language model")
     check_generates(module)
     phases = _Phases(module, hardware, shape, prompt_len, new_tokens, batch)
-    plans = [phases.priced(tokens) for tokens in dict.fromkeys((prompt_len, 1))]
-    best = min(plans, key=lambda priced: priced.seconds)
+    plans = [plan for tokens in phases.forward_lengths for plan in phases.priced(tokens)]
     room = hardware.device.usable_bytes
-    if best.weight_bytes + best.cache_bytes > room:
+    fitting = [plan for plan in plans if plan.device_bytes <= room]
+    if not fitting:
         raise ValueError(
-            f"{(best.weight_bytes + best.cache_bytes) / 2**30:.1f} GiB of weights and cache do not fit in the "
+            f"{min(plan.device_bytes for plan in plans) / 2**30:.1f} GiB of weights and cache do not fit in the "
             f"{room / 2**30:.1f} GiB of a device: use more devices, fewer samples or shorter answers"
         )
-    return best
+    return fastest(fitting)
 
 
 class _Phases:
@@ -135,46 +145,72 @@ class _Phases:
             )
         self.encoder_shape = (batch, prompt_len, int(config.hidden_size)) if self.has_encoder else None
 
-    def priced(self, tokens: int) -> ServingPlan:
-        """Under the placement of weights that a forward pass of ``tokens`` tokens has."""
-        import torch
+    @property
+    def forward_lengths(self) -> tuple[int, ...]:
+        """Tokens of the forward passes that weights may be placed for; with an encoder one pass has both."""
+        return (self.prompt_len,) if self.has_encoder or self.prompt_len == 1 else (self.prompt_len, 1)
 
+    def priced(self, tokens: int) -> list[ServingPlan]:
+        """Under the placements of weights that a forward pass of ``tokens`` tokens has: where a device has room for
+        any, and where each has no more than its share of the weights."""
         from passes.capture import capture
+
+        forward = capture(self.module, kwargs=self._inputs(tokens), training=False, copy_repeats=True)
+        share = 1.05 * _share_of_weights(forward, self.mesh.num_devices)
+        limits = dict.fromkeys((self.cluster.device.usable_bytes, min(share, self.cluster.device.usable_bytes)))
+        return [plan for limit in limits if (plan := self._under(forward, limit)) is not None]
+
+    def _under(self, forward: Graph, memory_limit: float) -> ServingPlan | None:
         from planner.planning import plan_graph
         from runtime.generation.cache_layout import bytes_of
-        from runtime.generation.phase_models import LAST, POSITION, cache_tensors, prompt_model, token_model
 
-        inputs = self._inputs(tokens)
-        forward = capture(self.module, kwargs=inputs, training=False, copy_repeats=True)
-        limit = self.cluster.device.usable_bytes
-        base = plan_graph(forward, self.cluster, mesh=self.mesh, fuse=True, memory_limit=limit)
-        slots = self.new_tokens + (1 if self.has_encoder else self.prompt_len)
-        tensors = cache_tensors(self.module, self._inputs(self.prompt_len), {}, length=slots)
-        prompt = prompt_model(self.module, tensors, {})
-        last = torch.zeros(1, dtype=torch.long, device="meta")
-        prompt_graph = capture(prompt, kwargs={**self._inputs(self.prompt_len), LAST: last}, training=False)
-        token = token_model(self.module, tensors, {}, encoder_shape=self.encoder_shape)
-        position = torch.zeros((), dtype=torch.long, device="meta")
-        name = "decoder_input_ids" if self.has_encoder else "input_ids"
-        token_graph = capture(token, kwargs={name: self._tokens(1), POSITION: position}, training=False)
-        token_plan = self._pinned(token_graph, base, tensors)
-        weights = _weight_bytes(base)
-        reads = _bytes_read(token_graph) / self.mesh.num_devices
-        cached = bytes_of(tensors, base)
-        whole_cache = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in tensors)
-        bandwidth = self.cluster.device.memory_bandwidth
+        try:
+            base = plan_graph(forward, self.cluster, mesh=self.mesh, fuse=True, memory_limit=memory_limit)
+        except ValueError:
+            if memory_limit == self.cluster.device.usable_bytes:
+                raise
+            return None  # weights that cannot be shared equally
+        tensors, prompt_graph, token_graph = self.phases
+        whole_cache = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
         return ServingPlan(
             self.mesh,
             self.batch,
             self.prompt_len,
             self.new_tokens,
             self._pinned(prompt_graph, base, tensors),
-            token_plan,
-            weights,
-            cached,
-            first_token_bound=reads / bandwidth,
-            token_bound=(reads + whole_cache / self.mesh.num_devices) / bandwidth,
+            self._pinned(token_graph, base, tensors),
+            _weight_bytes(base),
+            bytes_of(tensors, base),
+            first_token_bound=self._bound(prompt_graph, 0),
+            token_bound=self._bound(token_graph, whole_cache),
         )
+
+    @functools.cached_property
+    def phases(self) -> tuple[tuple[CacheTensor, ...], Graph, Graph]:
+        """The cache, and the graphs of a prompt and of a token over it."""
+        import torch
+
+        from passes.capture import capture
+        from runtime.generation.phase_models import LAST, POSITION, cache_tensors, prompt_model, token_model
+
+        slots = self.new_tokens + (1 if self.has_encoder else self.prompt_len)
+        inputs = self._inputs(self.prompt_len)
+        tensors = cache_tensors(self.module, inputs, {}, length=slots)
+        prompt = prompt_model(self.module, tensors, {})
+        last = torch.zeros(1, dtype=torch.long, device="meta")
+        token = token_model(self.module, tensors, {}, encoder_shape=self.encoder_shape)
+        position = torch.zeros((), dtype=torch.long, device="meta")
+        name = "decoder_input_ids" if self.has_encoder else "input_ids"
+        return (
+            tensors,
+            capture(prompt, kwargs={**inputs, LAST: last}, training=False),
+            capture(token, kwargs={name: self._tokens(1), POSITION: position}, training=False),
+        )
+
+    def _bound(self, graph: Graph, num_bytes: int) -> float:
+        """Seconds in which all devices together read the matrices and ``num_bytes``, and multiply by the matrices."""
+        device, (matrix_bytes, seconds) = self.cluster.device, _matrix_products(graph, self.cluster.device)
+        return max((matrix_bytes + num_bytes) / device.memory_bandwidth, seconds) / self.mesh.num_devices
 
     def _tokens(self, count: int) -> torch.Tensor:
         import torch
@@ -207,13 +243,40 @@ def _weight_bytes(plan: Plan) -> int:
     )
 
 
-def _bytes_read(graph: Graph) -> int:
-    """Bytes of the matrices (no experts, no embeddings that rows are picked from) that a call reads."""
+def fastest(plans: Sequence[ServingPlan]) -> ServingPlan:
+    """Of those within a thousandth of the least seconds the one with the fewest bytes."""
+    least = min(plan.seconds for plan in plans)
+    return min((plan for plan in plans if plan.seconds <= 1.001 * least), key=lambda plan: plan.device_bytes)
+
+
+def _share_of_weights(graph: Graph, num_devices: int) -> float:
+    """Bytes on each device if the matrices are cut over all."""
+    parameters = [state.value for state in graph.states if state.value.kind == "parameter"]
+    return sum(_num_bytes(value) / (num_devices if len(value.shape) > 1 else 1) for value in parameters)
+
+
+def _matrix_products(graph: Graph, device: Device) -> tuple[int, float]:
+    """Bytes of the matrices (no experts, no embeddings that rows are picked from) that a call reads, and the seconds
+    that one device takes to multiply by them at its peak."""
+    from passes.rules import forward_flops
+
+    matrices = {
+        state.value.name: state.value
+        for state in graph.states
+        if state.value.kind == "parameter" and len(state.value.shape) <= 2
+    }
+    products = [
+        node for node in graph.nodes if "embedding" not in node.op and not matrices.keys().isdisjoint(node.inputs)
+    ]
+    read = {name for node in products for name in node.inputs if name in matrices}
+    seconds = 0.0
+    for node in products:
+        dtype = next(matrices[name].dtype for name in node.inputs if name in matrices)
+        seconds += forward_flops(node, graph.values) / device.peak_flops(dtype)
+    return sum(_num_bytes(matrices[name]) for name in read), seconds
+
+
+def _num_bytes(value: Value) -> int:
     import torch
 
-    read = {name for node in graph.nodes if "embedding" not in node.op for name in node.inputs}
-    return sum(
-        torch.Size(state.value.shape).numel() * getattr(torch, state.value.dtype).itemsize
-        for state in graph.states
-        if state.value.kind == "parameter" and state.value.name in read and len(state.value.shape) <= 2
-    )
+    return torch.Size(value.shape).numel() * getattr(torch, value.dtype).itemsize  # type: ignore[no-any-return]

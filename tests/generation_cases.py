@@ -20,6 +20,8 @@ _BART = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96, **_TOKENS,
 }  # fmt: skip
+#: A decoder that stages of a pipeline share.
+_DEEP = {"encoder_layers": 1, "decoder_layers": 4}
 
 
 def _gpt2() -> nn.Module:
@@ -47,21 +49,21 @@ def _t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **_TOKENS))
 
 
-def _bart() -> nn.Module:
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**_BART, max_position_embeddings=40, forced_eos_token_id=None)
-    )
+def _bart(**changes: Any) -> nn.Module:
+    sizes = {**_BART, "max_position_embeddings": 40, "forced_eos_token_id": None, **changes}
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
 
 
-def _whisper() -> nn.Module:
-    sizes = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 40}
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_BART, **sizes))
+def _whisper(**changes: Any) -> nn.Module:
+    sizes = {**_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 40, **changes}
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes))
 
 
 #: Model → what makes it.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "t5": _t5, "bart": _bart,
     "whisper": _whisper,
+    "bart-deep": lambda: _bart(**_DEEP), "whisper-deep": lambda: _whisper(**_DEEP),
 }  # fmt: skip
 #: Way to generate → arguments of ``generate``.
 WAYS: dict[str, dict[str, Any]] = {
@@ -74,18 +76,20 @@ WAYS: dict[str, dict[str, Any]] = {
 def model_named(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """With weights far apart, so that no two tokens are about as likely."""
     torch.manual_seed(0)
-    model = MODELS[name]().to(dtype).eval()
+    model: Any = MODELS[name]().to(dtype).eval()
+    if name == "mixtral" and dtype == torch.float64:  # which grouped matrix products do not know
+        model.set_experts_implementation("batched_mm")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3.0)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def prompt_of(name: str, *, padded: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """What ``generate`` begins with; ``padded``: the first row is two tokens shorter."""
     generator = torch.Generator().manual_seed(1)
-    if name == "whisper":
+    if name.startswith("whisper"):
         return {"input_features": torch.randn(ROWS, 8, 32, generator=generator).to(dtype)}
     tokens = torch.randint(2, 90, (ROWS, PROMPT), generator=generator)
     mask = torch.ones_like(tokens)

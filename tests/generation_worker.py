@@ -24,7 +24,7 @@ def compare(name: str, mesh: str, ways: list[str], dtype: str = "float32") -> di
     parallel = planner.compile(model_named(name, precision), mesh, example_inputs=training_batch(name, precision))
     rows = ROWS * WAYS[ways[-1].partition("!")[0]].get("num_beams", 1)
     length = {"length": NEW_TOKENS + (1 if parallel.config.is_encoder_decoder else PROMPT)}
-    source = {"source_length": PROMPT} if name in ("t5", "bart") else {}
+    source = {"source_length": PROMPT} if name.startswith(("t5", "bart")) else {}
     results: dict[str, Any] = {"planned": _of_all_ranks(parallel.cache_bytes(batch=rows, **length, **source))}
     for way in ways:
         kind, _, padded = way.partition("!")

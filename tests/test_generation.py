@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM, MambaConfig, MambaForC
 
 import planner
 from passes.torch_compat.operators import TorchDispatchMode
-from planner.serving_plan import plan_serving
+from planner.serving_plan import fastest, plan_serving
 from runtime.generation.hugging_face_loop import check_generates
 from tests.generation_cases import generated, model_named, prompt_of, training_batch
 from tests.ranks import run_on_ranks
@@ -88,6 +89,10 @@ def test_a_model_that_takes_free_slots_for_tokens_is_refused() -> None:
 
 
 def test_serving_is_priced_above_its_bound() -> None:
-    planned = plan_serving("tiny-llama", "dgx-h100:1", prompt_len=16, new_tokens=8, batch=4, mesh="tp=8")
+    planned = plan_serving("tiny-llama", "dgx-h100:1", prompt_len=1, new_tokens=8, batch=4, mesh="dp=2,tp=4")
     assert planned.first_token_bound < planned.first_token_seconds and planned.token_bound < planned.token_seconds
-    assert planned.tokens_per_second == 4 * 8 / planned.seconds and planned.cache_bytes > 0
+    assert planned.tokens_per_second == 4 * 8 / planned.seconds
+    # 4 layers × (keys, values) × 4 samples × 4 heads × 9 slots × 8 numbers of bfloat16, an eighth on each device.
+    assert planned.cache_bytes == 4 * 2 * 4 * 4 * 9 * 8 * 2 // 8
+    cut = dataclasses.replace(planned, weight_bytes=planned.weight_bytes // 2)
+    assert fastest([planned, cut]) is cut  # as fast, and smaller
