@@ -66,7 +66,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "llama4": ("Llama4ForCausalLM",
                {**_GROUPED, **_TOKENS, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2,
                 "interleave_moe_layer_step": 2},
-               {"embedding": 1, "rms_norm": 7, "add_rms_norm": 2, "rotary": 4, "swiglu": 3, "cross_entropy": 1}),
+               {"embedding": 1, "rms_norm": 7, "add_rms_norm": 2, "rotary": 4, "swiglu": 2, "cross_entropy": 1,
+                "experts": 1}),
     "gpt-neox": ("GPTNeoXForCausalLM", {**_DECODER, "max_position_embeddings": 16},
                  {"embedding": 1, "layer_norm": 5, "rotary": 4, "bias_gelu": 2, "cross_entropy": 1}),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,8 +125,12 @@ class ChunkRunner:
         self.index = graph.index
         self.graph = graph
         self.runner = runner
-        self.bound = tuple(units)
         self.shared = shared
+        #: How often one micro-batch uses each unit.
+        bound_units = (*(() if shared is None else (shared,)), *units)
+        self.uses: Mapping[Unit, int] = Counter(unit for bound in bound_units for unit in bound.units)
+        #: The chunk's units, each once.
+        self.units = tuple(self.uses)
         self.input_of = input_of
         mesh = runner.state.places.layout.device_mesh
         self.chunk_units = ChunkUnits(units, compiled_on=mesh if compiled else None)
@@ -141,19 +146,6 @@ class ChunkRunner:
     @property
     def program(self) -> Program:
         return self.runner.program
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The chunk's units, each once."""
-        return tuple(self.uses())
-
-    def uses(self) -> dict[Unit, int]:
-        """How often one micro-batch uses each unit."""
-        shared = (self.shared,) if self.shared is not None else ()
-        counts: dict[Unit, int] = {}
-        for unit in (unit for bound in (*shared, *self.bound) for unit in bound.units):
-            counts[unit] = counts.get(unit, 0) + 1
-        return counts
 
     def run(self, received: tuple[torch.Tensor, ...], microbatch: int) -> tuple[torch.Tensor, ...]:
         """The chunk's results for a micro-batch."""

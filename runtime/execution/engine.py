@@ -331,6 +331,6 @@ def _check_passed(call: ModelCall, prepared: Prepared) -> None:
 def _uses(stages: Sequence[ChunkRunner]) -> dict[Unit, int]:
     counts: dict[Unit, int] = {}
     for stage in stages:
-        for unit, count in stage.uses().items():
+        for unit, count in stage.uses.items():
             counts[unit] = counts.get(unit, 0) + count
     return counts
