@@ -93,7 +93,7 @@ def plan_serving(
     """Price generation with ``model``; see ``planner.plan`` for ``model``, ``cluster`` and ``dtype``.
 
     The weights' placement is that of the forward pass of a prompt or of one token, whichever makes the answer faster;
-    of two that are equally fast, the one with fewer bytes on a device.
+    of those within a hundredth of the fastest, the one with the fewest bytes on a device.
 
     Args:
         prompt_len, new_tokens: tokens of a sample before and after; ``batch``: samples at once.
@@ -244,9 +244,9 @@ def _weight_bytes(plan: Plan) -> int:
 
 
 def fastest(plans: Sequence[ServingPlan]) -> ServingPlan:
-    """Of those within a thousandth of the least seconds the one with the fewest bytes."""
+    """Of those within a hundredth of the least seconds the one with the fewest bytes."""
     least = min(plan.seconds for plan in plans)
-    return min((plan for plan in plans if plan.seconds <= 1.001 * least), key=lambda plan: plan.device_bytes)
+    return min((plan for plan in plans if plan.seconds <= 1.01 * least), key=lambda plan: plan.device_bytes)
 
 
 def _share_of_weights(graph: Graph, num_devices: int) -> float:
