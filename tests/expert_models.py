@@ -26,21 +26,22 @@ class Mixture(nn.Module):
         self.gate_up_bias = nn.Parameter(0.1 * torch.randn(num_experts, halves * inner)) if biases else None
         self.down_bias = nn.Parameter(0.1 * torch.randn(num_experts, size)) if biases else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of ``x`` and the experts' outputs, and each token's probabilities of the experts."""
         tokens = self.norm(x)
-        scores, ids = self.route(tokens)
+        probabilities = self.router(tokens).softmax(-1)
+        scores, ids = self.route(probabilities)
         outputs = torch.ops.meshwright.experts(
             tokens, ids, scores, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation
         )
-        return x + outputs
+        return x + outputs, probabilities
 
-    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids of the experts that each token takes; a bias only changes which."""
-        scores = self.router(tokens).softmax(-1)
         if self.e_score_correction_bias is None:
-            return scores.topk(self.k)
-        ids = (scores + self.e_score_correction_bias).topk(self.k)[1]
-        return scores.gather(-1, ids), ids
+            return probabilities.topk(self.k)
+        ids = (probabilities + self.e_score_correction_bias).topk(self.k)[1]
+        return probabilities.gather(-1, ids), ids
 
 
 class MixtureModel(nn.Module):
@@ -58,8 +59,10 @@ class MixtureModel(nn.Module):
         activation: str = "swiglu",
         biases: bool = False,
         balanced: bool = False,
+        balance_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        self.balance_loss = balance_loss
         self.embedding = nn.Embedding(vocabulary, size)
         self.layers = nn.ModuleList(
             Mixture(
@@ -79,16 +82,26 @@ class MixtureModel(nn.Module):
         """How many pairs of a token and a choice each expert of each layer gets."""
         x, result = self.embedding(tokens), {}
         for place, layer in enumerate(self.layers):
-            _, ids = layer.route(layer.norm(x))
+            x, probabilities = layer(x)
+            _, ids = layer.route(probabilities)
             result[f"layers.{place}"] = torch.bincount(ids.flatten(), minlength=len(layer.down)).tolist()
-            x = layer(x)
         return result
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x, balance = self.embedding(tokens), torch.zeros(())
         for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.output(x).flatten(0, 1), labels.flatten())
+            x, probabilities = layer(x)
+            if self.balance_loss:
+                balance = balance + imbalance(probabilities)
+        loss = F.cross_entropy(self.output(x).flatten(0, 1), labels.flatten())
+        return loss + self.balance_loss * balance if self.balance_loss else loss
+
+
+def imbalance(probabilities: torch.Tensor) -> torch.Tensor:
+    """The loss of Switch transformers: experts × Σ share of the tokens × mean probability."""
+    num_experts = probabilities.shape[-1]
+    shares = F.one_hot(probabilities.argmax(-1), num_experts).to(probabilities.dtype).mean((0, 1))
+    return num_experts * (shares * probabilities.mean((0, 1))).sum()
 
 
 def mixture(**options: object) -> MixtureModel:

@@ -29,16 +29,21 @@ BESIDE: list[dict[str, Any]] = [
     )
 ]
 
-#: Two chunks, of which one has the first layer, whose experts are balanced by a bias.
+#: Two chunks, of which one has the first layer, whose experts are balanced by a bias and by a loss.
 BALANCED: dict[str, Any] = {
     "mesh": "ep=2,pp=2",
     "options": {"fix": {"num_microbatches": 2}},
-    "model": {"balanced": True},
+    "model": {"balanced": True, "balance_loss": 0.1},
 }
 FOUR_RANKS: dict[str, Any] = {"mesh": "ep=4", "options": {"fix": {"zero": 0, "num_microbatches": 2}}, "model": {}}
 #: Whole steps with an axis of experts: ZeRO over dp and ep, that of experts over dp alone.
 STEPS: list[dict[str, Any]] = [
-    {"mesh": mesh, "options": {"fix": fix}, "model": {}, "evaluated": mesh == "ep=2,tp=2"}
+    {
+        "mesh": mesh,
+        "options": {"fix": fix},
+        "model": {"balance_loss": 0.1} if "recompute" in fix else {},
+        "evaluated": mesh == "ep=2,tp=2",
+    }
     for mesh, fix in (
         ("dp=2,ep=2", {"zero": 1}),
         ("dp=2,ep=2", {"zero": 3, "num_microbatches": 2, "recompute": "full"}),
@@ -81,6 +86,22 @@ def test_a_layer_with_experts_cut_sends_its_tokens_four_times_and_reduces_its_gr
         sent[kind, phase][0] += count / 4
         sent[kind, phase][1] += num_bytes / 4  # as if all ranks sent as much as this one
     assert sent == expected
+
+
+def test_tokens_are_counted_before_the_step_by_a_pass_that_the_plan_knows() -> None:
+    """A load-balancing loss in two micro-batches, in a pipeline (what stages send each other is not counted here)."""
+    result = trained()[EVERY.index(BALANCED)]
+    sent: dict[tuple[str, ...], list[float]] = {}
+    for kind, axis, phase, *figures in itertools.chain(*result["counted"]):
+        sums = sent.setdefault((kind, axis, phase), [0.0, 0.0])
+        sums[:] = (total + figure / 2 for total, figure in zip(sums, figures))  # two ranks have each stage
+    assert {(kind, axis, phase): figures for kind, axis, phase, *figures in result["planned"] if axis != "pp"} == sent
+    planned, counted = (
+        [each[-1] for each in figures if each[:3] == ["all_gather", "dp", "forward"]]
+        for result in [trained()[EVERY.index(STEPS[1])]]
+        for figures in (result["planned"], result["counted"][0])
+    )
+    assert planned == counted  # ZeRO 3 gathers experts again
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

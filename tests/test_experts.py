@@ -90,20 +90,27 @@ def test_rows_that_are_too_many_to_count_stay_in_place() -> None:
 
 
 def test_a_load_balancing_loss_is_that_of_the_global_batch() -> None:
-    model = family_model("mixtral batched")
-    report = planner.verify(model, {"dp": 2, "tp": 2}, batch=family_batch(), steps=1)
+    """How many tokens chose each expert is counted over all micro-batches before the step."""
+    model, fix = family_model("mixtral batched"), {"num_microbatches": 2}
+    report = planner.verify(model, {"pp": 1, "dp": 2, "tp": 2}, batch=family_batch(), steps=1, fix=fix)
     assert report.ok, report.table()
 
 
-def test_a_load_balancing_loss_is_refused_in_micro_batches() -> None:
-    """It is a product of means over the batch, which has another value on each micro-batch."""
+def test_a_product_of_means_that_both_have_gradients_is_refused_in_micro_batches() -> None:
+    """It has another value on each micro-batch, and its gradient another factor."""
+
+    def loss_fn(outputs: Any, batch: Any) -> torch.Tensor:
+        importance = outputs.router_logits[0].softmax(-1).mean(0)
+        return outputs.loss + importance.square().sum()
+
     says = (
-        r"the model mixes the samples of a batch, so num_microbatches must be 1: aten.add.Tensor in the model itself "
-        r"or its loss needs histc of all samples; .*a load-balancing loss.*train with num_microbatches = 1, or leave "
-        r"it out of the loss \(output_router_logits=False"
+        r"the model mixes the samples of a batch, so num_microbatches must be 1: aten.square.default in the model "
+        r"itself or its loss needs mean_\d+ of all samples. .*square of a mean.*train with num_microbatches = 1"
     )
     with pytest.raises(ValueError, match=says):
-        planner.verify(family_model("mixtral"), "dp=2,ep=2", batch=family_batch(), fix={"num_microbatches": 2})
+        planner.verify(
+            family_model("mixtral"), "dp=2,ep=2", batch=family_batch(), loss_fn=loss_fn, fix={"num_microbatches": 2}
+        )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ _CASTS = {
     aten._to_copy.default,
     aten.type_as.default,
 }
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _DROPOUTS = {
     aten.dropout.default: "train", aten.feature_dropout.default: "train", aten.alpha_dropout.default: "train",
     aten.native_dropout.default: "train", aten.rrelu.default: "training",
@@ -46,6 +47,8 @@ def drop_noops(module: fx.GraphModule, trainable: Collection[str]) -> None:
             replace(node, source)
         elif _takes_dim_away_again(node, source):
             replace(node, source.args[0])  # type: ignore[arg-type]
+        elif node.target is aten.add.Tensor and isinstance(node.args[1], fx.Node):
+            _begun_sum(node, source, node.args[1])
 
 
 def _detaches_nothing(node: fx.Node, source: fx.Node, carrying: set[fx.Node]) -> bool:
@@ -58,6 +61,14 @@ def _takes_dim_away_again(node: fx.Node, source: fx.Node) -> bool:
         return False
     rank = len(shape(source))
     return bool(argument(node, "dim") % rank == argument(source, "dim") % rank)
+
+
+def _begun_sum(node: fx.Node, left: fx.Node, right: fx.Node) -> None:
+    """Replace ``zeros + x``, with which a sum in a loop begins, by ``x``."""
+    if left.target in _ZEROS and argument(node, "alpha") == 1 and _unchanged(node, right):
+        replace(node, right)
+    elif right.target in _ZEROS and _unchanged(node, left):
+        replace(node, left)
 
 
 def _cast(node: fx.Node, source: fx.Node) -> None:

@@ -59,7 +59,8 @@ class _Cutter:
             for operation in part.operations
             for local in made_by(operation)
         }
-        self.available = {*whole.main.arguments, *whole.constants.results, *(total.target for total in sums.totals)}
+        self.totals = (*sums.totals, *sums.counted)
+        self.available = {*whole.main.arguments, *whole.constants.results, *(total.target for total in self.totals)}
 
     def bodies(self) -> tuple[ChunkBody, ...]:
         operations = [self._operations(index) for index in range(len(self.parts))]
@@ -135,7 +136,7 @@ class _Cutter:
         return ChunkBody(
             received=received,
             inputs=tuple(local for local in self.whole.main.arguments if local in used),
-            totals=tuple(total for total in self.sums.totals if total.target in used),
+            totals=tuple(total for total in self.totals if total.target in used),
             operations=tuple(operation for _, operation in live),
             parts=tuple(live_parts),
             sent=results,

@@ -71,13 +71,15 @@ class StepPrograms:
     """The chunks of a step, and what computes a micro-batch's share of the totals (None: there are none).
 
     The outputs of ``totals`` are partial sums over the batch axis, named as the chunks' inputs ``("total", name)``.
-    ``graph`` is what was cut: losses that the plan computes in chunks are in it.
+    ``graph`` is what was cut: losses that the plan computes in chunks are in it. ``counting``: the chunks of
+    a pass without gradients before the step, for totals that come from activations; empty if there are none.
     """
 
     stages: tuple[StageGraph, ...]
     totals: ShardedGraph | None
     num_microbatches: int
     graph: Graph
+    counting: tuple[StageGraph, ...] = ()
 
 
 def step_programs(
@@ -134,14 +136,26 @@ def step_programs(
     else:
         sums = Additive(whole.main.body, whole.main.results, (), ())
     parts = parts_of(cut_graph, whole.runs, sums.body, step, where=_whereabouts(step, like))
-    bodies = cut(whole, sums, parts, num_chunks=len(step.chunks))
-    stages = tuple(
-        _stage(index, body, dataclasses.replace(whole, part=_part(cut_as, index, len(bodies))), sums)
-        for index, body in enumerate(bodies)
-    )
+    stages = _stages(whole, sums, parts, len(step.chunks), cut_as)
     _check_buffers(stages)
     totals = _totals_graph(dataclasses.replace(whole, part=f"{cut_as}, totals"), sums)
-    return StepPrograms(stages, totals, count, cut_graph)
+    counting: tuple[StageGraph, ...] = ()
+    if sums.counted:
+        outputs_counted = {total.target.value.name: total.source.value.name for total in sums.counted}
+        ahead = dataclasses.replace(whole, graph=whole.graph.replace(outputs=outputs_counted, loss=None))
+        counting = _stages(ahead, sums.counting, parts, len(step.chunks), f"{cut_as}, counted ahead")
+    return StepPrograms(stages, totals, count, cut_graph, counting)
+
+
+def _stages(
+    whole: ShardedGraph, sums: Additive, parts: Sequence[ChainPart], num_chunks: int, cut_as: str
+) -> tuple[StageGraph, ...]:
+    """The chunks that compute the results of ``sums``."""
+    bodies = cut(whole, sums, parts, num_chunks=num_chunks)
+    return tuple(
+        _stage(index, body, dataclasses.replace(whole, part=_part(cut_as, index, len(bodies))))
+        for index, body in enumerate(bodies)
+    )
 
 
 def _uncut(plan: Plan, axis: int) -> Plan:
@@ -203,7 +217,7 @@ def _kept_outputs(graph: Graph, outputs: Collection[str] | None) -> tuple[str, .
     return (scalar_loss(graph),)
 
 
-def _stage(index: int, body: ChunkBody, whole: ShardedGraph, sums: Additive) -> StageGraph:
+def _stage(index: int, body: ChunkBody, whole: ShardedGraph) -> StageGraph:
     graph = whole.graph
     paths = dict(zip(whole.main.arguments, graph.input_paths))
     inputs: list[tuple[Local, tuple[str | int, ...]]] = [

@@ -3,6 +3,10 @@
 A mean over valid tokens is a sum over the batch divided by a count over the batch. The count needs no gradient and
 comes from the inputs alone, so it is computed before the first micro-batch, for all of them, and handed to each: it
 is a *total*. What is then left of a micro-batch's loss is a partial sum, and so are its gradients.
+
+A total may also come from activations: how many tokens chose each expert, which a load-balancing loss multiplies by the
+mean probability of each expert. Only the probability carries a gradient, so the loss is linear in what does. A pass of
+all micro-batches through all chunks, without gradients, counts such totals before the step.
 """
 
 from __future__ import annotations
@@ -35,14 +39,21 @@ class Additive:
 
     Attributes:
         body, results: as in a section, with totals in place of what they stand for.
-        totals: values that must be computed over the whole batch first.
+        totals: values that must be computed over the whole batch first, from the inputs alone.
         before: operations that compute the totals' sources from the inputs.
+        counted: totals that come from activations.
     """
 
     body: tuple[Operation, ...]
     results: tuple[Local, ...]
     totals: tuple[Total, ...]
     before: tuple[Operation, ...]
+    counted: tuple[Total, ...] = ()
+
+    @property
+    def counting(self) -> Additive:
+        """The section whose results are the sources of ``counted``."""
+        return dataclasses.replace(self, results=tuple(total.source for total in self.counted), counted=())
 
 
 def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
@@ -80,7 +91,10 @@ def additive(main: Section, *, axis: int, paths: Collection[str]) -> Additive:
                 f"output {path!r} is no sum over samples, so micro-batches cannot be added up: plan with "
                 "num_microbatches=1"
             )
-    return Additive(tuple(body), results, tuple(totals), _before(body, totals))
+    from_inputs = [total for total in totals if _is_from_inputs(body, total)]
+    counted = tuple(total for total in totals if total not in from_inputs)
+    _check_counted(body, counted)
+    return Additive(tuple(body), results, tuple(from_inputs), _before(body, from_inputs), counted)
 
 
 def _check_inside(repeat: Repeat, axis: int) -> None:
@@ -150,12 +164,23 @@ def _on_axis(placement: Placement, axis: int, spmd_type: str) -> Placement:
 
 def _before(body: Sequence[Operation], totals: Sequence[Total]) -> tuple[Operation, ...]:
     """The operations that compute the totals from the inputs alone, before any micro-batch runs."""
-    operations = tuple(_makers(body, [total.source for total in totals]))
-    for operation in operations:
-        consumed = used_by(operation)
-        if isinstance(operation, Repeat) or any(local.value.requires_grad for local in consumed):
-            raise _mixing(totals[0].source.value)
-    return operations
+    return tuple(_makers(body, [total.source for total in totals]))
+
+
+def _is_from_inputs(body: Sequence[Operation], total: Total) -> bool:
+    """Whether a total depends on the inputs of the batch alone, and on no activation."""
+    return not any(
+        isinstance(operation, Repeat) or any(local.value.requires_grad for local in used_by(operation))
+        for operation in _makers(body, [total.source])
+    )
+
+
+def _check_counted(body: Sequence[Operation], counted: Collection[Total]) -> None:
+    """Raise DependentSamplesError if one of these totals depends on another: one pass could not count both."""
+    targets = {total.target for total in counted}
+    for total in counted:
+        if any(targets.intersection(used_by(operation)) for operation in _makers(body, [total.source])):
+            raise _mixing(total.source.value)
 
 
 def _makers(body: Sequence[Operation], targets: Collection[Local]) -> tuple[Operation, ...]:

@@ -120,6 +120,8 @@ class StepPlan:
         search: how many candidates were enumerated, pruned by their bound, out of memory, and so on.
         interval: seconds between which nine of ten measured steps lie, by runs published of such devices; None where
             there are none, or the optimizer's time is not predicted.
+        forward_passes: how often a step computes forward; 2 where a pass without gradients first counts what the loss
+            needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
     """
 
     axes: dict[str, int]
@@ -139,6 +141,7 @@ class StepPlan:
     alternatives: tuple[Alternative, ...] = ()
     headroom: float = 0.0
     interval: tuple[float, float] | None = None
+    forward_passes: int = 1
 
     @property
     def sample_groups(self) -> int:

@@ -2,7 +2,8 @@
 
 A unit is one copy of a repeated block, or a stretch of operators between blocks. A stretch is cut further wherever only
 one value with a gradient crosses and both sides compute something (a matrix product or a convolution), so that models
-without repeated blocks can be cut too.
+without repeated blocks can be cut too. Smaller values that only the end of the model uses, behind all that is heavy,
+may cross with it: what routers say of each token, for a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class _Chain:
         self.easy = made_anywhere(graph)
         self.maker: dict[str, int] = {}
         self.last_use: dict[str, int] = {}
+        self.uses: dict[str, list[int]] = {}
+        self.last_heavy = max((index for index, name in enumerate(self.order) if self._heavy(name)), default=-1)
         for index, name in enumerate(self.order):
             for value in self.nodes[name].outputs:
                 self.maker[value.name] = index
             for used in self.nodes[name].inputs:
                 self.last_use[used] = index
+                self.uses.setdefault(used, []).append(index)
 
     def units(self) -> tuple[ModelUnit, ...]:
         pieces = list(self._pieces())
@@ -94,9 +98,17 @@ class _Chain:
         return kind_of(self.nodes[name]) in HEAVY
 
     def _narrow(self, position: int) -> bool:
-        """Whether only one value crosses the edge behind ``position``, and it has a gradient."""
+        """Whether only one value crosses the edge behind ``position`` for the next operators, and it has a gradient."""
         crossing = list(self._crossing(position))
-        return len(crossing) == 1 and self.values[crossing[0]].requires_grad
+        near = [name for name in crossing if self._next_use(name, position) <= self.last_heavy]
+        if len(near) != 1 or not self.values[near[0]].requires_grad:
+            return False
+        size = self.values[near[0]].num_elements
+        return all(self.values[name].num_elements < size for name in crossing if name != near[0])
+
+    def _next_use(self, name: str, position: int) -> int:
+        """The position of the first operator behind ``position`` that uses a value."""
+        return next(use for use in self.uses[name] if use > position)
 
     def _crossing(self, position: int) -> Iterator[str]:
         """Values made up to ``position`` and used behind it that a stage cannot make itself (inputs are everywhere)."""

@@ -84,7 +84,7 @@ def type_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     graph, plan = subject.graph, subject.plan
     outputs = None if graph.loss is not None else tuple(graph.outputs)
     programs = step_programs(graph, plan, num_microbatches=None if graph.loss is not None else 1, outputs=outputs)
-    sharded = [stage.sharded for stage in programs.stages]
+    sharded = [stage.sharded for stage in (*programs.stages, *programs.counting)]
     if programs.totals is not None:
         sharded.append(programs.totals)
     for program in sharded:

@@ -209,7 +209,8 @@ class _StepPricer:
             if planned[index].rank != planned[index - 1].rank:
                 num_bytes = self.units.entering_bytes(chunks[index][0])
                 seconds = self.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE)
-                linked[index] = dataclasses.replace(linked[index], receive_forward=seconds)
+                forward = seconds * self.step.forward_passes
+                linked[index] = dataclasses.replace(linked[index], receive_forward=forward)
                 linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=seconds)
         return linked
 
@@ -224,6 +225,7 @@ class _StepPricer:
     def _priced_layer(self, unit: int, recompute: str, zero: int) -> LayerCosts:
         states, policy = _UnitParameters(self, self.states[unit], zero), self.units.policy(unit, recompute)
         forward, backward = self.units.seconds(unit)
+        forward *= self.step.forward_passes
         adding = states.accumulation()
         backward += policy.seconds + adding
         gather, scatter = states.gather(), states.scatter()
@@ -231,10 +233,10 @@ class _StepPricer:
         early_scatter = scatter if zero >= 2 else 0.0
         slowdown = self.links.axes.device.overlap_slowdown
         return LayerCosts(
-            forward=forward + slowdown * min(forward, early_gather),
+            forward=forward + slowdown * min(forward, early_gather * self.step.forward_passes),
             backward=backward + slowdown * min(backward, early_gather + early_scatter),
             backward_weight=self.units.weight_seconds(unit) + adding,
-            gather_forward=early_gather,
+            gather_forward=early_gather * self.step.forward_passes,
             gather_backward=early_gather,
             reduce_backward=early_scatter,
             reduce_step=states.reduction_each_step() + states.tied_exchange(),

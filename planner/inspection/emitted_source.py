@@ -49,6 +49,9 @@ def emitted_sources(
         alike.setdefault(kind, []).append(stage.index)
         texts.setdefault(kind, text)
     sources = {_names(plan.step, chunks): texts[kind] for kind, chunks in alike.items()}
+    for stage in programs.counting:
+        name = f"{_names(plan.step, [stage.index])}, a pass that counts what the loss needs of the whole batch"
+        sources[name] = emit(chain_up(pair_rotaries(stage.sharded))).source
     if programs.totals is not None:
         sources["Totals of a batch, on every rank"] = emit(chain_up(pair_rotaries(programs.totals))).source
     return sources

@@ -417,6 +417,7 @@ class Search:
             layout=layout,
             links=self._links(layout),
             num_microbatches=candidate.num_microbatches,
+            forward_passes=self.level_one.forward_passes(candidate.num_microbatches),
             tied_apart=layout.pipeline > 1,
             ends_together=SCHEDULES[candidate.schedule].placement == "vee",
             training=demands.training,

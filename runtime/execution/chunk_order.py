@@ -30,6 +30,10 @@ class Execution(Protocol):
         """The outputs of one pass over the whole batch, this rank's parts, on every rank."""
         ...
 
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The outputs of all micro-batches added up, without gradients, this rank's parts, on every rank."""
+        ...
+
 
 class ExecutionSetting(TypedDict):
     """What all ranks of a pipeline agree on."""
@@ -59,6 +63,11 @@ class InOrder:
 
     def forward(self) -> dict[str, torch.Tensor]:
         return self._through(0)
+
+    @torch.no_grad()
+    def sums(self) -> dict[str, torch.Tensor]:
+        outputs = [self._through(microbatch) for microbatch in range(self.num_microbatches)]
+        return {path: torch.stack([each[path] for each in outputs]).sum(0) for path in outputs[0]}
 
     def _through(self, microbatch: int) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = {}
@@ -99,7 +108,14 @@ class Pipelined:
         return self.executor.train(weight)
 
     def forward(self) -> dict[str, torch.Tensor]:
+        return self._on_every_rank(forward_only(self.stages, **self.setting)[:1])
+
+    def sums(self) -> dict[str, torch.Tensor]:
         results = forward_only(self.stages, **self.setting)
+        return self._on_every_rank([tuple(torch.stack(parts).sum(0) for parts in zip(*results))] if results else [])
+
+    def _on_every_rank(self, results: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
+        """What the rank of the last chunk has, if this is it, on all ranks of the pipeline."""
         outputs = {}
         for place, spec in enumerate(self.last.outputs):
             _, shape = rectangle(spec.shape, spec.placement, self.last.mesh, self.places.layout.coordinate)

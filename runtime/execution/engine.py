@@ -33,6 +33,7 @@ from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner
 from runtime.execution.step_state import StepState
+from runtime.kernels.routing_listeners import unheard
 from runtime.program_tools.adapters import apply_adapters
 from runtime.zero.group import StateGroup, everyone_of
 from runtime.zero.unit import Unit
@@ -160,6 +161,7 @@ class Engine:
             for unit, uses in _uses(prepared.stages).items():
                 unit.begin(uses * prepared.split.num_microbatches)
             self._totals = self._sum_totals(prepared)
+            self._totals |= self._count(prepared)
             losses = prepared.execution.train(weight / prepared.split.copies)
             for unit in units:
                 unit.finish()
@@ -265,6 +267,16 @@ class Engine:
             if not prepared.split.is_shared:
                 return sums
             return {name: self.places.sum_over_batch_ranks(part) for name, part in sums.items()}
+
+    def _count(self, prepared: Prepared) -> dict[str, torch.Tensor]:
+        """The totals of this batch that come from activations, by a pass without gradients."""
+        if prepared.counting is None:
+            return {}
+        with unheard():
+            sums = prepared.counting.execution.sums()
+        if not prepared.split.is_shared:
+            return sums
+        return {name: self.places.sum_over_batch_ranks(part) for name, part in sums.items()}
 
     def _loss(self, prepared: Prepared, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The batch's loss on all ranks from the micro-batches' parts on those of the last chunk."""

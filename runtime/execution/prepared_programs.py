@@ -11,6 +11,7 @@ from runtime.calls.model_call import Path
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, ProgramRunner
 from runtime.execution.chunk_order import Execution
+from runtime.execution.totals_ahead import CountingPass
 
 
 @dataclass
@@ -20,12 +21,14 @@ class Prepared:
     Attributes:
         stages: this rank's chunks.
         totals: what computes the totals of a micro-batch; None if there are none.
+        counting: what counts totals that come from activations before a step; None if there are none.
         last: the program of the last chunk, wherever it runs: it says what comes out.
         split: how the batch is divided.
     """
 
     stages: tuple[ChunkRunner, ...]
     totals: ProgramRunner | None
+    counting: CountingPass | None
     last: Program
     split: BatchSplit
     execution: Execution
@@ -34,7 +37,12 @@ class Prepared:
     @property
     def programs(self) -> tuple[Program, ...]:
         """All programs that this rank runs."""
-        return (*(stage.program for stage in self.stages), *([self.totals.program] if self.totals is not None else []))
+        return tuple(runner.program for runner in self._runners)
+
+    @property
+    def _runners(self) -> tuple[ProgramRunner, ...]:
+        stages = (*self.stages, *(() if self.counting is None else self.counting.stages))
+        return (*(stage.runner for stage in stages), *(() if self.totals is None else (self.totals,)))
 
     @property
     def reads(self) -> frozenset[Path]:
@@ -43,7 +51,5 @@ class Prepared:
         return frozenset(path for path in paths if path[0] not in ("received", "total"))
 
     def forget_constants(self) -> None:
-        for stage in self.stages:
-            stage.runner.forget_constants()
-        if self.totals is not None:
-            self.totals.forget_constants()
+        for runner in self._runners:
+            runner.forget_constants()

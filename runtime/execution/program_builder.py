@@ -40,6 +40,7 @@ from runtime.execution.replanning import Planner, as_seen_by
 from runtime.execution.shape_captures import ShapeCaptures, announced
 from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
+from runtime.execution.totals_ahead import counting_of, totals_of
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
@@ -423,16 +424,15 @@ class Maker:
         for stage in own_stages:
             stages.append(self._stage(stage, emitted[stage.index], split, makes_units=makes_units))
         chained(self._units.in_turn(in_order_of_use(stages)))
-        totals = None
-        takes_totals = any(spec.path[0] == "total" for stage in stages for spec in stage.program.inputs)
-        if programs.totals is not None and takes_totals:
-            with self.places.layout.plain():
-                program = emit(programs.totals)
-                typecheck(program)
-            totals = ProgramRunner(program, self.state, split=split)
+        executed = functools.partial(
+            execution_of, step=self.step, places=self.places, num_microbatches=split.num_microbatches
+        )
+        own_stage = functools.partial(self._stage, split=split, makes_units=False)
+        with self.places.layout.plain():
+            counting = counting_of(programs.counting, own_stage, executed, is_mine=self._is_mine) if training else None
+            totals = totals_of(programs.totals, (*stages, *(counting.stages if counting else ())), self.state, split)
         last = dataclasses.replace(emitted[len(programs.stages) - 1], unflatten=graph.unflatten)
-        execution = execution_of(stages, self.step, self.places, last, num_microbatches=split.num_microbatches)
-        return Prepared(tuple(stages), totals, last, split, execution, graph.unflatten)
+        return Prepared(tuple(stages), totals, counting, last, split, executed(stages, last=last), graph.unflatten)
 
     def _stage(self, stage: StageGraph, program: Program, split: BatchSplit, *, makes_units: bool) -> ChunkRunner:
         runner = ProgramRunner(program, self.state, split=split, scratch=self._scratch)

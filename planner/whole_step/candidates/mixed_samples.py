@@ -25,9 +25,8 @@ def mixed_samples(search: Search) -> str:
     text = f"the model mixes the samples of a batch, so num_microbatches must be 1: {named}{more}"
     if any(followed.types.get(name) == P for node in mixers for name in node.inputs):
         text += (
-            ". What is computed from means over the batch (a load-balancing loss, say) has another value on each "
-            "micro-batch: train with num_microbatches = 1, or leave it out of the loss (output_router_logits=False in "
-            "models of transformers)"
+            ". What is computed from means over the batch that have gradients (the square of a mean, say) has another "
+            "value on each micro-batch: train with num_microbatches = 1, or leave it out of the loss"
         )
     return text
 

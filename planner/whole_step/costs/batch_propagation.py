@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from passes.autograd.operator_tables import base_name
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, P, R, SpmdType, shard, shard_dim
 from passes.rules.rule import AxisChoice, axis_choices
@@ -18,8 +19,12 @@ from planner.sharding_ilp.model_figures import batch_size_of
 from planner.sharding_ilp.options import RuleFor
 
 #: Cost of each conversion between types, used to rank choices. Only the order matters. A number that is no sum over
-#: samples (a penalty on weights) is preferably counted once in a partial sum, before the sum is reduced.
-FREE, SLICE, COUNT_ONCE, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 1.0, 1e3, 1e6
+#: samples (a penalty on weights) is preferably counted once in a partial sum, before the sum is reduced. A sum that has
+#: no gradient can be known before the first micro-batch: it is reduced rather than one with a gradient, and before it
+#: is scaled, so that counts are exact and rounded once.
+FREE, SLICE, COUNT_ONCE, COUNT_AHEAD, REDUCE, SCATTER, GATHER = 0.0, 1e-3, 0.5, 0.75, 1.0, 1e3, 1e6
+
+_SCALINGS = frozenset(("aten.mul", "aten.div"))
 
 
 @dataclass(frozen=True)
@@ -33,20 +38,29 @@ class Followed:
             Scalars that depend on inputs alone are not among them: they are computed before the first sample is run
             (how many labels are valid).
         mixers: names of the nodes that need those values whole, and of those that write a buffer.
+        counted_ahead: names of the sums over all samples that depend on parameters and carry no gradient (how many
+            tokens chose each expert). A pass without gradients over all micro-batches computes them first.
     """
 
     labels: Mapping[str, str]
     types: Mapping[str, SpmdType]
     mixing: tuple[str, ...]
     mixers: tuple[str, ...] = ()
+    counted_ahead: tuple[str, ...] = ()
 
 
 def follow_batch(
-    graph: Graph, *, rules: RuleFor, skip: Collection[str] = (), alias: Mapping[str, str] | None = None
+    graph: Graph,
+    *,
+    rules: RuleFor,
+    skip: Collection[str] = (),
+    alias: Mapping[str, str] | None = None,
+    repeated: Collection[str] = (),
 ) -> Followed:
     """The choice of every operator of ``graph`` on an axis that divides the inputs' first dim.
 
-    ``skip``: nodes of later copies of a block; ``alias``: values of the last copy used after the block → the first's.
+    ``skip``: nodes of later copies of a block; ``alias``: values of the last copy used after the block → the first's;
+    ``repeated``: nodes of blocks, whose sums over all samples are not counted ahead.
     Inputs whose first dim is not the batch's stay whole; parameters, buffers and constants do too.
     """
     size = batch_size_of(graph)
@@ -59,6 +73,8 @@ def follow_batch(
     labels: dict[str, str] = {}
     mixing: list[str] = []
     mixers: list[str] = []
+    ahead: list[str] = []
+    behind_ahead: set[str] = set()
     last = alias or {}
     learnt, behind_loss = _learnt(graph), _behind_loss(graph)
     for node in graph.nodes:
@@ -75,11 +91,22 @@ def follow_batch(
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
-            is_known_ahead = values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss)
-            if _effort(types[name], needed, values[name]) >= REDUCE and not is_known_ahead:
+            if _effort(types[name], needed, values[name]) < COUNT_AHEAD:
+                continue
+            if values[name].num_elements == 1 and (name not in learnt or node.name not in behind_loss):
+                continue
+            is_sum = types[name] == P and needed in (R, I) and not values[name].requires_grad
+            if is_sum and node.name not in repeated and name not in behind_ahead:
+                ahead.append(name)
+                behind_ahead.update(value.name for value in node.outputs)
+            else:
                 mixing.append(name)
                 mixers.append(node.name)
-    return Followed(labels, types, tuple(dict.fromkeys(mixing)), tuple(dict.fromkeys(mixers)))
+        if not behind_ahead.isdisjoint(node.inputs):
+            behind_ahead.update(value.name for value in node.outputs)
+    return Followed(
+        labels, types, tuple(dict.fromkeys(mixing)), tuple(dict.fromkeys(mixers)), tuple(dict.fromkeys(ahead))
+    )
 
 
 def _learnt(graph: Graph) -> frozenset[str]:
@@ -119,6 +146,8 @@ def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType]
             _effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs)
         )
         reduction_effort = REDUCE * len(choice.reductions)
+        if base_name(node.op) in _SCALINGS and not node.output.requires_grad and choice.outputs[0] == P:
+            reduction_effort += REDUCE * _weight(node.output)
         return conversion_effort + reduction_effort, choice.factor is None, R in choice.outputs
 
     return min(choices, key=effort)
@@ -140,7 +169,8 @@ def _effort(have: SpmdType, need: SpmdType, value: Value) -> float:
     if have in (R, I):
         return SLICE if shard_dim(need) is not None and value.kind != "parameter" else SCATTER * _weight(value)
     if have == P:
-        return REDUCE * _weight(value)
+        known_ahead = need in (R, I) and not value.requires_grad
+        return (COUNT_AHEAD if known_ahead else REDUCE) * _weight(value)
     return GATHER
 
 

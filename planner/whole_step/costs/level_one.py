@@ -95,6 +95,10 @@ class LevelOne:
         """Whether the model can be run in micro-batches."""
         return not self.space.followed.mixing
 
+    def forward_passes(self, num_microbatches: int) -> int:
+        """How often a step computes forward: see ``StepPlan.forward_passes``."""
+        return 2 if num_microbatches > 1 and self.space.followed.counted_ahead else 1
+
     @functools.cached_property
     def without_experts(self) -> LevelOne:
         """The same at no cost for all that an axis of experts divides otherwise than a data axis."""

@@ -170,7 +170,8 @@ class ShardingSpace:
         runs = foldable_runs(graph, find_blocks(graph) if blocks is None else blocks, tuple(pinned))
         structure = build_structure(graph, runs, Cut(1).mesh)
         later = {name for run in structure.runs for copy in run.copies[1:] for name in copy}
-        followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first)
+        repeated = {name for run in structure.runs for name in run.copies[0]}
+        followed = follow_batch(graph, rules=rule_for, skip=later, alias=structure.last_to_first, repeated=repeated)
         states = state_derived(graph)
         return ShardingSpace(
             graph, structure.runs, structure, followed, states, fusion or Fusion(), pinned, solver=solver

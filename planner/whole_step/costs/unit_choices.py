@@ -21,12 +21,13 @@ class StageSetting:
     """What the choices depend on beside the unit: layout and links, micro-batches a step, and what the user allows.
 
     With ``tied_apart`` units that share a parameter lie on different ranks, but with ``ends_together`` the first and
-    the last unit on one.
+    the last unit on one. ``forward_passes``: how often a step computes forward (``StepPlan.forward_passes``).
     """
 
     layout: MeshLayout
     links: Links
     num_microbatches: int
+    forward_passes: int
     tied_apart: bool
     ends_together: bool
     training: TrainingOptions
@@ -89,7 +90,7 @@ def _run(figures: UnitFigures, index: int, setting: StageSetting) -> UnitRun:
         name=figures.unit.name,
         count=figures.unit.count,
         choices=tuple(_choices(figures, setting)),
-        receive_forward=seconds,
+        receive_forward=seconds * setting.forward_passes,
         receive_backward=seconds,
     )
 
@@ -106,7 +107,7 @@ def _choices(figures: UnitFigures, setting: StageSetting) -> Iterator[UnitChoice
 
 
 def _costs(figures: UnitFigures, policy: Policy, zero: _Zero, setting: StageSetting) -> LayerCosts:
-    forward = figures.compute[0] + figures.communication[0]
+    forward = (figures.compute[0] + figures.communication[0]) * setting.forward_passes
     backward = sum(
         (figures.compute[1], figures.communication[1], policy.compute, policy.communication, zero.accumulate)
     )
@@ -133,9 +134,9 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
     policy = next(policy for policy in figures.policies if policy.name == name)
     zero = _zero(figures, int(stage.removeprefix("zero-")), setting)
     parts = LayerSeconds(
-        compute_forward=figures.compute[0],
+        compute_forward=figures.compute[0] * setting.forward_passes,
         compute_backward=figures.compute[1],
-        communication_forward=figures.communication[0],
+        communication_forward=figures.communication[0] * setting.forward_passes,
         communication_backward=figures.communication[1],
         recompute=policy.compute,
         recommunicate=policy.communication,
@@ -169,7 +170,7 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
         if piece.group > 1
     )
     return _Zero(
-        gather_forward=gather if stage == 3 else 0.0,
+        gather_forward=gather * setting.forward_passes if stage == 3 else 0.0,
         gather_backward=gather if stage == 3 else 0.0,
         reduce_backward=scatter if stage >= 2 else 0.0,
         reduce_step=once + apart,

@@ -119,6 +119,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         memory=memory_by_rank(search, best.solution, best.step),
         memory_limit=search.memory,
         headroom=demands.headroom,
+        forward_passes=search.level_one.forward_passes(candidate.num_microbatches),
         interval=step_interval(costs.simulated, cluster.groups) if is_trained else None,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),

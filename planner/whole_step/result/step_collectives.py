@@ -10,6 +10,7 @@ Counted is what the ranks of one pipeline issue together (one rank of every stag
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -65,8 +66,12 @@ def step_collectives(graph: Graph, plan: Plan) -> tuple[CollectivePlan, ...]:
 
 
 class _Counter:
-    def __init__(self, programs: StepPrograms, plan: Plan, *, trains: bool) -> None:
+    def __init__(
+        self, programs: StepPrograms, plan: Plan, *, trains: bool, trained: StepPrograms | None = None
+    ) -> None:
+        """``trained``: the programs of the training step, whose units these use, if they are others."""
         self.programs, self.plan, self.step, self.trains = programs, plan, plan.step, trains
+        self.trained = trained
         self.times = programs.num_microbatches
         self.axes = Axes(programs.stages[0].sharded.mesh, BATCH_AXIS, self.times)
         self.sizes = plan.mesh.as_dict()
@@ -75,19 +80,25 @@ class _Counter:
         self.tally: Tally = {}
 
     def count(self) -> tuple[CollectivePlan, ...]:
-        ranks = sorted({chunk.rank for chunk in self.step.chunks})
-        for rank in ranks:
+        self.add_stages()
+        num_ranks = len({chunk.rank for chunk in self.step.chunks})
+        if self.trains and self.programs.counting:
+            self._counting(num_ranks)
+        if self.trains and self.programs.graph.loss is not None:
+            self._tied_gradients()
+            self._loss(num_ranks)
+        return collectives_of(self.tally)
+
+    def add_stages(self) -> None:
+        """Count what the chunks, their units and the transfers between them send."""
+        for rank in sorted({chunk.rank for chunk in self.step.chunks}):
             stages = [stage for stage, chunk in zip(self.programs.stages, self.step.chunks) if chunk.rank == rank]
             for stage in stages:
                 self._stage(stage)
             self._weights(stages)
-            if self.programs.totals is not None and any(_takes_totals(stage) for stage in stages):
+            if self.programs.totals is not None and any(self._takes_totals(stage) for stage in stages):
                 self._totals()
         self._sends()
-        if self.trains and self.programs.graph.loss is not None:
-            self._tied_gradients()
-            self._loss(len(ranks))
-        return collectives_of(self.tally)
 
     def _add(self, sent: Sent, count: int = 1) -> None:
         """Count a collective, unless it is on an axis of one rank."""
@@ -114,6 +125,12 @@ class _Counter:
             if self.trains or sent.phase == FORWARD:
                 self._add(sent, count)
 
+    def _takes_totals(self, stage: StageGraph) -> bool:
+        """Whether a chunk takes totals that are computed from the inputs."""
+        assert self.programs.totals is not None
+        names = self.programs.totals.graph.outputs
+        return any(path[0] == "total" and path[1] in names for path in stage.sharded.graph.input_paths)
+
     def _totals(self) -> None:
         totals = self.programs.totals
         assert totals is not None
@@ -121,16 +138,28 @@ class _Counter:
         for local in totals.main.results:
             self._add(Sent(ALL_REDUCE, BATCH_AXIS, FORWARD, local_bytes(local)))
 
+    def _counting(self, num_ranks: int) -> None:
+        """Count what the pass that counts totals sends; all ranks of a pipeline add up the totals."""
+        programs = dataclasses.replace(self.programs, stages=self.programs.counting, totals=None, counting=())
+        ahead = _Counter(programs, self.plan, trains=False, trained=self.programs)
+        ahead.tally = self.tally
+        ahead.add_stages()
+        for local in programs.stages[-1].sharded.main.results:
+            if num_ranks > 1:
+                self._add(Sent(BROADCAST, PIPELINE, FORWARD, local_bytes(local)), num_ranks)
+            self._add(Sent(ALL_REDUCE, BATCH_AXIS, FORWARD, local_bytes(local)), num_ranks)
+
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def _weights(self, stages: Sequence[StageGraph]) -> None:
         """What the units of one rank send over the data ranks."""
         table = UnitTable()
-        table.hold_together(stages)
+        first = stages if self.trained is None else [self.trained.stages[stage.index] for stage in stages]
+        table.hold_together(first)
         uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
         for stage in stages:
             for unit, block in self._units(stage):
-                for names, zero in weight_groups(unit, self._trained(unit), table.held_together):
+                for names, zero in self._groups(unit, first, table):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
                     again = zero == GATHERED_PER_USE and self._gathers_again(block)
                     uses.setdefault(key, []).append(again)
@@ -139,6 +168,17 @@ class _Counter:
             zero = max(zero, int(any(name in sharded for name in names)))
             for bundle in self._bundles(names, table.gathered_apart):
                 self._bundle(bundle, zero, again_in)
+
+    def _groups(
+        self, unit: StageUnit, stages: Sequence[StageGraph], table: UnitTable
+    ) -> list[tuple[tuple[str, ...], int]]:
+        """The weights that are gathered for a unit, by group: those of the units of ``stages`` that hold its own."""
+        if self.trained is None:
+            return weight_groups(unit, self._trained(unit), table.held_together)
+        own = set(self._trained(unit))
+        units = (each for stage in stages for each in stage.all_units)
+        groups = (group for each in units for group in weight_groups(each, self._trained(each), table.held_together))
+        return [group for group in dict.fromkeys(groups) if own.intersection(group[0])]
 
     def _units(self, stage: StageGraph) -> Iterator[tuple[StageUnit, Repeat | None]]:
         """The units of a chunk with the blocks that use them; weights used outside of blocks have None."""
@@ -180,8 +220,10 @@ class _Counter:
         gather = Sent(ALL_GATHER, axis, FORWARD, elements * item_size(compute))
         reduce = Sent(REDUCE_SCATTER if zero else ALL_REDUCE, axis, BACKWARD, elements * item_size(gradient))
         uses = len(again_in) * self.times
-        if zero:
-            self._add(gather, uses if zero == GATHERED_PER_USE else 1)
+        if zero == GATHERED_PER_USE:
+            self._add(gather, uses)
+        elif zero and self.trained is None:
+            self._add(gather)
         if not self.trains:
             return
         if zero == GATHERED_PER_USE:
@@ -250,10 +292,6 @@ class _Counter:
                 self._add(Sent(ALL_GATHER, axis, AFTER, whole))
         if num_ranks > 1:
             self._add(Sent(BROADCAST, PIPELINE, AFTER, whole), num_ranks)
-
-
-def _takes_totals(stage: StageGraph) -> bool:
-    return any(path[0] == "total" for path in stage.sharded.graph.input_paths)
 
 
 class _SavedByAutograd:
