@@ -51,8 +51,7 @@ _PAGE = """# Adapters of PEFT under plans
 one. `difference`: the largest relative one of losses, all gradients and all weights. `adapters`, `optimizer`,
 `reduced`: bytes of one rank's adapters, of their optimizer state (two moments), and of gradients reduced over `dp`;
 beside them the loss and the number of labels are reduced in forward (12 bytes in float32). `read back`, `merged`: how
-far off is what PEFT reads of the save, and logits of the merged model that transformers reads. Adapters that are
-reshaped before they are used (DoRA, IA³, of embeddings) are reduced once more, as what is made of them.
+far off is what PEFT reads of the save, and logits of the merged model that transformers reads.
 
 | adapter | mesh | difference | adapters | optimizer | reduced | read back | merged |
 |---|---|---|---|---|---|---|---|

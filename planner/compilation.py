@@ -20,7 +20,7 @@ from passes.plan import Plan
 from planner.engine_under_another_plan import engine_under_another_plan
 from planner.extensions import load_extensions
 from planner.first_call import planned_at_first_call
-from planner.planning import as_cluster, example_inputs_of, plan_graph, refuse_checkpoints
+from planner.planning import as_cluster, enables_checkpoints, example_inputs_of, plan_graph, refuse_checkpoints
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
 from planner.sharding_ilp.constraints import dividing
@@ -82,7 +82,8 @@ def compile(
               processes: the whole step is planned, as by ``planner.plan`` without a mesh: mesh, pipeline,
               micro-batches, recomputation, ZeRO;
             * axis sizes with a pipeline (``"pp=2,dp=2"``; axes ``pp``, ``dp``, ``cp``, ``tp``), or any such mesh
-              together with ``fix`` or ``forbid``: the rest of the step is planned on that mesh;
+              together with ``fix`` or ``forbid``, or for a model after ``gradient_checkpointing_enable()`` (which means
+              ``fix={"recompute": "full"}``): the rest of the step is planned on that mesh;
             * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
 
             ``planner.targets.read_target`` says how text is told apart.
@@ -164,6 +165,8 @@ def engine_for(
         "precision": precision,
         "fuse": fuse,
     }
+    if user_plan is None and enables_checkpoints(model) and not plans_step(target, options):
+        options["fix"] = {"recompute": "full"}
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
     check_compiled_alike(ranks, model, target=target, plan=user_plan, loss_fn=loss_fn, options={**compared, **options})
     step = precision is not None or (user_plan is None and plans_step(target, options))

@@ -309,11 +309,16 @@ def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = 
     return dataclasses.replace(sharding, fusion=fusion, collectives=step_collectives(graph, sharding))
 
 
+def enables_checkpoints(model: torch.nn.Module) -> bool:
+    """Whether a model of transformers was told to recompute itself (``gradient_checkpointing_enable()``)."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
 def refuse_checkpoints(graph: Graph) -> None:
     """Raise ValueError for a model with activation checkpoints, on a mesh whose plan recomputes nothing."""
     if graph.checkpointed:
         raise ValueError(
-            "the model runs parts of itself under torch.utils.checkpoint (gradient_checkpointing_enable()), but a plan "
+            "the model runs parts of itself under torch.utils.checkpoint, but a plan "
             "on a given mesh alone recomputes nothing: plan a whole step (a cluster, or fix={'recompute': 'full'} "
             "beside the mesh), or switch the model's checkpoints off"
         )

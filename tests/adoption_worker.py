@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import planner
 from planner.verification.verify_model import slow_devices
+from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import answer, task
 from tests.small_models import TiedClassifier, seeded, token_batch
 
@@ -89,6 +90,44 @@ def gradients_reach_what_made_an_input() -> float:
     return worst
 
 
+class WeightsMadeFirst(nn.Module):
+    """Every weight is made into another before it meets a sample; one is tied and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.spectral = nn.Linear(8, 8, bias=False)
+        self.scale, self.down, self.up = (nn.Parameter(torch.randn(*shape)) for shape in ((8, 1), (2, 8), (8, 2)))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = nn.functional.embedding(tokens, self.embedding.weight * self.scale.flatten())
+        x = self.normed(x) * (1 + self.scale.reshape(1, 1, 8))
+        x = nn.functional.linear(x, self.spectral.weight / self.spectral.weight.square().sum().sqrt())
+        merged = self.up @ self.down + torch.eye(8, dtype=x.dtype)
+        x = x @ (merged / torch.linalg.vector_norm(merged, dim=1, keepdim=True)).t()
+        logits = x @ self.embedding.weight.t()
+        penalty = 0.1 * self.down.square().mean()
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + penalty}
+
+
+def weights_that_are_made_first_are_reduced_once() -> float:
+    """In backward their own bytes are reduced, not those of what is made of them too."""
+    tokens = torch.randint(0, 12, (4, 3), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "labels": tokens.flip(0)}
+    model = seeded(WeightsMadeFirst)
+    parallel = planner.compile(seeded(WeightsMadeFirst), "pp=1,dp=2", example_inputs=batch, fix={"zero": 0})
+    with CommunicationCounter(parallel.device_mesh) as counter:
+        actual = parallel.train_step(**batch)
+    loss = model(**batch)["loss"]
+    loss.backward()
+    backward = {kind: count[1] for (kind, _, phase), count in counter.counts.items() if phase == "backward"}
+    assert backward == {"all_reduce": 8 * sum(one.numel() for one in model.parameters())}, backward
+    gradients = parallel.full_gradients()
+    apart = [difference(gradients[name], one.grad) for name, one in model.named_parameters()]
+    return max(difference(actual, loss.detach()), *apart)
+
+
 def the_first_train_step_may_plan_a_pipeline() -> float:
     """An optimizer that was made before keeps this stage's parameters alone."""
     model = seeded(TiedClassifier)
@@ -111,6 +150,7 @@ SCENARIOS: tuple[Callable[[], float], ...] = (
     a_loop_by_hand_changes_one_line,
     a_batch_that_ranks_cannot_share_counts_once,
     gradients_reach_what_made_an_input,
+    weights_that_are_made_first_are_reduced_once,
     the_first_train_step_may_plan_a_pipeline,
 )
 

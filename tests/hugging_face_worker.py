@@ -83,7 +83,8 @@ def main() -> None:
     once = {"num_train_epochs": 1, "save_strategy": "no"}
     logged["bf16"] = figures(run("bf16", sizes=FULL, changes={**once, "bf16": True}))
     smooth = {**once, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
-    logged["smoothed labels"] = figures(run("smooth", mesh="dp=2", sizes=FULL, changes=smooth))
+    trainer = run("smooth", mesh="dp=2", sizes=FULL, changes={**smooth, "gradient_checkpointing": True})
+    logged["smoothed labels"], logged["recompute"] = figures(trainer), list(trainer.parallel.plan.step.recompute)
     own = with_own_loss(hf.Trainer)
     trainer = script(own, str(Path(folder) / "own"), batch_size, mesh="pp=2", changes=once)
     logged["own loss"] = figures(trainer)

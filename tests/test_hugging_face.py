@@ -68,10 +68,12 @@ def test_a_script_in_bf16(logged: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_losses_of_the_scripts_own(logged: dict[str, Any], tmp_path: Path) -> None:
-    """Label smoothing, and ``compute_loss`` overridden: with a pipeline, too."""
+    """Label smoothing, with gradient checkpointing on a given mesh, and ``compute_loss`` overridden: with a pipeline,
+    too."""
     changes = {**ONCE, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
     alone = script(transformers.Trainer, str(tmp_path), BATCH, sizes=FULL, changes=changes)
     close(logged["smoothed labels"], figures(alone), 2e-6)
+    assert "full" in logged["recompute"]
     own = with_own_loss(transformers.Trainer)
     close(logged["own loss"], figures(script(own, str(tmp_path), BATCH, changes=ONCE)), 2e-6)
 

@@ -21,6 +21,7 @@ REFUSED_METHODS = {
         (
             *("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "tie_weights"),
             *("init_weights", "post_init", "gradient_checkpointing_enable", "gradient_checkpointing_disable"),
+            *("activation_checkpointing_enable", "activation_checkpointing_disable"),
             *("enable_input_require_grads", "add_adapter", "load_adapter", "delete_adapter", "set_adapter"),
             *("enable_adapters", "disable_adapters", "merge_and_unload", "merge_adapter", "unmerge_adapter"),
         ),

@@ -5,6 +5,7 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from spmd_types import I, P, R, V
@@ -13,8 +14,6 @@ from runtime import kernels, ops
 from runtime.kernels.language import tl, triton
 from runtime.kernels.tiles import load, rows_from, share_of_rows, store, store_column_sums, whole_tile
 from runtime.programs.program import Block
-
-spmd = ops.reducing_in(torch.bfloat16)  # gradients of what is bfloat16 are reduced as bfloat16
 
 
 # add, add
@@ -81,11 +80,7 @@ class EmbeddingsToLayernorm(Block):
         embeddings = w.bert.embeddings
         word_embeddings = kernels.embedding(input_ids, embeddings.word_embeddings.weight, padding_idx=0)
         token_type_embeddings = kernels.embedding(indices, embeddings.token_type_embeddings.weight)
-        position_embeddings_weight = spmd.convert(
-            embeddings.position_embeddings.weight, "dp", src=R, dst=I, expert_mode=True
-        )
-        position_embeddings = kernels.embedding(position_ids, position_embeddings_weight)  # [1, 16, 64] {dp: I}
-        position_embeddings = spmd.convert(position_embeddings, "dp", src=I, dst=R)  # 2 KiB, backward all-reduce
+        position_embeddings = kernels.embedding(position_ids, embeddings.position_embeddings.weight)
         added = _add_add(word_embeddings, token_type_embeddings, position_embeddings)
         x = kernels.layer_norm(added, embeddings.LayerNorm.weight, embeddings.LayerNorm.bias, eps=1e-12)
         return x

@@ -224,12 +224,8 @@ class Stem1ToHead(Block):
         local_mean_1 = spmd.reduce_scatter(mean_1, "dp", src=P, dst=S(1))  # 32 B, backward all-gather
         inverse_root = _add_rsqrt(local_mean_1)
         inverse_root = spmd.all_gather(inverse_root, "dp", src=S(1), dst=R)  # 32 B, backward reduce-scatter
-        stem_weight = spmd.convert(w.stem[1].weight, "dp", src=R, dst=I, expert_mode=True)
-        stem_weight = stem_weight.reshape(1, 8, 1, 1)
-        stem_weight = spmd.convert(stem_weight, "dp", src=I, dst=R)       # 32 B, backward all-reduce
-        stem_bias = spmd.convert(w.stem[1].bias, "dp", src=R, dst=I, expert_mode=True)
-        stem_bias = stem_bias.reshape(1, 8, 1, 1)
-        stem_bias = spmd.convert(stem_bias, "dp", src=I, dst=R)           # 32 B, backward all-reduce
+        stem_weight = w.stem[1].weight.reshape(1, 8, 1, 1)                # [1, 8, 1, 1] {dp: R}
+        stem_bias = w.stem[1].bias.reshape(1, 8, 1, 1)                    # [1, 8, 1, 1] {dp: R}
         mean = mean.detach().reshape(8)
         product = mean * 0.1
         product = spmd.all_reduce(product, "dp", src=P, dst=R)            # 32 B

@@ -5,6 +5,7 @@ change. S(d): sharded along dim d; P: partial sums; R: the same on all ranks, gr
 ranks, gradient too.
 """
 
+import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from spmd_types import I, P, R, S, V
@@ -13,8 +14,6 @@ from runtime import kernels, ops
 from runtime.kernels.language import tl, triton
 from runtime.kernels.tiles import load, store, whole_tile
 from runtime.programs.program import Block
-
-spmd = ops.reducing_in(torch.bfloat16)  # gradients of what is bfloat16 are reduced as bfloat16
 
 
 # eq, masked_fill
@@ -53,12 +52,7 @@ class EmbedTokensToLayer0(Block):
         attn = w.encoder.block[0].layer[0].SelfAttention
         q, k, v = F.linear(h, attn.q.weight), F.linear(h, attn.k.weight), F.linear(h, attn.v.weight)
         q, k, v = [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (q, k, v)]
-        relative_attention_bias_weight = spmd.convert(
-            attn.relative_attention_bias.weight, "dp", src=R, dst=I, expert_mode=True
-        )
-        # [1, 8, 16, 16] {dp: I}
-        mask = kernels.embedding(indices, relative_attention_bias_weight).permute(2, 0, 1).unsqueeze(0)
-        mask = spmd.convert(mask, "dp", src=I, dst=R)                     # 4 KiB, backward all-reduce
+        mask = kernels.embedding(indices, attn.relative_attention_bias.weight).permute(2, 0, 1).unsqueeze(0)
         attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(1, 2).flatten(2)
         attention = F.linear(attention, attn.o.weight)
         x = x + attention
@@ -112,13 +106,10 @@ class FinalLayerNormToLayer1(Block):
         attn = w.decoder.block[0].layer[0].SelfAttention
         q, k, v = F.linear(h, attn.q.weight), F.linear(h, attn.k.weight), F.linear(h, attn.v.weight)
         q, k, v = [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (q, k, v)]
-        relative_attention_bias_weight = spmd.convert(
-            attn.relative_attention_bias.weight, "dp", src=R, dst=I, expert_mode=True
-        )
-        relative_attention_bias = kernels.embedding(indices, relative_attention_bias_weight)
-        relative_attention_bias = relative_attention_bias.permute(2, 0, 1).unsqueeze(0)  # [1, 8, 16, 16] {dp: I}
-        mask_1 = torch.where(mask, relative_attention_bias, -3.3895313892515355e+38)  # [8, 8, 16, 16] {dp: I}
-        mask_1 = spmd.convert(mask_1, "dp", src=I, dst=S(0))              # 32 KiB, backward all-gather
+        relative_attention_bias = kernels.embedding(indices, attn.relative_attention_bias.weight)
+        relative_attention_bias = relative_attention_bias.permute(2, 0, 1).unsqueeze(0)
+        mask_1 = torch.where(mask, relative_attention_bias, -3.3895313892515355e+38)
+        mask_1 = spmd.convert(mask_1, "dp", src=R, dst=S(0))
         attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_1, scale=1.0).transpose(1, 2).flatten(2)
         attention = F.linear(attention, attn.o.weight)
         x = x + attention
@@ -140,8 +131,8 @@ class FinalLayerNormToLayer1(Block):
         attn = w.decoder.block[1].layer[0].SelfAttention
         q, k, v = F.linear(h, attn.q.weight), F.linear(h, attn.k.weight), F.linear(h, attn.v.weight)
         q, k, v = [each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in (q, k, v)]
-        mask = torch.where(mask, relative_attention_bias, -3.3895313892515355e+38)  # [8, 8, 16, 16] {dp: I}
-        mask = spmd.convert(mask, "dp", src=I, dst=S(0))                  # 32 KiB, backward all-gather
+        mask = torch.where(mask, relative_attention_bias, -3.3895313892515355e+38)
+        mask = spmd.convert(mask, "dp", src=R, dst=S(0))
         attention = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(1, 2).flatten(2)
         attention = F.linear(attention, attn.o.weight)
         x = x + attention

@@ -134,11 +134,18 @@ def _whole(value: Value) -> SpmdType:
 
 
 def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
-    """The choice with the least cost of input conversions; of equal ones the one that divides the work."""
+    """The choice with the least cost of input conversions; of equal ones the one that divides the work.
+
+    What is made of weights alone is R: its gradient stays partial until the parameter's own is reduced, which happens
+    once. What is made of samples and has been reduced is I.
+    """
     rule = rules(node, values)
     if rule is None or node.writes_buffer:  # what is written here is whole
         return _replicated(node, values)
     input_grads = [values[name].requires_grad for name in node.inputs]
+    of_weights = any(input_grads) and all(
+        values[name].kind == "parameter" or types[name] == R for name, grad in zip(node.inputs, input_grads) if grad
+    )
     choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])
 
     def effort(choice: AxisChoice) -> tuple[float, bool, bool]:
@@ -148,7 +155,7 @@ def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType]
         reduction_effort = REDUCE * len(choice.reductions)
         if base_name(node.op) in _SCALINGS and not node.output.requires_grad and choice.outputs[0] == P:
             reduction_effort += REDUCE * _weight(node.output)
-        return conversion_effort + reduction_effort, choice.factor is None, R in choice.outputs
+        return conversion_effort + reduction_effort, choice.factor is None, (R in choice.outputs) != of_weights
 
     return min(choices, key=effort)
 
