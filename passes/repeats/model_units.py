@@ -104,7 +104,8 @@ class _Chain:
         if len(near) != 1 or not self.values[near[0]].requires_grad:
             return False
         size = self.values[near[0]].num_elements
-        return all(self.values[name].num_elements < size for name in crossing if name != near[0])
+        others = [self.values[name] for name in crossing if name != near[0]]
+        return all(value.requires_grad and value.num_elements < size for value in others)
 
     def _next_use(self, name: str, position: int) -> int:
         """The position of the first operator behind ``position`` that uses a value."""

@@ -108,63 +108,32 @@ _add_rsqrt = kernels.Chain(
 )
 
 
-# mul, mul, add
+# mul, add
 # of stem.1
-def _mul_mul_add_plain(running_mean, mean):
+def _mul_add_plain(running_mean, product):
     stem = running_mean * 0.9
-    product = mean * 0.1
     running_mean_1 = stem + product
     return running_mean_1
 
 
 @triton.jit
-def _mul_mul_add_forward(
-    running_mean_ptr, mean_ptr, running_mean_1_ptr, running_mean_strides, mean_strides, SPACE, TILE: tl.constexpr,
+def _mul_add_forward(
+    running_mean_ptr, product_ptr, running_mean_1_ptr, running_mean_strides, product_strides, SPACE,
+    TILE: tl.constexpr,
 ):
     rows, columns, exists = whole_tile(SPACE, TILE)
     running_mean = load(running_mean_ptr, running_mean_strides, rows, columns, exists, SPACE)
-    mean = load(mean_ptr, mean_strides, rows, columns, exists, SPACE)
+    product = load(product_ptr, product_strides, rows, columns, exists, SPACE)
     stem = running_mean * 0.9
-    product = mean * 0.1
     running_mean_1 = stem + product
     store(running_mean_1_ptr, running_mean_1, rows, columns, exists, SPACE)
 
 
-_mul_mul_add = kernels.Chain(
-    plain=_mul_mul_add_plain,
-    forward=_mul_mul_add_forward,
-    inputs={'running_mean': 'float32', 'mean': 'float32'},
+_mul_add = kernels.Chain(
+    plain=_mul_add_plain,
+    forward=_mul_add_forward,
+    inputs={'running_mean': 'float32', 'product': 'float32'},
     outputs={'running_mean_1': 'float32'},
-)
-
-
-# mul, mul, add
-# of stem.1
-def _mul_mul_add_1_plain(running_var, mean):
-    stem = running_var * 0.9
-    product = mean * 0.10019569471624266
-    running_var_1 = stem + product
-    return running_var_1
-
-
-@triton.jit
-def _mul_mul_add_1_forward(
-    running_var_ptr, mean_ptr, running_var_1_ptr, running_var_strides, mean_strides, SPACE, TILE: tl.constexpr,
-):
-    rows, columns, exists = whole_tile(SPACE, TILE)
-    running_var = load(running_var_ptr, running_var_strides, rows, columns, exists, SPACE)
-    mean = load(mean_ptr, mean_strides, rows, columns, exists, SPACE)
-    stem = running_var * 0.9
-    product = mean * 0.10019569471624266
-    running_var_1 = stem + product
-    store(running_var_1_ptr, running_var_1, rows, columns, exists, SPACE)
-
-
-_mul_mul_add_1 = kernels.Chain(
-    plain=_mul_mul_add_1_plain,
-    forward=_mul_mul_add_1_forward,
-    inputs={'running_var': 'float32', 'mean': 'float32'},
-    outputs={'running_var_1': 'float32'},
 )
 
 
@@ -243,7 +212,7 @@ class Stem0(Block):
         return stem
 
 
-class Stem1ToBody(Block):
+class Stem1ToHead(Block):
     def forward(self, stem):
         w = self.weights
         # stem: [8, 8, 8, 8] → [4, 8, 8, 8] {dp: S(0)}
@@ -258,24 +227,16 @@ class Stem1ToBody(Block):
         stem_weight = w.stem[1].weight.reshape(1, 8, 1, 1)                # [1, 8, 1, 1] {dp: R}
         stem_bias = w.stem[1].bias.reshape(1, 8, 1, 1)                    # [1, 8, 1, 1] {dp: R}
         mean = mean.detach().reshape(8)
-        mean = spmd.all_reduce(mean, "dp", src=P, dst=R)                  # 32 B
-        running_mean = _mul_mul_add(w.stem[1].running_mean, mean)
+        product = mean * 0.1
+        product = spmd.all_reduce(product, "dp", src=P, dst=R)            # 32 B
+        running_mean = _mul_add(w.stem[1].running_mean, product)
         mean = mean_1.detach().reshape(8)
-        mean = spmd.all_reduce(mean, "dp", src=P, dst=R)                  # 32 B
-        running_var = _mul_mul_add_1(w.stem[1].running_var, mean)
+        product = mean * 0.10019569471624266
+        product = spmd.all_reduce(product, "dp", src=P, dst=R)            # 32 B
+        running_var = _mul_add(w.stem[1].running_var, product)
         activation = _mul_mul_add_relu(difference, inverse_root, stem_weight, stem_bias)
         pooled = F.max_pool2d(activation, [2, 2], [2, 2])
         body = F.conv2d(pooled, w.body.weight, w.body.bias, [1, 1], [0, 0], [1, 1], 2)
-        return num_batches_tracked, running_mean, running_var, body
-
-
-class HeadToStem1(Block):
-    def forward(self, body, num_batches_tracked, running_mean, running_var):
-        w = self.weights
-        # body: [8, 16, 2, 2] → [4, 16, 2, 2] {dp: S(0)}
-        # num_batches_tracked: [] {dp: R}
-        # running_mean: [8] {dp: R}
-        # running_var: [8] {dp: R}
         activation = F.relu(body)
         pooled = F.adaptive_avg_pool2d(activation, [1, 1]).reshape(4, 16)
         head = F.linear(pooled, w.head.weight, w.head.bias)
@@ -293,6 +254,5 @@ class Program(Block):
         w = self.weights
         # images: [8, 3, 8, 8] → [4, 3, 8, 8] {dp: S(0)}
         stem = self.unit(Stem0(w))(images)
-        num_batches_tracked, running_mean, running_var, body = self.unit(Stem1ToBody(w))(stem)
-        loss = self.unit(HeadToStem1(w))(body, num_batches_tracked, running_mean, running_var)
+        loss = self.unit(Stem1ToHead(w))(stem)
         return {"": loss}

@@ -87,7 +87,7 @@ def follow_batch(
         if node.writes_buffer:
             mixing.append(node.name)
             mixers.append(node.name)
-        choice = _best(node, values, types, rules)
+        choice = _best(node, values, types, rules, counts=node.name in behind_loss)
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
@@ -133,11 +133,14 @@ def _whole(value: Value) -> SpmdType:
     return I if value.requires_grad else R
 
 
-def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor) -> AxisChoice:
+def _best(
+    node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor, *, counts: bool
+) -> AxisChoice:
     """The choice with the least cost of input conversions; of equal ones the one that divides the work.
 
     What is made of weights alone is R: its gradient stays partial until the parameter's own is reduced, which happens
-    once. What is made of samples and has been reduced is I.
+    once. What is made of samples and has been reduced is I. ``counts``: the loss depends on it, so that sums without a
+    gradient are exact counts for as long as they can be.
     """
     rule = rules(node, values)
     if rule is None or node.writes_buffer:  # what is written here is whole
@@ -153,7 +156,7 @@ def _best(node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType]
             _effort(types[name], type_, values[name]) for name, type_ in zip(node.inputs, choice.inputs)
         )
         reduction_effort = REDUCE * len(choice.reductions)
-        if base_name(node.op) in _SCALINGS and not node.output.requires_grad and choice.outputs[0] == P:
+        if counts and base_name(node.op) in _SCALINGS and not node.output.requires_grad and choice.outputs[0] == P:
             reduction_effort += REDUCE * _weight(node.output)
         return conversion_effort + reduction_effort, choice.factor is None, (R in choice.outputs) != of_weights
 
