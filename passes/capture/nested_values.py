@@ -87,7 +87,7 @@ def _structure(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Str
 
 
 def _items(value: Any) -> list[tuple[str | int, Any]] | None:
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):  # The former is asked ten times as fast.
         return list(value.items())
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
         names = getattr(type(value), "_fields", range(len(value)))

@@ -205,7 +205,9 @@ class Engine:
 
         whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)
         scalars = {path: tensor for path, tensor in whole.tensors.items() if path not in agreed.whole.tensors}
-        own_call = dataclasses.replace(agreed.own, tensors={**agreed.own.tensors, **scalars})
+        own_call = agreed.own
+        if scalars:
+            own_call = dataclasses.replace(own_call, tensors={**own_call.tensors, **scalars})
         prepared = prepare(whole)
         if agreed.is_compared:
             self.calls.confirm(lambda: _check_passed(own_call, prepared))

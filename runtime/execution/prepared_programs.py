@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Prepared:
     execution: Execution
     unflatten: Callable[[dict[str, Any]], Any] | None
 
-    @property
+    @functools.cached_property
     def programs(self) -> tuple[Program, ...]:
         """All programs that this rank runs."""
         return tuple(runner.program for runner in self._runners)
@@ -44,7 +45,7 @@ class Prepared:
         stages = (*self.stages, *(() if self.counting is None else self.counting.stages))
         return (*(stage.runner for stage in stages), *(() if self.totals is None else (self.totals,)))
 
-    @property
+    @functools.cached_property
     def reads(self) -> frozenset[Path]:
         """Paths of the inputs that this rank's programs read."""
         paths = {spec.path for program in self.programs for spec in program.inputs}
