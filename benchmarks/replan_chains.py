@@ -2,12 +2,13 @@
 
     python -m benchmarks.replan_chains [--chains 10] [--length 4] [--only llama] [--markdown benchmarks/results/…]
 
-A chain is a model, plans for four ranks (pp, dp, cp, tp, ep, ZeRO, micro-batches) and what is frozen from each on,
-drawn from its number. The ranks train three steps of AdamW in float64 under each plan, and gradients are moved in the
-middle of a step. A column each: largest relative differences of losses, gradients and weights from plain PyTorch on one
-device; bytes moved and the least, counted element by element; the most that a rank held over its larger shard, in parts
-of the largest tensor (at most 1), whole and not as that rank holds it. The exit status is 1 if a chain differs by 1e-9,
-or moves or holds more than that.
+A chain is a model, plans for two to four of four ranks (pp, dp, cp, tp, ep, ZeRO, micro-batches) and what is frozen
+from each on, drawn from its number; ranks that a plan leaves out join the next one as processes that were started anew.
+The ranks train three steps of AdamW in float64 under each plan, and gradients are moved in the middle of a step. A
+column each: largest relative differences of losses, gradients and weights from plain PyTorch on one device; bytes moved
+and the least, counted element by element; the most that a rank held over its larger shard, in parts of the largest
+tensor (at most 1), whole and not as that rank holds it. The exit status is 1 if a chain differs by 1e-9, or moves or
+holds more than that.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MODELS = {
     "deepseek-v3": ("model.layers.", ("model.embed_tokens",), ("ep",)),
 }
 NUM_LAYERS = 2
+#: The ranks that may be at work.
+RANKS = ((0, 1, 2, 3), (1, 2, 3), (0, 2), (0, 1, 2))
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Chain:
 
     def __str__(self) -> str:
         steps = [
-            ", ".join(f"{name}={size}" for name, size in plan.items() if size > (name != "zero")) for plan in self.plans
+            ", ".join(f"{name}={size}" for name, size in plan.items() if name != "ranks" and size > (name != "zero"))
+            + f" on {','.join(map(str, plan['ranks']))}"
+            for plan in self.plans
         ]
         return " → ".join(steps)
 
@@ -55,7 +60,8 @@ def chain(number: int, length: int) -> Chain:
     layers, first, more = MODELS[model]
     plans: list[dict[str, Any]] = []
     while len(plans) < length:
-        plan = _plan(draw, more)
+        # At first all compile, and at last all look at the weights.
+        plan = _plan(draw, more, draw.choice(RANKS) if 0 < len(plans) < length - 1 else RANKS[0])
         if not plans or plan != plans[-1]:
             plans.append(plan)
     # As many layers frozen as the draw says, from the first on; less than before thaws.
@@ -64,18 +70,22 @@ def chain(number: int, length: int) -> Chain:
     return Chain(number, model, tuple(plans), frozen)
 
 
-def _plan(draw: random.Random, more: Sequence[str]) -> dict[str, Any]:
-    """Sizes of axes whose product is the number of ranks, a ZeRO stage, and micro-batches."""
+def _plan(draw: random.Random, more: Sequence[str], ranks: Sequence[int]) -> dict[str, Any]:
+    """Sizes of axes whose product is the number of ranks, a ZeRO stage, micro-batches, and the ranks."""
     axes = ["pp", "dp", "tp", *more]
     sizes = dict.fromkeys(axes, 1)
-    for _ in range(2):
-        sizes[draw.choice(axes)] *= 2
+    if len(ranks) == 3:
+        sizes["dp"] = 3
+    else:
+        for _ in range(len(ranks) // 2):
+            sizes[draw.choice(axes)] *= 2
     if any(sizes[axis] > 2 for axis in ("cp", "ep") if axis in sizes) or sizes["pp"] > NUM_LAYERS:
-        return _plan(draw, more)
+        return _plan(draw, more, ranks)
     return {
         **sizes,
         "zero": draw.choice([0, 1, 2, 3]),
         "num_microbatches": 2 if sizes["pp"] > 1 else 1,
+        "ranks": list(ranks),
     }
 
 

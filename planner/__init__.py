@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from planner.auditing.audit import audit
     from planner.changing.freeze_policy import FreezePolicy
     from planner.compilation import compile
+    from planner.joining import join
     from planner.planning import plan
     from planner.sweeps.run_sweep import sweep
     from planner.trainer import Trainer
@@ -53,6 +54,7 @@ _HOMES = {
     "audit": "planner.auditing.audit",
     "balance_experts": "runtime.module.expert_balance",
     "compile": "planner.compilation",
+    "join": "planner.joining",
     "init": "runtime.launch.process",
     "length_buckets": "runtime.data.length_buckets",
     "load_optimizer": "runtime.checkpoint",
@@ -85,6 +87,7 @@ __all__ = [
     "balance_experts",
     "compile",
     "init",
+    "join",
     "length_buckets",
     "load_optimizer",
     "plan",

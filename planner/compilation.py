@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models import Cluster
 from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
-from planner.engine_under_another_plan import engine_under_another_plan
+from planner.engine_under_another_plan import ModelReplanner
 from planner.extensions import load_extensions
 from planner.first_call import planned_at_first_call
 from planner.planning import as_cluster, enables_checkpoints, example_inputs_of, plan_graph, refuse_checkpoints
@@ -43,7 +43,6 @@ from runtime.execution.rank_mapping import Places, RankPlaces
 from runtime.execution.replanning import Planner
 from runtime.launch.groups import mesh_of_axes
 from runtime.mesh.first_rank import broadcast_objects
-from runtime.module.changing import Replanner
 from runtime.module.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
 from runtime.parameters.optimizer_steps import remember_originals
@@ -111,10 +110,8 @@ def compile(
     """
     if mesh is None and plan is None and cluster is not None:
         mesh, cluster = cluster, None
-    replanner = partial(
-        engine_under_another_plan, engine_for, loss_fn=loss_fn, precision=precision, fuse=fuse,
-        optimizer=optimizer if isinstance(optimizer, str) else None,
-    )  # fmt: skip
+    kept = {"loss_fn": loss_fn, "precision": precision, "fuse": fuse}
+    replanner = ModelReplanner(engine_for, kept | {"optimizer": optimizer if isinstance(optimizer, str) else None})
     options |= {"constraints": constraints, "memory_limit": memory_limit, "precision": precision, "fuse": fuse}
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
     if example_inputs is not None or batch_size is not None:
@@ -123,10 +120,10 @@ def compile(
         fix = options.pop("fix", None)
         plan_call = partial(engine_for, **options)
         parallel = planned_at_first_call(model, process_group_as_cluster(), plan_call, loss_fn, fix)
-        return _in_place_of(model, parallel, optimizer, replanner)
+        return in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
-    return _in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
+    return in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
 
 
 @torch.random.fork_rng(devices=[])  # a script draws afterwards what it draws without a plan
@@ -146,19 +143,21 @@ def engine_for(
     fuse: bool = True,
     optimizer: str | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    ranks: Sequence[int] | None = None,
     **options: Any,
 ) -> Engine:
     """What ``compile`` makes a parallel module of, with the same arguments.
 
     Args:
         buffers: as of ``Engine``.
+        ranks: of the default process group, over which the target is laid and who alone call this; None for all.
 
     Raises:
         ValueError, CaptureError: as ``compile``.
     """
-    ranks = ranks_of(mesh)
-    ranks.together(load_extensions)
-    target, user_plan = ranks.together(lambda: _read_arguments(model, mesh, cluster, plan))
+    together = ranks_of(mesh, ranks)
+    together.together(load_extensions)
+    target, user_plan = together.together(lambda: _read_arguments(model, mesh, cluster, plan))
     compared: dict[str, Any] = {
         "constraints": constraints,
         "memory_limit": memory_limit,
@@ -168,7 +167,9 @@ def engine_for(
     if user_plan is None and enables_checkpoints(model) and not plans_step(target, options):
         options["fix"] = {"recompute": "full"}
     compared |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len, "cluster": cluster}
-    check_compiled_alike(ranks, model, target=target, plan=user_plan, loss_fn=loss_fn, options={**compared, **options})
+    check_compiled_alike(
+        together, model, target=target, plan=user_plan, loss_fn=loss_fn, options={**compared, **options}
+    )
     step = precision is not None or (user_plan is None and plans_step(target, options))
     check_options(options, step=None if user_plan is not None or isinstance(target, Plan) else step)
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
@@ -184,16 +185,17 @@ def engine_for(
         user_plan = target if user_plan is None else user_plan
     elif user_plan is None and step:
         user_plan = plan_on_devices(
-            captured, target, hardware=cluster, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse, **demands
-        )
+            captured, target, hardware=cluster, ranks=ranks, example_inputs=example_inputs, loss_fn=loss_fn, fuse=fuse,
+            **demands,
+        )  # fmt: skip
     if user_plan is not None and options.get("compiled") and not user_plan.step.compiled:
         raise ValueError("compiled=True is part of a plan, and this one is without: plan again with compiled=True")
     if user_plan is not None and user_plan.step.decides_units:
-        places = RankPlaces(step_device_mesh(user_plan, target), user_plan.mesh)
+        places = RankPlaces(step_device_mesh(user_plan, target, ranks), user_plan.mesh)
         find_plan = None
     else:
         assert not isinstance(target, Cluster)
-        device_mesh, shape = as_device_mesh(target)
+        device_mesh, shape = as_device_mesh(target, ranks)
         places = RankPlaces(device_mesh, shape)
         priced = _cluster(cluster, device_mesh, shape)
 
@@ -223,8 +225,8 @@ def engine_for(
     )
 
 
-def _in_place_of(
-    model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None, replanner: Replanner
+def in_place_of(
+    model: nn.Module, parallel: ParallelModule, optimizer: torch.optim.Optimizer | str | None, replanner: ModelReplanner
 ) -> ParallelModule:
     """``parallel``, with optimizers informed that it is trained in place of ``model``."""
     parallel.replanned_by(replanner)
@@ -252,11 +254,12 @@ def plan_on_devices(
     target: Cluster | DeviceMesh | MeshShape,
     *,
     hardware: Cluster | str | None,
+    ranks: Sequence[int] | None = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
     fix: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """The best step on a cluster, or on axes of given sizes, over the default process group; or over a device mesh.
+    """The best step on a cluster or on axes of given sizes, over ``ranks`` (None: all); or over a device mesh.
 
     Raises:
         ValueError: if there is another number of processes, no input, or no plan.
@@ -277,8 +280,10 @@ def plan_on_devices(
     if isinstance(target, DeviceMesh):  # perhaps of some of the processes only
         everyone = mesh_of_axes(target.device_type, target.mesh.flatten(), ("ranks",))
     else:
-        device = join_process_group(needed, needed_by=str(target) if cluster is None else f"cluster {cluster.name!r}")
-        everyone = init_device_mesh(device, (needed,), mesh_dim_names=("ranks",))
+        needed_by = str(target) if cluster is None else f"cluster {cluster.name!r}"
+        device = join_process_group(needed, needed_by=needed_by, ranks=ranks)
+        numbers = torch.arange(needed, device="cpu") if ranks is None else torch.tensor(list(ranks), device="cpu")
+        everyone = mesh_of_axes(device, numbers, ("ranks",))
     priced = Cluster.from_device_mesh(everyone) if cluster is None else cluster
     plan_options = {name: value for name, value in options.items() if value is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,15 +18,21 @@ from passes.capture.nested_values import flatten
 from passes.plan import Plan
 from runtime.agreement.call_contents import in_words
 from runtime.agreement.ranks_together import Ranks
+from runtime.launch.groups import mesh_of_axes
 from runtime.launch.place import find_place
 from runtime.launch.process import init
 
 
-def ranks_of(target: Any) -> Ranks:
-    """The ranks that compile together: those of a device mesh, else of the default process group, which is joined."""
+def ranks_of(target: Any, numbers: Sequence[int] | None = None) -> Ranks:
+    """The ranks that compile together: those of a device mesh, else ``numbers``, else all of the default process group,
+    which is joined.
+    """
     if isinstance(target, DeviceMesh):
         is_usable = target.mesh_dim_names and target.get_coordinate() is not None
         return Ranks.of(target) if is_usable else Ranks(None)
+    if numbers is not None:
+        device = init().device.type
+        return Ranks.of(mesh_of_axes(device, torch.tensor(list(numbers), device="cpu"), ("ranks",)))
     if not dist.is_initialized():
         if find_place(os.environ).world_size == 1:
             return Ranks(None)

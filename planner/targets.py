@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,27 @@ def read_target(target: Target) -> DeviceMesh | MeshShape | Plan | Cluster:
         raise ValueError(f"{error} (axis sizes are written 'dp=2,tp=2', the path of a plan ends in .json)") from error
 
 
-def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, MeshShape]:
-    """A device mesh and its shape; sizes are laid over the default process group, which is made if need be.
+def num_devices_of(target: Target) -> int:
+    """How many devices a target names.
+
+    Raises:
+        ValueError: as ``read_target``.
+    """
+    target = read_target(target)
+    if isinstance(target, DeviceMesh):
+        return target.mesh.numel()
+    return target.step.num_devices if isinstance(target, Plan) else target.num_devices
+
+
+def as_device_mesh(
+    mesh: DeviceMesh | MeshShape | Plan, ranks: Sequence[int] | None = None
+) -> tuple[DeviceMesh, MeshShape]:
+    """A device mesh and its shape; sizes are laid over ``ranks``, or the default process group, made if need be.
 
     Consecutive ranks are neighbours on the last axis.
 
     Raises:
-        ValueError: if the world size is not the product of the sizes, or a ``DeviceMesh`` has no axis names.
+        ValueError: if there are not as many ranks as the product of the sizes, or a ``DeviceMesh`` has no axis names.
     """
     if isinstance(mesh, DeviceMesh):
         if not mesh.mesh_dim_names:
@@ -69,14 +83,18 @@ def as_device_mesh(mesh: DeviceMesh | MeshShape | Plan) -> tuple[DeviceMesh, Mes
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh: call compile on the mesh's ranks only")
         return mesh, MeshShape(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape))
     shape = mesh.mesh if isinstance(mesh, Plan) else mesh
-    device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}")
-    return mesh_of_axes(device, torch.arange(shape.num_devices, device="cpu").reshape(shape.sizes), shape.names), shape
+    device = join_process_group(shape.num_devices, needed_by=f"mesh {shape}", ranks=ranks)
+    return mesh_of_axes(device, _numbers(ranks, shape.num_devices).reshape(shape.sizes), shape.names), shape
 
 
-def process_group_as_cluster() -> Cluster:
-    """The devices of the default process group, which is joined if need be: those of all its ranks."""
+def _numbers(ranks: Sequence[int] | None, num_devices: int) -> torch.Tensor:
+    return torch.arange(num_devices, device="cpu") if ranks is None else torch.tensor(list(ranks), device="cpu")
+
+
+def process_group_as_cluster(ranks: Sequence[int] | None = None) -> Cluster:
+    """The devices of ``ranks``, or of all of the default process group, which is joined if need be."""
     process = init()
-    everyone = mesh_of_axes(process.device.type, torch.arange(process.world_size, device="cpu"), ("ranks",))
+    everyone = mesh_of_axes(process.device.type, _numbers(ranks, process.world_size), ("ranks",))
     return Cluster.from_device_mesh(everyone)
 
 
@@ -119,10 +137,11 @@ def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
         raise ValueError(f"compile has no option {name!r}{suggest(name, allowed)}: it has {', '.join(sorted(allowed))}")
 
 
-def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
+def step_device_mesh(plan: Plan, target: Target, ranks: Sequence[int] | None = None) -> DeviceMesh:
     """The mesh of a step over all its axes (``AXES``), with ranks numbered in the order of the plan's axes.
 
-    So each axis runs on the links that it was planned for. A given ``DeviceMesh`` says which rank stands where.
+    So each axis runs on the links that it was planned for. A given ``DeviceMesh`` says which rank stands where, else
+    ``ranks``, or all of them.
 
     Raises:
         ValueError: if there is another number of processes, or the given mesh has other sizes.
@@ -134,21 +153,25 @@ def step_device_mesh(plan: Plan, target: Target) -> DeviceMesh:
         if {axis: sizes.get(axis, 1) for axis in AXES} != {axis: axes.get(axis, 1) for axis in AXES}:
             raise ValueError(f"the plan is for axes {axes}, the mesh has {sizes}: plan again for it")
         names = list(target.mesh_dim_names or ())
-        ranks = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
+        numbers = target.mesh.permute([names.index(axis) for axis in axes if axis in names])
     else:
-        device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}")
-        ranks = torch.arange(plan.step.num_devices, device="cpu")
+        device = join_process_group(plan.step.num_devices, needed_by=f"the plan's mesh {axes}", ranks=ranks)
+        numbers = _numbers(ranks, plan.step.num_devices)
     order, placed_axes = list(axes), tuple(axis for axis in AXES if axis in axes)
-    placed = ranks.reshape(tuple(axes.values())).permute([order.index(axis) for axis in placed_axes])
+    placed = numbers.reshape(tuple(axes.values())).permute([order.index(axis) for axis in placed_axes])
     return mesh_of_axes(device, placed, placed_axes)
 
 
-def join_process_group(num_devices: int, *, needed_by: str) -> str:
+def join_process_group(num_devices: int, *, needed_by: str, ranks: Sequence[int] | None = None) -> str:
     """The device type of the default process group; joins the group as the environment says if not done yet.
 
     Raises:
-        ValueError: if it does not have ``num_devices`` processes; ``needed_by`` says what needs them.
+        ValueError: if ``ranks``, or all of them, are not ``num_devices`` processes; ``needed_by`` says what needs them.
     """
+    if ranks is not None:
+        if len(ranks) != num_devices:
+            raise ValueError(f"{needed_by} needs {num_devices} processes, but ranks={list(ranks)} are {len(ranks)}")
+        return init().device.type
     world_size = dist.get_world_size() if dist.is_initialized() else find_place(os.environ).world_size
     if world_size != num_devices:
         raise ValueError(

@@ -28,7 +28,9 @@ def main() -> None:
     answer({f"{model} {mesh}": compare(model, mesh) for model, mesh in task()})
 
 
-def build(name: str, *, layers: int | None = None) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+def build(
+    name: str, *, layers: int | None = None, batch_size: int = 8
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any]:
     """The model (with another number of layers than the library's), one batch (args, kwargs), and a loss function."""
     if name == "mlp":
         return seeded(Mlp), mlp_batch(), {}, squared_error
@@ -36,7 +38,7 @@ def build(name: str, *, layers: int | None = None) -> tuple[torch.nn.Module, tup
     if layers is not None:
         config.num_hidden_layers = layers
     module = real_module(config, dtype=torch.float64, seed=0)
-    return module, (), random_batch(module, batch_size=8, seq_len=12), None
+    return module, (), random_batch(module, batch_size=batch_size, seq_len=12), None
 
 
 def compare(name: str, mesh: str) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from tests.patience import PATIENCE
 from tests.ranks import answer, task
 from tests.tracing import traced_once
 
-STEPS, DECAY = 3, 0.9
+#: Samples of a batch: for three data ranks and for four.
+STEPS, DECAY, BATCH = 3, 0.9, 12
 
 
 @contextmanager
@@ -90,23 +91,23 @@ def whole_bytes(batch: Iterable[TensorTransfers]) -> int:
 def main() -> None:
     payload = task()
     if payload["model"] in FAMILIES:
-        single, args, kwargs, loss_fn = family_model(payload["model"]), (), family_batch(), None
+        single, args, kwargs, loss_fn = family_model(payload["model"]), (), family_batch(batch=BATCH), None
     else:
-        single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"])
+        single, args, kwargs, loss_fn = build(payload["model"], layers=payload["layers"], batch_size=BATCH)
     results: dict[str, Any] = {"moves": [], "errors": {}}
     with keep_float64():
-        first, *others = payload["plans"]
+        first, *others = [dict(plan) for plan in payload["plans"]]
+        first.pop("ranks", None)
         frozen = list(payload.get("frozen", ()))
         options = {"example_inputs": args or kwargs, "time_limit": PATIENCE}
         parallel = planner.compile(copy.deepcopy(single), slow_devices(4), loss_fn=loss_fn, fix=first, **options)
         in_loops(single)
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        optimizer, scheduler = optimizer_of(parallel)
         average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
-        alone = torch.optim.AdamW(single.parameters(), lr=1e-2)
-        alone_scheduler = torch.optim.lr_scheduler.StepLR(alone, step_size=1, gamma=0.9)
+        alone, alone_scheduler = optimizer_of(single)
         alone_average = {name: one.detach().clone() for name, one in single.named_parameters()}
-        comparisons = []
+        comparisons: list[Any] = []
+        results_of_waiting: list[str] = []
 
         def freeze(prefixes: list[str]) -> None:
             """Freeze the parameters whose names start so, and thaw all others: plain PyTorch on the single device."""
@@ -119,10 +120,11 @@ def main() -> None:
                     alone.state.pop(parameter, None)
 
         def step(number: float) -> None:
-            loss = parallel.train_step(*args, **kwargs)
             expected_loss = single_loss(single, args, kwargs, loss_fn)
             expected_loss.backward()
-            comparisons.append(difference("loss", f"loss {number}", loss, expected_loss))
+            if parallel.has_work:
+                loss = parallel.train_step(*args, **kwargs)
+                comparisons.append(difference("loss", f"loss {number}", loss, expected_loss))
 
         def update() -> None:
             for one, schedule in ((optimizer, scheduler), (alone, alone_scheduler)):
@@ -131,24 +133,37 @@ def main() -> None:
                 schedule.step()
             with torch.no_grad():
                 for averages, module in ((average, parallel), (alone_average, single)):
-                    for name, parameter in module.named_parameters():
+                    for name, parameter in module.named_parameters() if averages else ():
                         part_of(averages[name]).mul_(DECAY).add_(part_of(parameter), alpha=1 - DECAY)
 
         for number in range(STEPS * len(payload["plans"])):
             step(number)
-            if number % STEPS == 1:
+            if number % STEPS == 1 and parallel.has_work:
                 expected = gradients_of(single)
                 gradients = parallel.full_gradients()
                 comparisons += differences("gradients", gradients, expected, floor=1e-12 * largest_of(expected))
             # In the middle of a step: gradients move too.
             if number % STEPS == STEPS - 1 and others:
                 if len(others) == len(payload["plans"]) - 1:
-                    results["forgotten"] = error_of(lambda: parallel.replan(slow_devices(4), fix=others[0]))
+                    results["forgotten"] = error_of(parallel.replan, slow_devices(4), fix=first)
                 if frozen:
                     freeze(frozen.pop(0))
+                if not parallel.has_work:
+                    # As a process that was started anew.
+                    results_of_waiting.append(error_of(parallel.train_step, *args, **kwargs))
+                    parallel, average = planner.join(copy.deepcopy(single), loss_fn=loss_fn), {}
+                    optimizer, scheduler = optimizer_of(parallel)
+                fix = others.pop(0)
+                ranks = fix.pop("ranks", None)
                 with watched() as (sent, held):
                     plan = parallel.replan(
-                        slow_devices(4), optimizer, averages=average, fix=others.pop(0), time_limit=PATIENCE
+                        slow_devices(4 if ranks is None else len(ranks)),
+                        optimizer,
+                        ranks=ranks,
+                        averages=average,
+                        carried=scheduler,
+                        fix=fix,
+                        time_limit=PATIENCE,
                     )
                 results["moves"].append(counts(plan, sent, held))
             if number == STEPS * len(payload["plans"]) - 2 and "pays" in payload:
@@ -168,6 +183,7 @@ def main() -> None:
                     )
                     step(number + 0.5)
             update()
+        results["refused"] = results_of_waiting
         results["optimizer state"] = [
             name
             for name, parameter in parallel.named_parameters()
@@ -178,9 +194,16 @@ def main() -> None:
         comparisons += differences("weights", weights, dict(single.named_parameters()), floor=1e-6)
         for name, tensor in average.items():
             comparisons.append(difference("averages", name, tensor.full_tensor(), alone_average[name]))
-        for one in comparisons:
-            results["errors"][one.what] = max(results["errors"].get(one.what, 0.0), one.error)
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, [(one.what, one.error) for one in comparisons])
+        for what, error in (each for own in by_rank for each in own):
+            results["errors"][what] = max(results["errors"].get(what, 0.0), error)
     answer(results)
+
+
+def optimizer_of(module: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,9 +211,9 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def error_of(function: Any) -> str:
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
     try:
-        function()
+        function(*args, **kwargs)
     except ValueError as error:
         return str(error)
     return ""

@@ -12,8 +12,8 @@ from tests.ranks import run_on_ranks
 PLANS = (
     {"pp": 4, "dp": 1, "tp": 1, "num_microbatches": 4},
     {"pp": 2, "dp": 2, "tp": 1, "zero": 1},
+    {"pp": 1, "dp": 3, "tp": 1, "zero": 3, "ranks": [1, 2, 3]},
     {"pp": 1, "dp": 4, "tp": 1, "zero": 3},
-    {"pp": 1, "dp": 2, "tp": 2, "zero": 0},
 )
 #: What is frozen from each change of plan on: one layer, one and a half, half of the second.
 FROZEN = (
@@ -26,12 +26,16 @@ PAYS = {"plan": {"pp": 1, "dp": 4, "tp": 1, "zero": 0}, "frozen": ("transformer.
 
 
 def test_a_chain_of_plans_with_freezing_trains_as_one_device_and_moves_the_least_bytes() -> None:
-    """AdamW, a schedule and an average of the weights go on; gradients move in the middle of a step."""
+    """AdamW, a schedule and an average of the weights go on; gradients move in the middle of a step.
+
+    One of four ranks leaves, and then joins as a process that was started anew.
+    """
     payload = {"model": "tiny-gpt2", "layers": 2, "plans": PLANS, "frozen": FROZEN, "pays": PAYS}
     result = run_on_ranks("replan_worker", 4, payload, timeout=PATIENCE)
     assert set(result["errors"]) == {"loss", "gradients", "weights", "averages"}
     assert max(result["errors"].values()) < 1e-9
     assert "a AdamW that has stepped on these parameters was not handed over" in result["forgotten"]
+    assert ["parallel.has_work is False" in text for text in result["refused"]] == [True]  # the first rank
     assert result["optimizer state"] == []  # of as many steps as on one device, and none where frozen
     assert len(result["moves"]) == len(PLANS) - 1
     for move in result["moves"]:

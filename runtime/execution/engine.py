@@ -18,6 +18,7 @@ from passes.plan import Plan
 from passes.plan.plan_data import TensorPlan
 from runtime import ops
 from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP, CallAgreement, describe
+from runtime.agreement.no_calls import NoCalls
 from runtime.agreement.ranks_together import Ranks, rank_in
 from runtime.calls.changing_floats import ChangingFloats
 from runtime.calls.model_call import ModelCall, Path, positional_of, read_call
@@ -50,6 +51,7 @@ class Engine:
         compute: dtype that the plan computes in, if it is not that of the model's parameters.
         planner: called for the first plan, and when a call needs nodes that the plan does not know.
         buffers: whole values of the model's buffers, by name; None for its own.
+        waits: whether this rank has no part in any plan: calls are refused.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Engine:
         compute: torch.dtype | None = None,
         planner: Planner | None = None,
         buffers: Mapping[str, torch.Tensor] | None = None,
+        waits: bool = False,
     ) -> None:
         apply_adapters()
         #: Of the original's parameters, by each name.
@@ -84,7 +87,12 @@ class Engine:
         self.ranks = Ranks(None) if places.stage is None else Ranks.of(places.device_mesh)
         # Ranks of a pipeline need not pass what their own stage does not read.
         self._may_leave_out = plan is not None and plan.step.decides_units
-        self.calls = CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=self._may_leave_out)
+        self.waits = waits
+        self.calls = (
+            NoCalls()
+            if waits
+            else CallAgreement(self.ranks, data_rank=self._data_rank(), may_leave_out=self._may_leave_out)
+        )
         self.state = StepState(model, places)
         self._maker = Maker(
             self.model,

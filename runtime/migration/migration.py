@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from runtime.agreement.ranks_together import Ranks
 from runtime.checkpoint.optimizer_state import (
+    IMPLEMENTATION,
     NUMBERS,
     TENSORS,
     Group,
     RequestedState,
     groups_of,
     merged_groups,
+    put_groups,
     put_state,
 )
 from runtime.checkpoint.rectangles_of_tensors import Piece
@@ -43,8 +45,9 @@ class Migration:
 
     Args:
         before, after: what this rank holds now, and what it will hold: tensors on meta, which get memory. Tied tensors
-            must have the same first name in both.
+            must have the same first name in both. Either may be nothing.
         ranks: all that take part.
+        joins: whether this rank held nothing before: it takes the options of the optimizers' groups, too.
 
     Attributes:
         plan: the transfers.
@@ -61,16 +64,17 @@ class Migration:
         optimizers: Sequence[torch.optim.Optimizer],
         averages: Sequence[Averages],
         ranks: Ranks,
+        *,
+        joins: bool = False,
     ) -> None:
-        self._before, self._after = before, after
+        self._before, self._after, self._joins = before, after, joins
         self._optimizers, self._averages = optimizers, averages
         self._results: dict[StateEntry, torch.Tensor] = {}
         facts = {"the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
         ranks.check_alike({**facts, "the averages": str(len(averages))})
-        self._pieces, groups = ranks.together(
-            lambda: (held_pieces(before, optimizers, averages), [groups_of(before, one) for one in optimizers])
-        )
-        by_rank = ranks.gathered(groups)
+        self._pieces = ranks.together(lambda: {} if joins else held_pieces(before, optimizers, averages))
+        groups = ranks.together(lambda: [groups_of(before, one) for one in optimizers])
+        by_rank = [own for own in ranks.gathered(None if joins else groups) if own is not None]
         self._groups = [merged_groups([own[number] for own in by_rank]) for number in range(len(optimizers))]
         held = ranks.gathered({entry: HeldPiece.of(piece) for entry, piece in self._pieces.items()})
         entries = {entry: piece for rank_pieces in held for entry, piece in rank_pieces.items()}
@@ -128,6 +132,8 @@ class Migration:
         results, self._results = self._results, {}
         for number, (optimizer, groups) in enumerate(zip(self._optimizers, self._groups)):
             _regroup(optimizer, groups, shown)
+            if self._joins:
+                put_groups(optimizer, [_kept_options(group) for group in groups])
             put_state(_requested(results, number, self._after, shown), optimizer)
         for number, averages in enumerate(self._averages):
             averages.clear()
@@ -177,6 +183,10 @@ def _regroup(optimizer: torch.optim.Optimizer, groups: Sequence[Group], shown: M
     """Give each group this rank's parameters of those that any rank had in it."""
     for group, names in zip(optimizer.param_groups, groups):
         group["params"] = [shown[name] for name in names.names if name in shown]
+
+
+def _kept_options(group: Group) -> dict[str, Any]:
+    return {name: value for name, value in group.options.items() if name not in IMPLEMENTATION}
 
 
 def _requested(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -23,13 +23,32 @@ from runtime.migration.move_price import (
 )
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import TransferPlan
+from runtime.module.meeting import (
+    Facts,
+    Meeting,
+    Stateful,
+    chosen_ranks,
+    meeting_of_job,
+    present_meeting,
+    stays_at_work,
+)
 from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.optimizer_steps import optimizers_of
 from runtime.weight_files import named_alike
 
-#: Makes the engine for a target from the present one and whether each parameter is trained, with options.
-Replanner = Callable[..., Engine]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class Replanner(Protocol):
+    """Makes the engines to go on with from the present one."""
+
+    def num_devices(self, target: Any) -> int: ...
+
+    def engine(
+        self, before: Engine, target: Any, facts: Facts, ranks: Sequence[int] | None, **options: Any
+    ) -> Engine: ...
+
+    def waiting(self, before: Engine) -> Engine: ...
 
 
 class Changing:
@@ -48,15 +67,21 @@ class Changing:
         target: Any,
         optimizer: Optimizers = None,
         *,
+        ranks: Sequence[int] | None = None,
         averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
         **options: Any,
     ) -> TransferPlan:
         """Go on under another plan: the state of training moves between the ranks, without a file.
 
-        All ranks must call it, between two steps. Weights, gradients, buffers and the optimizers' state move as the
-        plan of transfers says that is returned: what a rank holds already stays, and all else moves once. This module,
-        its optimizers and their schedules stay the objects that they are. Parameters that a rank has under both plans
-        do, too; with a pipeline others come and go, and the optimizers' ``param_groups`` with them.
+        All ranks must call it, between two steps: those at work, and for another number of them all of the job. Ranks
+        that the target has no place for hand on what they hold, and are without work from then on (``has_work``); ranks
+        without work, as ``planner.join`` makes them, get their part from the others.
+
+        Weights, gradients, buffers and the optimizers' state move as the plan of transfers says that is returned: what
+        a rank holds already stays, and all else moves once. This module, its optimizers and their schedules stay the
+        objects that they are. Parameters that a rank has under both plans do, too; with a pipeline others come and go,
+        and the optimizers' ``param_groups`` with them.
 
         Parameters that were frozen (``requires_grad = False``) since the last plan are planned as frozen: without
         gradients, reductions and optimizer state, which is dropped. Those that were thawed are planned as trained.
@@ -64,8 +89,11 @@ class Changing:
         Args:
             target: as ``mesh`` of ``planner.compile``: a mesh, a cluster, a plan, or the path of one.
             optimizer: all optimizers that train this module.
+            ranks: of the job, ascending and evenly spaced: those that will be at work; None: the first ones.
             averages: tensors by parameter name that are placed as the parameters are (an exponential moving average),
                 or several such mappings: their tensors are replaced.
+            carried: what is the same on all ranks and has a ``state_dict`` (schedules, a ``planner.DataLoader``): ranks
+                that join load that of the first rank at work.
             options: of ``planner.compile``: ``fix``, ``constraints``, ``memory_limit``, ``cluster``, ``example_inputs``
                 (else it is planned for calls as before), …; the loss function and the precision stay.
 
@@ -75,9 +103,10 @@ class Changing:
             RuntimeError: if a rank fails while the state moves, which is then lost.
         """
         optimizers = _listed(optimizer, torch.optim.Optimizer)
-        trains = self._ready(optimizers)
-        engine = self._engine_for(target, trains, options)
-        return self._go_on(engine, self._migration(engine, optimizers, averages))
+        (meeting,) = self._meetings([target], ranks)
+        facts = self._ready(meeting, optimizers, _listed(carried, Stateful))
+        engine = self._engine_for(meeting, target, facts, options)
+        return self._go_on(engine, self._migration(meeting, engine, optimizers, averages), meeting)
 
     def replan_if_it_pays(
         self,
@@ -87,6 +116,7 @@ class Changing:
         remaining_steps: int,
         replan_seconds: float = REPLAN_SECONDS,
         averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
         **options: Any,
     ) -> ReplanDecision:
         """Go on under that of several plans with which the remaining training takes the least time, or as before.
@@ -94,13 +124,14 @@ class Changing:
         The prices: to stay, ``remaining_steps`` times the seconds that the present plan predicts of a step; to go to a
         target, so many times what the plan for it predicts, with what is frozen now; the seconds of the bytes that
         would move, by the links of the plan's cluster; and ``replan_seconds``. Of equals the first is taken. All ranks
-        must call it, between two steps, and decide alike: nothing is measured.
+        must call it, between two steps (if a target is for another number of ranks: all of the job), and decide alike:
+        nothing is measured.
 
         Args:
             targets: as of ``replan``: ``["pp=2,dp=2", "dp=4"]`` for a pipeline that is shortened to two and to one.
             remaining_steps: of the training, after this one.
             replan_seconds: of making programs for another plan.
-            optimizer, averages, options: as of ``replan``, for every target.
+            optimizer, averages, carried, options: as of ``replan``, for every target.
 
         Raises:
             ValueError: as ``replan``; for no targets, less than one step, or seconds below zero. A target for which
@@ -108,72 +139,103 @@ class Changing:
         """
         check_question(targets, remaining_steps, replan_seconds)
         optimizers = _listed(optimizer, torch.optim.Optimizer)
-        trains = self._ready(optimizers)
-        present = cast(Plan, self._engine.plan)
+        meetings = self._meetings(targets, None)
+        # Of the ranks that are at work, or of all for all targets.
+        facts = self._ready(meetings[0], optimizers, _listed(carried, Stateful))
+        present = cast(Plan, facts.plan)
         prices = [ReplanPrice("stay", step_seconds(present), remaining_steps)]
-        ways: list[tuple[Engine, Migration] | None] = [None]
-        for target in targets:
+        ways: list[tuple[Engine, Migration, Meeting] | None] = [None]
+        for target, meeting in zip(targets, meetings):
             try:
-                engine = self._engine_for(target, trains, options)
+                engine = self._engine_for(meeting, target, facts, options)
             except ValueError as error:
                 prices.append(ReplanPrice.impossible(str(getattr(target, "name", target)), remaining_steps, str(error)))
                 ways.append(None)
                 continue
-            plan, migration = cast(Plan, engine.plan), self._migration(engine, optimizers, averages)
-            moving = seconds_of_moving(migration.plan.bytes_by_pair, Cluster.from_dict(plan.cluster))
-            prices.append(
-                ReplanPrice(
-                    axes_of(plan), step_seconds(plan), remaining_steps, moving, replan_seconds, migration.plan.num_bytes
-                )
-            )
-            ways.append((engine, migration))
+            plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
+            migration = self._migration(meeting, engine, optimizers, averages)
+            prices.append(_price(present, cast(Plan, plan), migration.plan, remaining_steps, replan_seconds))
+            ways.append((engine, migration, meeting))
         decision = ReplanDecision(tuple(prices))
         chosen = ways[decision.chosen]
         if chosen is not None:
             self._go_on(*chosen)
         return decision
 
-    def _migration(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], averages: Any) -> Migration:
+    def _migration(
+        self, meeting: Meeting, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], averages: Any
+    ) -> Migration:
         """What would move if ``engine`` took over; nothing does yet."""
         names = tuple(self._engine.state.state_names)
         return Migration(
             named_alike(self._engine.state.owned(), names),
-            named_alike(engine.state.owned(), names),
+            () if engine.waits else named_alike(engine.state.owned(), names),
             optimizers,
             _listed(averages, Mapping),
-            self._engine.ranks,
+            meeting.ranks,
+            joins=self._engine.waits,
         )
 
-    def _go_on(self, engine: Engine, migration: Migration) -> TransferPlan:
+    def _go_on(self, engine: Engine, migration: Migration, meeting: Meeting) -> TransferPlan:
         """Move the state to where ``engine`` needs it, and run that from now on."""
-        places = cast(RankPlaces, engine.places)
         shown = self._tree.shown()
         migration.let_go(shown.values())
         leaving = self._hold_under(engine, shown)
         for parameter in leaving:
             parameter.left_by_replan = True
-        migration.run(places.everyone, places.layout.device)
+        migration.run(meeting.group, meeting.device)
         engine.forget_constants()
         self._tree.update()
         migration.hand_over(self._tree.shown_by_every_name())
         return migration.plan
 
-    def _ready(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, bool]:
-        """Whether each parameter is trained from now on, once all ranks have been found to be ready."""
-        before = self._engine
-        if self._replanner is None or not isinstance(before.places, RankPlaces):
+    def _meetings(self, targets: Sequence[Any], ranks: Sequence[int] | None) -> list[Meeting]:
+        """Of each target the ranks that take part: for all the ranks at work, or for all those of the job."""
+        if self._replanner is None or not isinstance(self._engine.places, RankPlaces):
             raise ValueError("only what planner.compile made for real ranks can be replanned")
-        if before.plan is None:
-            raise ValueError("there is no plan yet that could be changed: it is made at the first call")
-        before.calls.together(lambda: self._refuse_forgotten(optimizers))
-        before.calls.together(self._tree.take_gradients)
-        before.calls.check("calls replan")
-        changed = {name: trains for own in before.ranks.gathered(self._tree.frozen_or_thawed()) for name, trains in own}
-        return {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
+        chosen = [chosen_ranks(target, self._replanner.num_devices(target), ranks) for target in targets]
+        stay = all(stays_at_work(self._engine, target, numbers) for target, numbers in zip(targets, chosen))
+        return [present_meeting(self._engine) if stay else meeting_of_job(self._engine, numbers) for numbers in chosen]
 
-    def _engine_for(self, target: Any, trains: Mapping[str, bool], options: Mapping[str, Any]) -> Engine:
-        assert self._replanner is not None
-        return self._replanner(self._engine, target, trains, **options)
+    def _ready(
+        self, meeting: Meeting, optimizers: Sequence[torch.optim.Optimizer], carried: Sequence[Stateful]
+    ) -> Facts:
+        """What the ranks at work agree on, once all have been found to be ready; the others take it up."""
+        before = self._engine
+        if meeting.chosen is None:
+            # In the place of another call that the others may make.
+            before.calls.together(lambda: self._check_ready(optimizers))
+            before.calls.check("calls replan")
+        else:
+            meeting.ranks.together(lambda: self._check_ready(optimizers))
+        by_rank = meeting.ranks.gathered(None if before.waits else self._tree.frozen_or_thawed())
+        at_work = [place for place, own in enumerate(by_rank) if own is not None]
+        if not at_work:
+            raise ValueError("no rank of the job has any state that could move: none is at work")
+        changed = {name: trains for own in by_rank if own is not None for name, trains in own}
+        trains = {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
+        own_facts = None if before.waits else Facts.of(before, trains, carried)
+        facts = own_facts if len(at_work) == len(by_rank) else meeting.told_by(at_work[0], own_facts)
+        assert facts is not None
+        if before.waits:
+            facts.take_up(before, carried)
+        return facts
+
+    def _check_ready(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self._engine.plan is None and not self._engine.waits:
+            raise ValueError("there is no plan yet that could be changed: it is made at the first call")
+        self._refuse_forgotten(optimizers)
+        self._tree.take_gradients()
+
+    def _engine_for(self, meeting: Meeting, target: Any, facts: Facts, options: Mapping[str, Any]) -> Engine:
+        replanner = cast(Replanner, self._replanner)
+
+        def make() -> Engine:
+            if not meeting.is_at_work:
+                return replanner.waiting(self._engine)
+            return replanner.engine(self._engine, target, facts, meeting.chosen, **options)
+
+        return make() if meeting.chosen is None else meeting.ranks.together(make)
 
     def _refuse_forgotten(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         handed_over = set(map(id, optimizers))
@@ -198,7 +260,17 @@ class Changing:
         return [parameter for parameter in shown.values() if id(parameter) not in identities]
 
 
-def _listed(value: Any, kind: type) -> list[Any]:
+def _price(
+    present: Plan, plan: Plan, transfers: TransferPlan, remaining_steps: int, replan_seconds: float
+) -> ReplanPrice:
+    """What it takes to go on under ``plan`` after the transfers to it."""
+    clusters = [Cluster.from_dict(each.cluster) for each in (plan, present)]
+    moving = seconds_of_moving(transfers.bytes_by_pair, max(clusters, key=lambda cluster: cluster.num_devices))
+    seconds = step_seconds(plan)
+    return ReplanPrice(axes_of(plan), seconds, remaining_steps, moving, replan_seconds, transfers.num_bytes)
+
+
+def _listed(value: Any, kind: Any) -> list[Any]:
     """One or several of ``kind`` as a list."""
     if value is None:
         return []

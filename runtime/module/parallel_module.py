@@ -283,6 +283,11 @@ class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn
         return self
 
     @property
+    def has_work(self) -> bool:
+        """Whether this rank has a part in the plan; if not, it waits for ``replan`` (and every call is refused)."""
+        return not self._engine.waits
+
+    @property
     def is_planned(self) -> bool:
         """Whether there is a plan yet; without example inputs it is made at the first call."""
         return self._engine.plan is not None
@@ -294,6 +299,8 @@ class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn
         Raises:
             ValueError: before the first call, if it was compiled without example inputs.
         """
+        if self._engine.waits:
+            raise ValueError("this rank has no part in the plan (parallel.has_work is False): those at work have it")
         if self._engine.plan is None:
             raise ValueError("there is no plan yet: it is made at the first call, or from example_inputs in compile()")
         return self._engine.plan
@@ -362,8 +369,10 @@ class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn
         """Fill parameters and buffers that are still on meta as the model's own initialisation does.
 
         Modules are initialised one at a time, each from a seed of its own, so the result does not depend on the
-        mesh, and a rank never holds more than its shards and one module.
+        mesh, and a rank never holds more than its shards and one module. A rank without work holds nothing.
         """
+        if self._engine.waits:
+            return
         self._state.initialise(self._engine.model, seed=seed)
         self._engine.forget_constants()
         self._tree.update()
