@@ -122,6 +122,14 @@ class Pair:
                 self.parallel.train_step(**batch)
         self.compare_gradients("accumulated")
 
+    def add_penalty(self) -> None:
+        """A script's own loss: the model's, and a sum over parameters, which are DTensors of one part."""
+        for module in (self.model, self.parallel):
+            module.zero_grad()
+            loss = module(**self.batches[0])["loss"]
+            (loss + 0.1 * sum(parameter.square().sum() for parameter in module.parameters())).backward()
+        self.compare_gradients("with a penalty")
+
     def save_and_load(self) -> None:
         """As safetensors, and as a checkpoint with the optimizer, into parameters that were zeroed."""
         manager = planner.CheckpointManager(self.folder / "checkpoints")
@@ -148,6 +156,8 @@ def errors(case: dict[str, Any]) -> dict[str, float]:
         pair.clip()
         pair.update("state")
         pair.accumulate()
+        if "mesh" in case:
+            pair.add_penalty()
         pair.save_and_load()
         pair.update("state after resuming")
     return pair.errors

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import spmd_types as spmd
 import torch
+from torch.distributed.tensor import DTensor
 
 from passes.emit import OutputSpec, Program
 from passes.ir.types import I, P, Placement, R, largest_part, shard_dim, uneven_dims
@@ -68,6 +69,7 @@ def is_whole(spec: OutputSpec, program: Program) -> bool:
 def wrap_outputs(program: Program, outputs: dict[str, torch.Tensor], layout: Layout) -> Any:
     """The model's own container if every output is whole; else one like it that gathers on access."""
     pending = {spec.path: spec for spec in program.outputs if not is_whole(spec, program)}
+    outputs = {path: local if path in pending else _taking_dtensors(local) for path, local in outputs.items()}
     rebuild: Callable[[dict[str, Any]], Any] = program.unflatten or dict
     if not pending:
         return rebuild(outputs)
@@ -91,13 +93,25 @@ def with_all_shares(inputs: Mapping[Path, torch.Tensor], copies: int) -> dict[Pa
 
 
 def _with_gradients_times(factor: float, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-    return {key: _scaled(tensor, factor) if tensor.requires_grad else tensor for key, tensor in tensors.items()}
+    return {
+        key: _with_gradient(tensor, lambda gradient: gradient * factor) if tensor.requires_grad else tensor
+        for key, tensor in tensors.items()
+    }
 
 
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+def _taking_dtensors(output: Any) -> Any:
+    """An output that may be added to what a script computes from parameters, which are DTensors (an L2 penalty)."""
+    return _with_gradient(output, _plain) if isinstance(output, torch.Tensor) and output.requires_grad else output
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _with_gradient(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     with torch.enable_grad():
-        alias = tensor.view_as(tensor)  # others may use the tensor itself, whose gradient is not scaled
-    alias.register_hook(lambda gradient: gradient * factor)
+        alias = tensor.view_as(tensor)  # others may use the tensor itself, whose gradient is not changed
+    alias.register_hook(change)
     return alias
 
 
@@ -121,7 +135,8 @@ class _Gatherer:
         for path in list(paths):
             spec = self.pending.pop(path, None)
             if spec is not None:
-                self.outputs[path] = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
+                whole = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
+                self.outputs[path] = _taking_dtensors(whole)
         return self.rebuild(dict(self.outputs))
 
     def below(self, key: str) -> list[str]:
