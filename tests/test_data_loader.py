@@ -144,6 +144,8 @@ def test_the_filling_of_the_last_batch_changes_neither_loss_nor_gradient() -> No
         loss.backward()
         ends[last] = (len(end["x"]), loss.detach(), model.weight.grad)
     assert (ends["pad"][0], ends["short"][0]) == (4, 1)
+    with pytest.warns(UserWarning, match="last 1 samples .* filled up to a batch of 4 .* exact for a mean over labels"):
+        assert len(list(planner.DataLoader(dataset, batch_size=4))) == 2
     torch.testing.assert_close(ends["pad"][1:], ends["short"][1:], rtol=1e-14, atol=0)
 
 

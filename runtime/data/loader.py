@@ -13,16 +13,17 @@ from torch.utils.data import IterableDataset
 from runtime.data.order import Last, Order, Sampler
 from runtime.data.padding import Buckets, KnownLengths, Padding, read_padding
 from runtime.data.permutation import random_key
-from runtime.data.reading import Collate, Reader, SampleStream, warn_of_dropped
+from runtime.data.reading import Collate, Reader, SampleStream, warn_of_dropped, warn_of_repeats
 
 #: Options of torch's loader that say the order of samples, which is ours to say.
 _OURS = ("sampler", "batch_sampler", "generator")
 
 
 class DataRanks(Protocol):
-    """The interface of a parallel module that a loader uses. It may also have ``needed_inputs``: names of the inputs
-    that this rank
-    uses, or None for all."""
+    """The interface of a parallel module that a loader uses.
+
+    It may also have ``needed_inputs``: names of the inputs that this rank uses, or None for all.
+    """
 
     @property
     def data_rank(self) -> int: ...
@@ -57,9 +58,10 @@ class DataLoader:
         drop_last: the same as ``last="drop"``.
         last: what becomes of samples that do not fill the last batch of an epoch. ``"pad"``: the batch is filled with
             repeats whose labels are ``ignore_index``, so that a loss that leaves those out has the value and gradients
-            of the samples alone (statistics over a batch, as batch norm's, do see the repeats). ``"short"``: it is
-            smaller. ``"whole"``: it is smaller, and every group reads all of it, so that any number of samples will do;
-            pass ``local_inputs=loader.local_inputs``. ``"drop"``: left out; a warning says how many samples.
+            of the samples alone; sums over samples, penalties on outputs and statistics over a batch, as batch norm's,
+            do see the repeats. It is the default, and says so by a warning where nothing was chosen. ``"short"``: the
+            batch is smaller. ``"whole"``: it is smaller, and every group reads all of it, so that any number of samples
+            will do; pass ``local_inputs=loader.local_inputs``. ``"drop"``: left out; a warning says how many samples.
         label_fields: names of integer labels in a batch, one row a sample.
         ignore_index: the label that the loss leaves out.
         pad_to: lengths that batches are padded to, so that a few programs serve samples of any length (from
@@ -103,6 +105,7 @@ class DataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self._order = Order(batch_size, group, num_groups, _read_last(last, drop_last))
+        self._tells_of_repeats = last is None and not drop_last
         self._parallel = parallel
         self._layout = self._layout_now()
         self._collate_fn = collate_fn
@@ -164,6 +167,9 @@ class DataLoader:
             for num_samples, batch in self._batches(epoch, self.position):
                 self.position += num_samples
                 self.local_inputs = not self._order.is_read_whole(num_samples)
+                if self._tells_of_repeats and num_samples < self.batch_size:
+                    self._tells_of_repeats = False
+                    warn_of_repeats(num_samples, self.batch_size, group=self._order.group)
                 yield batch
                 if self._layout is not self._layout_now():
                     ended = False  # another plan: what was read ahead is of other data groups

@@ -159,6 +159,17 @@ def warn_of_dropped(num_samples: int, *, group: int) -> None:
         )
 
 
+def warn_of_repeats(num_samples: int, batch_size: int, *, group: int) -> None:
+    """Say (in one data group) that a batch was filled by the loader's default, and under which losses that is exact."""
+    if group == 0:
+        warnings.warn(
+            f"the last {num_samples} samples of an epoch were filled up to a batch of {batch_size} with repeats whose "
+            "labels the loss should leave out: exact for a mean over labels, not for a sum, a penalty on outputs or "
+            "batch statistics (last='whole' or 'short' is exact under any loss; last='pad' says that this is meant)",
+            stacklevel=3,
+        )
+
+
 def seed_generators(seed: int) -> None:
     """Seed the generators on the CPU that a dataset may draw from."""
     random.seed(seed)
