@@ -19,6 +19,8 @@ from planner.inspection.plan_graph import graph_of_plan
 from planner.inspection.robustness import BEFORE, MARGIN, BreakEven, figures_of, robustness
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.candidates.training_options import TrainingOptions
+from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.unit_costs import StepUnits
@@ -41,10 +43,19 @@ PLANS = (
 
 
 def searched(graph: Graph, cluster: Cluster, plan: Plan) -> float:
-    """Seconds of the best plan on a cluster, by the objective; infinite if nothing fits."""
-    space = ShardingSpace.of(graph)
-    level_one = LevelOne(cluster, space, StepUnits.of(space, compiled=False))
-    solutions = Search(level_one, cluster, read_demands(headroom=plan.step.headroom)).run().solutions
+    """Seconds of the best plan on a cluster that is what ``plan`` was asked to be; infinite if nothing fits."""
+    step, asked = plan.step, plan.certificate.demands
+    demands = read_demands(
+        asked.get("fix"),
+        asked.get("forbid"),
+        headroom=step.headroom,
+        memory_limit=asked.get("memory_limit"),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
+        compiled=step.compiled,
+    )
+    space = ShardingSpace.of(graph, fusion=fuse(graph) if step.compiled else None, pins=plan.constraints)
+    level_one = LevelOne(cluster, space, StepUnits.of(space, compiled=step.compiled))
+    solutions = Search(level_one, cluster, demands).run().solutions
     return solutions[0].seconds if solutions else float("inf")
 
 
