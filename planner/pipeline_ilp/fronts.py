@@ -20,7 +20,7 @@ Options = tuple[Array, Array, NDArray[np.int64]]
 _LARGEST_FRONT = 1000
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Front:
     """Undominated (seconds, bytes) of some units on a rank, with the choices that lead to each point.
 
@@ -66,18 +66,20 @@ class Front:
 
 def _undominated(seconds: Array, sizes: Array, limit: float) -> NDArray[np.int64]:
     """Indices of the points of at most ``limit`` bytes that no other beats in both, fastest first."""
-    fitting = np.flatnonzero(sizes <= limit)
-    seconds, sizes = seconds[fitting], sizes[fitting]
-    order = np.argsort(seconds, kind="stable")
+    # methods of arrays: these are mostly so small that numpy's functions around them would cost as much as they do
+    (order,) = (sizes <= limit).nonzero()
+    order = order[seconds[order].argsort(kind="stable")]
     ordered = sizes[order]
-    fewer = np.ones(len(order), dtype=bool)
+    fewer = np.empty(len(order), dtype=bool)
+    fewer[:1] = True
     np.less(ordered[1:], np.minimum.accumulate(ordered)[:-1], out=fewer[1:])
     order = order[fewer]
     # of points that are equally fast, in whatever order, the last is the smallest
     times = seconds[order]
-    last = np.ones(len(order), dtype=bool)
+    last = np.empty(len(order), dtype=bool)
+    last[-1:] = True
     np.not_equal(times[1:], times[:-1], out=last[:-1])
-    return fitting[order[last]]
+    return order[last]
 
 
 def options_of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,13 +61,14 @@ class _Lean:
 
 def _leanest(problem: StageProblem, held: float) -> list[_Lean]:
     """The leanest choices for each level of peaks at which some run needs fewer bytes than below."""
-    choices = [[choice.costs for choice in run.choices] for run in problem.runs]
-    sizes = [[(c.peak_bytes, c.state_bytes + held * c.saved_bytes) for c in costs] for costs in choices]
+    choices = ((index, choice.costs) for index, run in enumerate(problem.runs) for choice in run.choices)
+    sizes = [(costs.peak_bytes, index, costs.state_bytes + held * costs.saved_bytes) for index, costs in choices]
     levels: list[_Lean] = []
-    for level in sorted({peak for run in sizes for peak, _ in run}):
-        lean = _Lean(
-            level, tuple(min((size for peak, size in run if peak <= level), default=math.inf) for run in sizes)
-        )
+    fewest = [math.inf] * len(problem.runs)
+    for level, choices_of_level in itertools.groupby(sorted(sizes), key=operator.itemgetter(0)):
+        for _, index, size in choices_of_level:
+            fewest[index] = min(fewest[index], size)
+        lean = _Lean(level, tuple(fewest))
         if not levels or lean.sizes != levels[-1].sizes:
             levels.append(lean)
     return levels

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from passes.ir.conversions import Step, joint_steps_from, steps_from
 from passes.ir.graph import Value
@@ -23,8 +23,7 @@ MAX_PLACEMENTS = 256
 CHEAPER = 1e-9
 
 
-@dataclass(frozen=True)
-class Arc:
+class Arc(NamedTuple):
     """A conversion step between two placements of a lattice (indices), in seconds and bytes of one copy."""
 
     source: int
