@@ -53,6 +53,8 @@ class Subgraphs:
             if node is not None:
                 self._sources.setdefault(node, source)
         self._steps: dict[fx.Node, StepResult] = {}
+        self._written: set[int] = set()
+        self._last_seen: fx.Node | None = None
 
     def steps_to(self, tensor: torch.Tensor, add: Callable[[GuardStep], StepResult]) -> StepResult:
         """Add the steps that give ``tensor``, those that were added before not again.
@@ -64,7 +66,7 @@ class Subgraphs:
         if node is None:
             raise UnknownValue("comes from outside of what is traced")
         nodes = _upstream(node)
-        writes = self._writers(nodes)
+        writes = self._are_written(nodes)
         if writes:
             nodes = _with_writers(list(self._trace.graph.nodes), node)
         for each in nodes:  # refuse before anything is run
@@ -73,7 +75,7 @@ class Subgraphs:
         steps = {} if writes else self._steps
         for each in nodes:
             if each not in steps:
-                steps[each] = add(self._step(each, steps, copied=bool(writes)))
+                steps[each] = add(self._step(each, steps, copied=writes))
         return steps[node]
 
     def is_settled(self, tensor: torch.Tensor) -> bool:
@@ -97,7 +99,12 @@ class Subgraphs:
         node = mask if isinstance(mask, fx.Node) else self._trace.node_of(mask)
         while node is not None and _name(node) in _LAID_OUT:
             node = node.all_input_nodes[0]
-        if node is None or node.meta["val"].dim() == 0 or self._is_settled(_upstream(node)) or self._writers([node]):
+        if (
+            node is None
+            or node.meta["val"].dim() == 0
+            or self._is_settled(_upstream(node))
+            or self._are_written([node])
+        ):
             return None
         return node
 
@@ -107,7 +114,7 @@ class Subgraphs:
 
     def _constant(self, node: fx.Node | None) -> torch.Tensor | None:
         nodes = _upstream(node) if node is not None else []
-        if not nodes or any(each.op != "call_function" for each in nodes) or self._writers(nodes):
+        if not nodes or any(each.op != "call_function" for each in nodes) or self._are_written(nodes):
             return None
         if not self._is_settled(nodes):
             return None
@@ -171,12 +178,16 @@ class Subgraphs:
     def is_written(self, source: Source) -> bool:
         """Whether an operator changes what the trace began with."""
         nodes = [node for node, of in self._sources.items() if of == source]
-        return bool(self._writers(nodes))
+        return self._are_written(nodes)
 
-    def _writers(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Nodes that write to the memory of any of these."""
-        memories = {memory for node in nodes for memory in _memories(node)}
-        return [node for node in self._trace.graph.nodes if not memories.isdisjoint(_written_memories(node))]
+    def _are_written(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether an operator of the graph so far writes to the memory of any of these."""
+        for node in reversed(self._trace.graph.nodes):  # those since the last question: models ask for every image
+            if node is self._last_seen:
+                break
+            self._written.update(_written_memories(node))
+        self._last_seen = next(iter(reversed(self._trace.graph.nodes)), None)
+        return any(memory in self._written for node in nodes for memory in _memories(node))
 
     def _check(self, node: fx.Node) -> None:
         if node.op == "placeholder":
