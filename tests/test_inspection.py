@@ -15,6 +15,7 @@ import pytest
 import planner
 from cost_models import Cluster
 from passes.plan import Plan
+from passes.plan.step_summary import seq_len_of
 from planner.cli import main
 from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.emitted_source import emitted_sources
@@ -105,6 +106,16 @@ def test_a_step_that_plays_otherwise_than_it_states_is_refused() -> None:
     costs = dataclasses.replace(plan.step.costs, simulated=0.9 * plan.step.costs.simulated)
     with pytest.raises(ValueError, match=r"states a simulated step of .* its units play in"):
         simulated_step(dataclasses.replace(plan, step=dataclasses.replace(plan.step, costs=costs)))
+
+
+def test_speech_was_planned_for_as_many_tokens_as_it_has_labels() -> None:
+    """Sound is longer than its text, and its graph can only be made again by what was asked for."""
+    plan = plan_of("mesh")
+    (tensor, *_) = plan.inputs.values()
+    waves = dataclasses.replace(tensor, shape=(16, 5136), dtype="float32")
+    labels = dataclasses.replace(tensor, shape=(16, 64), dtype="int64")
+    assert seq_len_of(dataclasses.replace(plan, inputs={"input_values": waves, "labels": labels})) == 64
+    assert seq_len_of(dataclasses.replace(plan, inputs={"pixel_values": waves})) is None
 
 
 def test_a_plan_differs_from_itself_in_nothing() -> None:

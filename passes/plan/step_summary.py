@@ -117,6 +117,12 @@ def tokens_per_sample(plan: PlanData) -> int | None:
     return first.shape[1]
 
 
+def seq_len_of(plan: PlanData) -> int | None:
+    """The ``seq_len`` that the plan was asked for: tokens of a sample, of speech its labels; None for other samples."""
+    ids = (value.shape for value in plan.inputs.values() if value.dtype.startswith("int") and len(value.shape) == 2)
+    return next((length for _, length in ids), None)
+
+
 def _layout(plan: PlanData, step: StepPlan) -> str:
     rows = []
     stride = step.num_devices

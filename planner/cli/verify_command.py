@@ -73,7 +73,7 @@ def run_verify(options: argparse.Namespace) -> int:
         if refused:
             raise ValueError(f"{refused[0]} asks for another plan, but a saved one is verified as it is: drop it")
     where = _checked(options, plan, asked)
-    from passes.plan.step_summary import tokens_per_sample
+    from passes.plan.step_summary import seq_len_of
     from planner import verify
 
     report = verify(
@@ -81,7 +81,7 @@ def run_verify(options: argparse.Namespace) -> int:
         where,
         cluster=options.cluster,
         batch_size=options.global_batch or (BATCH_SIZE if plan is None else plan.step.global_batch),
-        seq_len=options.seq_len or (plan and tokens_per_sample(plan)) or SEQ_LEN,
+        seq_len=options.seq_len or (plan and seq_len_of(plan)) or SEQ_LEN,
         dtype=options.dtype,
         steps=options.steps,
         **asked,

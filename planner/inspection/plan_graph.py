@@ -10,7 +10,7 @@ from passes.ir.fingerprint import fingerprint
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from passes.plan.step_summary import tokens_per_sample
+from passes.plan.step_summary import seq_len_of
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def graph_of_plan(
         library_model(plan) if model is None else model,
         fuse=plan.fusion is not None,
         batch_size=plan.step.global_batch,
-        seq_len=tokens_per_sample(plan) if example_inputs is None else None,
+        seq_len=seq_len_of(plan) if example_inputs is None else None,
         example_inputs=example_inputs,
         loss_fn=loss_fn,
         dtype=float_dtype(plan) if model is None else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from passes.plan.step_summary import tokens_per_sample
+from passes.plan.step_summary import seq_len_of
 from planner.inspection.plan_difference import PlanDifference, difference
 from planner.inspection.plan_graph import check_model, library_model
 
@@ -71,7 +71,7 @@ def why_not(
             library_model(plan) if model is None else model,
             Cluster.from_dict(dict(plan.cluster)),
             global_batch=step.global_batch,
-            seq_len=tokens_per_sample(plan) if example_inputs is None else None,
+            seq_len=seq_len_of(plan) if example_inputs is None else None,
             example_inputs=example_inputs,
             loss_fn=loss_fn,
             dtype=float_dtype(plan) if model is None else None,
