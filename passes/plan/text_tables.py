@@ -32,6 +32,11 @@ def format_seconds_between(seconds: float, interval: tuple[float, float] | None)
     return f"{format_seconds(seconds)} ({low}–{high})"
 
 
+def format_rate(rate: float) -> str:
+    """A number with four digits at least, its thousands grouped."""
+    return f"{rate:,.0f}" if rate >= 1000.0 else f"{rate:,.4g}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """``1.5 GiB``."""
     for unit, name in _BYTES:

@@ -13,7 +13,10 @@ from planner.sweeps.sweep_row import SweepRow
 from planner.sweeps.sweep_table import baseline_names_of, pareto_front
 
 _PALETTE = tuple(COLOURS[name] for name in ("blue", "orange", "green", "red", "sky", "pink", "grey"))
-_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "hex", "star")
+#: One less than colours, so that what comes after all colours has other markers.
+_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star")
+#: Pixels of a row: its name above, its bar or markers below, so that a phone has its width for both.
+_ROW_HEIGHT = 40
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def _metrics(study: Study) -> Iterator[_Metric]:
     )  # fmt: skip
     if study.prices:
         yield _Metric(
-            "cost", "Cost", "per million tokens (without tokens: per thousand samples)",
+            "cost", "Cost", "a million tokens (or a thousand samples)",
             lambda row: row.cost_per_million(study.price(row.request.cluster)),
             "Devices × price × time, in the currency of the prices.",
         )  # fmt: skip
@@ -98,8 +101,24 @@ def _metrics(study: Study) -> Iterator[_Metric]:
     )  # fmt: skip
 
 
-def _height(num_bars: int) -> int:
-    return 22 * num_bars + 80
+def _rows_chart(labels: Sequence[str], **options: Any) -> Any:
+    """A chart with a row for each label, from the top: row i lies around y = i, its label above it."""
+    chart = plain_figure(
+        y_range=(len(labels) - 0.5, -0.6), height=_ROW_HEIGHT * len(labels) + 80, tools="save,reset", **options
+    )
+    chart.yaxis.visible = chart.ygrid.visible = False
+    chart.xaxis.ticker.desired_num_ticks = 4
+    chart.min_border_left = 12
+    return chart
+
+
+def _write_labels(chart: Any, labels: Sequence[str], left: float) -> None:
+    texts = chart.text(
+        x=left, y=[place - 0.12 for place in range(len(labels))], text=labels, text_font_size="11px",
+        text_baseline="bottom",
+    )  # fmt: skip
+    texts.glyph.tags = ["themed"]
+    texts.level = "overlay"
 
 
 def _bars(bars: Sequence[tuple[str, SweepRow, float | None]], metric: _Metric, colours: dict[str, str]) -> Any:
@@ -109,52 +128,59 @@ def _bars(bars: Sequence[tuple[str, SweepRow, float | None]], metric: _Metric, c
     source = ColumnDataSource(
         {
             "row": [label for label, _, _ in shown],
+            "place": [place + 0.12 for place in range(len(shown))],
             "value": [value for _, _, value in shown],
             "text": [f"{value:,.4g}" for _, _, value in shown],
             "choice": [row.figure("choice") for _, row, _ in shown],
             "colour": [colours[row.request.model] for _, row, _ in shown],
         }
     )
-    chart = plain_figure(
-        y_range=[label for label, _, _ in shown][::-1], height=_height(len(shown)), x_axis_label=metric.axis,
-        tools="save,reset",
-    )  # fmt: skip
-    chart.hbar(y="row", right="value", height=0.7, fill_color="colour", line_color=None, source=source)
+    labels = [f"{label} · {value:,.4g}" for label, _, value in shown]
+    chart = _rows_chart(labels, x_axis_label=metric.axis)
+    chart.hbar(y="place", right="value", height=0.36, fill_color="colour", line_color=None, source=source)
     chart.x_range.start = 0
+    _write_labels(chart, labels, 0.0)
     chart.add_tools(HoverTool(tooltips=[("", "@row"), (metric.axis, "@text"), ("choice", "@choice")]))
     return chart
 
 
 def _ratios(rows: Sequence[SweepRow], labels: Sequence[str]) -> Iterator[SweepChart]:
     """How the plans stand beside experts' layouts, a marker for each baseline."""
-    from bokeh.models import HoverTool
+    from bokeh.models import HoverTool, Range1d
 
     names = baseline_names_of(rows)
     compared = [(label, row) for label, row in zip(labels, rows) if any(row.ratio(name) is not None for name in names)]
     if not compared:
         return
-    chart = plain_figure(
-        y_range=[label for label, _ in compared][::-1], height=_height(len(compared)) + 40,
-        x_axis_label="seconds of the plan / seconds of the layout", tools="save,reset",
-    )  # fmt: skip
+    chart = _rows_chart([label for label, _ in compared], x_axis_label="seconds of the plan / seconds of the layout")
     for name, colour, marker in zip(names, itertools.cycle(_PALETTE), itertools.cycle(_MARKERS)):
-        points = [(label, row.ratio(name)) for label, row in compared if row.ratio(name) is not None]
+        points = [
+            (place, label, row.ratio(name))
+            for place, (label, row) in enumerate(compared)
+            if row.ratio(name) is not None
+        ]
         if points:
             data = {
-                "x": [ratio for _, ratio in points],
-                "y": [label for label, _ in points],
+                "x": [ratio for _, _, ratio in points],
+                "y": [place + 0.12 for place, _, _ in points],
+                "row": [label for _, label, _ in points],
                 "layout": [name] * len(points),
             }
             chart.scatter(x="x", y="y", marker=marker, size=9, color=colour, legend_label=name, source=data)
     chart.vspan(x=[1.0], line_color=COLOURS["grey"], line_dash="dashed")
-    chart.add_tools(HoverTool(tooltips=[("", "@y"), ("over @layout", "@x{0.000}")]))
+    ratios = [ratio for _, row in compared for name in names if (ratio := row.ratio(name)) is not None]
+    least, most = min(1.0, *ratios), max(1.0, *ratios)
+    margin = 0.05 * (most - least) or 0.05
+    chart.x_range = Range1d(start=least - margin, end=most + margin)
+    _write_labels(chart, [label for label, _ in compared], least - margin)
+    chart.add_tools(HoverTool(tooltips=[("", "@row"), ("over @layout", "@x{0.000}")]))
     summary = "Below 1 the plan is faster than the best that the expert's rules allow."
     yield SweepChart("ratios", "Beside experts' layouts", summary, with_legend_below(chart))
 
 
 def _scaling(rows: Sequence[SweepRow]) -> Iterator[SweepChart]:
     """Throughput over devices, a curve for each series that has several numbers of devices."""
-    from bokeh.models import HoverTool
+    from bokeh.models import HoverTool, NumeralTickFormatter
 
     curves: dict[tuple[str, ...], dict[int, SweepRow]] = {}
     for row in rows:
@@ -162,14 +188,15 @@ def _scaling(rows: Sequence[SweepRow]) -> Iterator[SweepChart]:
     curves = {series: points for series, points in curves.items() if len(points) > 1}
     if not curves:
         return
+    varies = [len(set(parts)) > 1 for parts in zip(*curves)]
     chart = plain_figure(
-        height=420, x_axis_type="log", y_axis_type="log", x_axis_label="devices",
+        height=380 + 20 * len(curves), x_axis_type="log", y_axis_type="log", x_axis_label="devices",
         y_axis_label="tokens/s (without tokens: samples/s)", tools="pan,wheel_zoom,save,reset",
     )  # fmt: skip
     for (series, points), colour, marker in zip(curves.items(), itertools.cycle(_PALETTE), itertools.cycle(_MARKERS)):
         sizes = sorted(points)
         rates = [points[size].rate[0] or 0.0 for size in sizes]
-        label = " · ".join(filter(None, series))
+        label = " · ".join(part for part, shown in zip(series, varies) if part and shown) or series[0]
         data = {
             "devices": sizes,
             "rate": rates,
@@ -183,8 +210,9 @@ def _scaling(rows: Sequence[SweepRow]) -> Iterator[SweepChart]:
     tips = [("", "@series"), ("devices", "@devices"), ("a second", "@rate{0,0.0}"), ("of linear", "@share{0.0%}"),
             ("choice", "@choice")]  # fmt: skip
     chart.add_tools(HoverTool(tooltips=tips))
+    chart.yaxis.formatter = NumeralTickFormatter(format="0.[00]a")
     summary = "Throughput over devices; dotted: in proportion to the fewest devices of the curve."
-    yield SweepChart("scaling", "Scaling", summary, with_legend_below(chart))
+    yield SweepChart("scaling", "Scaling", summary, with_legend_below(chart, columns=1))
 
 
 def _front(study: Study, rows: Sequence[SweepRow], labels: Sequence[str]) -> Iterator[SweepChart]:

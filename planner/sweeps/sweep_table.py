@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from passes.plan.text_tables import format_bytes, format_seconds
+from passes.plan.text_tables import format_bytes, format_rate, format_seconds
 from planner.sweeps.study import SEARCHED, Study
 from planner.sweeps.sweep_row import SweepRow
 
@@ -32,10 +32,6 @@ def _percent(value: float) -> str:
     return f"{value:.2%}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:,.4g}"
-
-
 def _figure(name: str, title: str = "", text: Callable[[Any], str] = str) -> Column:
     return Column(name, lambda row: row.figure(name), title, text)
 
@@ -52,8 +48,8 @@ def columns(study: Study, rows: Rows) -> tuple[Column, ...]:
         Column("layout", lambda row: row.request.layout, "layout"),
         _figure("step_seconds", "step", format_seconds),
         _figure("closed_form_seconds"),
-        _figure("tokens_per_second", "tokens/s", _digits),
-        _figure("samples_per_second", "samples/s", _digits),
+        _figure("tokens_per_second", "tokens/s", format_rate),
+        _figure("samples_per_second", "samples/s", format_rate),
         _figure("utilisation", "utilisation", _percent),
         _figure("memory_bytes", "memory", format_bytes),
         _figure("memory_limit_bytes"),
@@ -78,7 +74,7 @@ def _cost_columns(study: Study, rows: Rows) -> Iterable[Column]:
         "cost_per_million_tokens",
         lambda row: row.cost_per_million(study.price(row.request.cluster)),
         "cost a million tokens" if all(row.figure("tokens_per_second") for row in rows if row.plan) else "cost",
-        _digits,
+        format_rate,
     )
     yield Column("pareto", lambda row: "yes" if id(row) in efficient else "", "on the Pareto front")
 
@@ -86,14 +82,14 @@ def _cost_columns(study: Study, rows: Rows) -> Iterable[Column]:
 def _baseline_columns(rows: Rows) -> Iterable[Column]:
     for name in baseline_names_of(rows):
         yield Column(f"{name}_seconds", lambda row, name=name: row.baseline(name).get("seconds"))  # type: ignore[misc]
-        yield Column(f"{name}_ratio", lambda row, name=name: row.ratio(name), f"over {name}", _digits)  # type: ignore[misc]
+        yield Column(f"{name}_ratio", lambda row, name=name: row.ratio(name), f"over {name}", format_rate)  # type: ignore[misc]
         yield Column(f"{name}_is", lambda row, name=name: row.baseline(name).get("what"))  # type: ignore[misc]
 
 
 def _layout_columns(rows: Rows) -> Iterable[Column]:
     if any(row.request.layout != SEARCHED for row in rows):
         searched = searched_seconds(rows)
-        yield Column("over_searched", lambda row: over_searched(row, searched), "over searched", _digits)
+        yield Column("over_searched", lambda row: over_searched(row, searched), "over searched", format_rate)
 
 
 def baseline_names_of(rows: Rows) -> tuple[str, ...]:
@@ -203,9 +199,9 @@ def fewest_texts(answers: Iterable[FewestDevices]) -> list[list[str]]:
     return [
         [
             " ".join(filter(None, answer.series)),
-            f"{answer.target:,.4g}",
+            format_rate(answer.target),
             "—" if answer.row is None else f"{answer.row.num_devices:,}",
-            f"{answer.fastest if answer.row is None else answer.row.figure('tokens_per_second'):,.4g}",
+            format_rate(answer.fastest if answer.row is None else answer.row.figure("tokens_per_second")),
             "none is fast enough" if answer.row is None else answer.row.figure("choice"),
         ]
         for answer in answers

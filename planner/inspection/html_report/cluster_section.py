@@ -40,8 +40,9 @@ def cluster_section(plan: Plan) -> ReportSection:
         rows.append([axis, str(size), str(stride), links, format_bytes(sent / stages), format_seconds(busy), share])
     device = cluster.device
     levels = ", ".join(f"{level.name} {level.bandwidth / 1e9:g} GB/s" for level in cluster.levels)
-    summary = f"{step.num_devices:,} × {device.name} of {cluster.name}; links: {levels or 'none'}."
-    return ReportSection(summary, HEADER, rows, _picture(cluster, step.axes))
+    drawn, picture = _picture(cluster, step.axes)
+    summary = f"{step.num_devices:,} × {device.name} of {cluster.name}; links: {levels or 'none'}. {drawn}"
+    return ReportSection(summary, HEADER, rows, picture)
 
 
 def seconds_by_axis(plan: Plan, model: CostModel) -> dict[str, float]:
@@ -58,8 +59,9 @@ def seconds_by_axis(plan: Plan, model: CostModel) -> dict[str, float]:
     return seconds
 
 
-def _picture(cluster: Cluster, axes: Mapping[str, int]) -> Any:
-    """Devices as squares, a node (the innermost level) a row; colours tell pipeline ranks apart.
+def _picture(cluster: Cluster, axes: Mapping[str, int]) -> tuple[str, Any]:
+    """Devices as squares, a node (the innermost level) a row, and what is drawn in words; colours tell pipeline ranks
+    apart, whose number stands where one begins.
 
     Of more devices than there is room for, a square stands for neighbours of one pipeline rank.
     """
@@ -80,25 +82,28 @@ def _picture(cluster: Cluster, axes: Mapping[str, int]) -> Any:
             "rank": [f"{square * together}{end}" for square, end in zip(shown, ends)],
             "place": [", ".join(f"{axis} {index}" for axis, index in place.items()) for place in places],
             "colour": [palette[stage % len(palette)] for stage in stages],
-            "stage": [str(stage) for stage in stages],
+            "stage": [
+                str(stage) if not square % width or stage != stages[square - 1] else ""
+                for square, stage in zip(shown, stages)
+            ],
         }
     )
     rows = -(-len(shown) // width)
     if together > 1:
-        label, rows_are = f"{together} devices a square, {ROW} squares a row", ""
+        drawn, axis_labels = f"{together} devices a square, {ROW} squares a row", ("", "")
     else:
-        drawn = f"the first {len(shown)} of {total:,} devices" if total > len(shown) else f"all {total:,} devices"
-        label, rows_are = f"device of a node ({drawn})", "node"
+        drawn = f"The first {len(shown)} of {total:,} devices" if total > len(shown) else f"All {total:,} devices"
+        drawn, axis_labels = f"{drawn}, a node a row", ("device of a node", "node")
     chart = plain_figure(
         height=max(120, min(620, 22 * rows + 80)), y_range=(rows, 0), x_range=(0, width), tools="save",
-        x_axis_label=f"{label}; colour, number: pipeline rank", y_axis_label=rows_are,
+        x_axis_label=axis_labels[0], y_axis_label=axis_labels[1],
     )  # fmt: skip
     if together > 1:
         chart.axis.ticker = []
     chart.rect("x", "y", 0.92, 0.86, source=source, fill_color="colour", line_color=None)
     chart.text("x", "y", "stage", source=source, text_align="center", text_baseline="middle", text_font_size="10px")
     chart.add_tools(HoverTool(tooltips=[("device", "@rank"), ("mesh", "@place")]))
-    return chart
+    return f"{drawn}; colour and number: pipeline rank.", chart
 
 
 def devices_together(total: int, axes: Mapping[str, int]) -> int:

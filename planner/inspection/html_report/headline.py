@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from passes.plan import Plan
 from passes.plan.step_summary import tokens_per_sample
-from passes.plan.text_tables import format_bytes, format_seconds, format_seconds_between
+from passes.plan.text_tables import format_bytes, format_rate, format_seconds, format_seconds_between
 
 
 class Card(NamedTuple):
@@ -33,7 +33,7 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     )
     tokens = tokens_per_sample(plan)
     name, rate = ("tokens", costs.samples_per_second * tokens) if tokens else ("samples", costs.samples_per_second)
-    yield Card(f"{name.capitalize()} per second", _grouped(rate), f"{_grouped(rate / step.num_devices)} a device")
+    yield Card(f"{name.capitalize()} per second", format_rate(rate), f"{format_rate(rate / step.num_devices)} a device")
     yield Card("Model flops utilisation", f"{costs.utilisation:.1%}", f"{costs.flops:.4g} flops a step")
     axes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items())
     yield Card("Devices", f"{step.num_devices:,}", f"{axes} of {plan.cluster.get('name', 'an unnamed cluster')}")
@@ -45,8 +45,3 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
         hours = step.num_devices * price / 3600.0
         cost = hours / rate * 1e6 if rate else 0.0
         yield Card(f"Cost per million {name}", f"{cost:,.4g}", f"at {price:g} per device-hour")
-
-
-def _grouped(rate: float) -> str:
-    """A rate with four digits at least, its thousands grouped."""
-    return f"{rate:,.0f}" if rate >= 1000.0 else f"{rate:,.4g}"

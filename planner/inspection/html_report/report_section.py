@@ -48,10 +48,10 @@ def plain_figure(**options: Any) -> Any:
     return chart
 
 
-def with_legend_below(chart: Any) -> Any:
-    """``chart`` with its legend under it, in rows that a narrow screen has room for."""
+def with_legend_below(chart: Any, *, columns: int = 2) -> Any:
+    """``chart`` with its legend under it, in so many columns that a narrow screen has room for them."""
     chart.add_layout(chart.legend[0], "below")
-    chart.legend.ncols = 3
+    chart.legend.ncols = columns
     chart.legend.background_fill_alpha = 0.0
     chart.legend.border_line_color = None
     return chart

@@ -12,6 +12,7 @@ function paintCharts() {
         "major_tick_line_color", "minor_tick_line_color"]) {
         if (name in model.properties) model[name] = text;
       }
+      if (model.tags.includes("themed")) model.text_color = text;
     }
   }
 }

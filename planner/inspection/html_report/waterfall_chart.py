@@ -14,6 +14,8 @@ from planner.inspection.time_waterfall import WaterfallBar, busiest_rank, waterf
 
 #: Characters of a line of a bar's name, so that a phone has room beside the names.
 LABEL_WIDTH = 20
+#: Pixels of a bar and the space above it: room for a name of three lines.
+ROW_HEIGHT = 46
 
 
 def waterfall_section(plan: Plan, report: StepReport) -> ReportSection:
@@ -49,7 +51,7 @@ def _chart(bars: tuple[WaterfallBar, ...], total: float) -> Any:
         }
     )
     chart = plain_figure(
-        y_range=names[::-1], height=38 * len(names) + 60, x_axis_label="seconds of the step", tools="save,reset"
+        y_range=names[::-1], height=ROW_HEIGHT * len(names) + 60, x_axis_label="seconds of the step", tools="save,reset"
     )
     chart.hbar(y="name", left="left", right="right", height=0.7, fill_color="colour", line_color=None, source=source)
     chart.add_tools(HoverTool(tooltips=[("", "@name"), ("seconds", "@seconds")]))
