@@ -14,6 +14,7 @@ from cost_models.cluster_graph import num_parts, whole_graph
 from cost_models.fields import check_finite, suggest
 from cost_models.files import read_toml
 from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
+from cost_models.measured_profile import Profile
 from cost_models.presets import load_preset, preset_names
 from cost_models.text import printable
 from cost_models.topology import expand_topology
@@ -28,12 +29,13 @@ class Cluster:
     """Devices in rank order, and the levels of links that join them, innermost first.
 
     Made by ``parse``, ``from_toml``, ``from_dict``, ``from_device_mesh`` or ``uniform``. ``groups`` says which device
-    each rank has (one group unless the cluster is mixed).
+    each rank has (one group unless the cluster is mixed). ``profile``: what was measured, if it was.
     """
 
     name: str
     groups: tuple[DeviceGroup, ...]
     levels: tuple[LinkLevel, ...]
+    profile: Profile | None = None
 
     @property
     def num_devices(self) -> int:
@@ -99,7 +101,7 @@ class Cluster:
             if remaining:
                 groups.append(DeviceGroup(group.device, min(remaining, group.count)))
                 remaining -= groups[-1].count
-        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels))
+        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels), self.profile)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -153,7 +155,7 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (also valid TOML, see ``cost_models.cluster_format``)."""
-        return format_cluster(self.name, self.groups, self.levels)
+        return format_cluster(self.name, self.groups, self.levels, self.profile)
 
     @staticmethod
     def from_device_mesh(mesh: DeviceMesh) -> Cluster:

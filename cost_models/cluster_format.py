@@ -73,6 +73,8 @@ the full bandwidth: the α-β model. A protocol has its own latency, a latency o
 bandwidth that it reaches by the bytes of the collective. Levels that a collective crosses together use protocols of the
 same name. A protocol may be for some ``collectives`` only, and have an ``own_bandwidth``, a ``ramp``, a ``least_group``
 and ``in_network``, see ``cost_models.hardware.Protocol``.
+
+**Profile.** A file that ``planner profile`` wrote has a table ``[profile]``, see ``cost_models.measured_profile``.
 """
 
 from __future__ import annotations
@@ -99,10 +101,11 @@ from cost_models.fields import (
     shown,
 )
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
+from cost_models.measured_profile import Profile, format_profile, parse_profile
 from cost_models.topology import expand_topology
 from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
-_TOP_KEYS = ("name", "device", "devices", "levels", "match")
+_TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile")
 _DEVICE_KEYS = (
     "name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead", "reserved_bytes", "overlap_slowdown",
     "efficiency",
@@ -115,8 +118,8 @@ _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
 
-def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...]]:
-    """Name, devices in rank order, and link levels of a cluster written as in the module docstring.
+def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None]:
+    """Name, devices in rank order, link levels and profile of a cluster written as in the module docstring.
 
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
@@ -124,10 +127,13 @@ def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLe
     table = expand_topology(as_table(data, "the cluster"))
     check_keys(table, _TOP_KEYS, "the cluster")
     levels = _parse_levels(get_tables(table, "levels", "the cluster"))
-    return get_text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels
+    profile = parse_profile(table["profile"]) if "profile" in table else None
+    return get_text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels, profile
 
 
-def format_cluster(name: str, groups: tuple[DeviceGroup, ...], levels: tuple[LinkLevel, ...]) -> dict[str, Any]:
+def format_cluster(
+    name: str, groups: tuple[DeviceGroup, ...], levels: tuple[LinkLevel, ...], profile: Profile | None = None
+) -> dict[str, Any]:
     """The inverse of ``parse_cluster``: dicts, lists, strings and numbers only."""
     data: dict[str, Any] = {"name": name}
     if len(groups) == 1:
@@ -139,6 +145,8 @@ def format_cluster(name: str, groups: tuple[DeviceGroup, ...], levels: tuple[Lin
     for level in levels:
         data["levels"].append(_format_level(level, level.group_size // inner))
         inner = level.group_size
+    if profile is not None:
+        data["profile"] = format_profile(profile)
     return data
 
 

@@ -11,6 +11,7 @@ from cost_models.collectives import seconds_over
 from cost_models.dtypes import TFLOAT32
 from cost_models.efficiency import MatmulShape
 from cost_models.hardware import LinkLevel, crossed_levels
+from cost_models.measured_profile import Extrapolation
 from cost_models.routes import Span, route
 
 
@@ -25,6 +26,7 @@ class CostModel:
     Attributes:
         prices_joint_axes: a collective may be over several axes.
         cluster, axes: as given.
+        extrapolation: notes how far what is priced lies beyond what was measured; None: nobody asks.
         device: the device, of a mixed cluster the worst of each figure.
 
     Raises:
@@ -40,6 +42,7 @@ class CostModel:
         self._allow_tf32 = allow_tf32
         _check_axes(cluster, self.axes)
         self._devices = cluster.kinds
+        self.extrapolation: Extrapolation | None = None
         self._collectives: dict[tuple[str, float, str, str | None], float] = {}
         strides = {axis: self._stride(axis) for axis in self.axes}
         self._levels = {
@@ -84,6 +87,8 @@ class CostModel:
             dtype = TFLOAT32
         if kind is None:
             kind = "matmul" if flops else "elementwise"
+        if self.extrapolation is not None:
+            self.extrapolation.note(kind, flops or num_bytes)
         return max(
             device.seconds(flops=flops, num_bytes=num_bytes, dtype=dtype, kind=kind, shape=shape)
             for device in self._devices
@@ -102,6 +107,9 @@ class CostModel:
         Raises:
             ValueError: if the axis or the collective is not known, or the algorithm cannot do it.
         """
+        if self.extrapolation is not None:
+            for level in self._levels.get(axis, ()):
+                self.extrapolation.note(f"{level.name}: {collective}", num_bytes)
         key = (collective, num_bytes, axis, algorithm)
         if key not in self._collectives:
             seconds = seconds_over(collective, num_bytes=num_bytes, spans=self.spans(axis), algorithm=algorithm)

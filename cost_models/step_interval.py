@@ -1,5 +1,8 @@
 """The interval of a predicted step: how far published runs on such devices were from their predictions.
 
+Of a cluster that ``planner profile`` measured it is that of its own calls: the mean of the logarithms of their
+quantiles, each kind of work and collective weighing as many calls as were kept back.
+
 ``presets/residuals/published_runs.toml`` has, for each chip, the quantiles of measured over predicted seconds of the
 calibration half of ``benchmarks/published_runs``; ``python -m benchmarks.published --write`` fits and writes it, and
 says how many runs of the other half lie inside.
@@ -7,6 +10,7 @@ says how many runs of the other half lie inside.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +18,7 @@ from functools import cache
 from importlib import resources
 
 from cost_models.hardware import DeviceGroup
+from cost_models.measured_profile import Profile
 
 #: Share of measured steps that is meant to lie in an interval.
 NOMINAL_SHARE = 0.9
@@ -43,16 +48,30 @@ def published_residuals() -> Mapping[str, ResidualQuantiles]:
     return {chip: ResidualQuantiles(**{**row, "devices": tuple(row["devices"])}) for chip, row in table.items()}
 
 
-def step_interval(seconds: float, groups: Iterable[DeviceGroup]) -> tuple[float, float] | None:
+def step_interval(
+    seconds: float, groups: Iterable[DeviceGroup], profile: Profile | None = None
+) -> tuple[float, float] | None:
     """Seconds between which nine of ten measured steps lie, by the runs published of the chips of ``groups``.
 
-    Of several chips the widest. None where a chip has no published runs.
+    Of several chips the widest. None where a chip has no published runs. ``profile``: what was measured of the cluster
+    itself, which counts instead.
     """
+    if profile is not None and profile.ranges:
+        return _of_profile(seconds, profile)
     quantiles = [_residuals_of(group.device.name) for group in groups]
     chips = [chip for chip in quantiles if chip is not None]
     if not chips or len(chips) < len(quantiles):
         return None
     return seconds * min(chip.low for chip in chips), seconds * max(chip.high for chip in chips)
+
+
+def _of_profile(seconds: float, profile: Profile) -> tuple[float, float]:
+    ranges = profile.ranges.values()
+    calls = sum(each.calls for each in ranges)
+    low, high = (
+        math.exp(sum(each.calls * math.log(getattr(each, end)) for each in ranges) / calls) for end in ("low", "high")
+    )
+    return seconds * low, seconds * high
 
 
 def _residuals_of(device: str) -> ResidualQuantiles | None:

@@ -9,7 +9,7 @@ from cost_models.step import LayerCosts
 from passes.plan import ConversionPlan, Plan
 from passes.plan.step_plan import RankMemory
 from passes.plan.text_tables import format_bytes
-from planner.auditing.audit_report import BYTES, NUMBER, SECONDS, SHARE, AuditRow, compared
+from planner.auditing.audit_report import BYTES, NUMBER, SECONDS, SHARE, AuditRow, compared, unchecked
 from planner.auditing.repriced_step import RepricedStep, reprice
 from planner.auditing.subject import AuditSubject
 from planner.sharding_ilp.model_figures import batch_size_of, compute_dtype, model_flops
@@ -30,6 +30,17 @@ def figure_rows(subject: AuditSubject) -> Iterator[AuditRow]:
     yield from _memory_rows(plan, priced)
     yield from _limit_rows(subject, priced)
     yield _conversion_row(plan.conversions, priced.walk.conversions)
+    yield from _extrapolation_rows(priced)
+
+
+def _extrapolation_rows(priced: RepricedStep) -> Iterator[AuditRow]:
+    """Of a measured cluster: kinds of work and collectives that are priced beyond the largest call that was timed."""
+    if priced.extrapolation is None:
+        return
+    for name, (size, factor) in sorted(priced.extrapolation.furthest.items()):
+        measured = priced.extrapolation.profile.ranges[name]
+        reach = f"{size:.3g} {measured.unit}, measured up to {measured.most:.3g}"
+        yield unchecked(f"beyond what was measured, {name}", f"{factor:.3g} times", reach)
 
 
 def _time_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from cost_models import Cluster, CostModel
 from cost_models.dtypes import item_size
+from cost_models.measured_profile import Extrapolation
 from cost_models.memory import OPTIMIZER_MOMENTS, zero_state_bytes
 from cost_models.schedules import SCHEDULES, rank_of_chunk
 from cost_models.simulator import StepReport, simulate
@@ -58,6 +59,7 @@ class RepricedStep:
         walk: every charge of one micro-batch through the whole model; ``walk.costs`` as ``Plan.costs`` has them.
         units: figures of the model's units, None on a given mesh; ``unit_of_layer``: by chunk and layer of ``step``,
             the place of its unit among them.
+        extrapolation: how far prices reach beyond what was measured; None where nothing was.
     """
 
     seconds: StepSeconds
@@ -67,6 +69,7 @@ class RepricedStep:
     walk: GraphWalk
     units: UnitPrices | None = None
     unit_of_layer: tuple[tuple[int, ...], ...] = ()
+    extrapolation: Extrapolation | None = None
 
     def simulated(self) -> StepReport:
         """The same step played by the simulator."""
@@ -87,8 +90,9 @@ def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
 
 def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     """One chunk, one micro-batch: the closed form and the simulator add nothing to what the walk charged."""
-    pricing = Pricing(CostModel(cluster, plan.mesh.as_dict()), plan.mesh, bundles_of(graph))
-    walk = walk_graph(graph, plan, pricing)
+    prices = CostModel(cluster, plan.mesh.as_dict())
+    prices.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
+    walk = walk_graph(graph, plan, Pricing(prices, plan.mesh, bundles_of(graph)))
     costs, num_bytes = walk.costs, walk.costs.memory
     saved = num_bytes["activations"] + num_bytes["converted"]
     parts = RankMemory(num_bytes["parameters"], num_bytes["gradients"], num_bytes["optimizer"], saved, 0.0)
@@ -100,7 +104,9 @@ def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     )
     chunk = ChunkCosts(layers=((layer, 1),))
     step = PipelineStep(schedule="gpipe", num_microbatches=1, num_ranks=1, chunks=(chunk,))
-    return RepricedStep(step_seconds(step), step_memory(step), (parts,), step, walk)
+    return RepricedStep(
+        step_seconds(step), step_memory(step), (parts,), step, walk, extrapolation=prices.extrapolation
+    )  # fmt: skip
 
 
 class _StepPricer:
@@ -112,6 +118,8 @@ class _StepPricer:
             sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes), expert=experts
         )
         self.links = Links.of(cluster, self.layout)
+        self.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
+        self.links.axes.extrapolation = self.extrapolation
         self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
         self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None)
         pieces = self.layout.data * step.num_microbatches
@@ -145,7 +153,9 @@ class _StepPricer:
         memory = step_memory(step)
         placed = tuple(tuple(unit for unit, _ in self._groups[index]) for index in range(len(chunks)))
         parts = tuple(self._parts(step, memory))
-        return RepricedStep(step_seconds(step), memory, parts, step, self.walked, self.units, placed)
+        return RepricedStep(
+            step_seconds(step), memory, parts, step, self.walked, self.units, placed, self.extrapolation
+        )
 
     # -- memory by part -----------------------------------------------------------------------------------------
 

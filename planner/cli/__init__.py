@@ -21,6 +21,7 @@ from planner.cli.cluster_command import add_cluster
 from planner.cli.export_command import add_export
 from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_robustness, add_trace, add_why_not
 from planner.cli.plan_command import add_plan
+from planner.cli.profile_command import add_profile
 from planner.cli.run_command import add_run
 from planner.cli.shared_options import Parser, add_plan_argument, add_solver_argument, count, subparser
 from planner.cli.sweep_command import add_sweep
@@ -42,6 +43,7 @@ _EPILOG = """Plan, look, ask, run:
   planner sweep study.toml -o results/            many models and clusters
   planner verify tiny-llama --mesh dp=2,tp=2      every rank, in one process
   planner export plan.json --to megatron          for another framework
+  planner profile -o cluster.toml                 measure this machine
   planner run --nproc 4 train.py                  start a training script
 
 planner COMMAND --help has the options and more examples of each.
@@ -107,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         add_audit,
         add_verify,
         add_cluster,
+        add_profile,
         add_run,
         _add_demo,
     ):

@@ -33,6 +33,8 @@ class _Sources:
         self.preset = Cluster.parse(name) if name in preset_names() else None
         self.sources = figure_sources(name)
         self.where = f"cluster {cluster.name!r}, as the plan keeps it"
+        if cluster.profile is not None:
+            self.where = f"measured by planner profile: {cluster.profile.machine}"
 
     def of_device(self, topic: str) -> str:
         """The source of a figure of the device."""
@@ -80,3 +82,9 @@ def _rows(cluster: Cluster, sources: _Sources) -> Iterator[list[str]]:
         latency = format_seconds(level.latency)
         source = sources.of_links(index, "Latency", "Protocols", "Links")
         yield [f"{level.name}: latency", latency, source, "short collectives over it"]
+    for name, measured in cluster.profile.ranges.items() if cluster.profile is not None else ():
+        off = f"{measured.median:.2f} ({measured.low:.2f} to {measured.high:.2f})"
+        sizes = (
+            f"{measured.calls} calls that were not fitted, {measured.least:.3g} to {measured.most:.3g} {measured.unit}"
+        )
+        yield [f"measured over predicted, {name}", off, sizes, name]

@@ -120,7 +120,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         memory_limit=search.memory,
         headroom=demands.headroom,
         forward_passes=search.level_one.forward_passes(candidate.num_microbatches),
-        interval=step_interval(costs.simulated, cluster.groups) if is_trained else None,
+        interval=step_interval(costs.simulated, cluster.groups, cluster.profile) if is_trained else None,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),
     )

@@ -1,0 +1,105 @@
+"""The collectives that are timed: sizes, groups of every level of links, and what makes a call of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: What programs call.
+_OPERATORS = torch.ops._c10d_functional
+#: Bytes of the whole tensor.
+SIZES = tuple(2**power for power in range(10, 27))
+
+
+@dataclass(frozen=True)
+class LinkGroups:
+    """Groups of ``size`` ranks, ``stride`` apart, that use one level of links; all of them work at once."""
+
+    level: str
+    size: int
+    stride: int
+
+    def members(self, world_size: int) -> list[list[int]]:
+        """Ranks of every group."""
+        block = self.size * self.stride
+        return [
+            list(range(first + place, first + block, self.stride))
+            for first in range(0, world_size, block)
+            for place in range(self.stride)
+        ]
+
+
+def link_groups(world_size: int, per_host: int) -> list[LinkGroups]:
+    """Groups of two, four, … and of all ranks of a host; then one rank of each of two, four, … and all hosts."""
+    hosts = world_size // per_host
+    inside = [LinkGroups("host", size, 1) for size in _group_sizes(per_host)]
+    return inside + [LinkGroups("network", size, per_host) for size in _group_sizes(hosts)]
+
+
+def _group_sizes(most: int) -> list[int]:
+    sizes = {size for size in range(2, most + 1) if size & (size - 1) == 0 and most % size == 0}
+    return sorted(sizes | ({most} if most > 1 else set()))
+
+
+def whole_elements(num_bytes: int, ranks: int) -> int:
+    """Elements of float32 of at least so many bytes that ``ranks`` ranks can share evenly, and their parts again."""
+    return -(-num_bytes // 4 // ranks**2) * ranks**2 or ranks**2
+
+
+def all_reduce(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    tensor = torch.ones(elements, device=device)
+    return lambda: _OPERATORS.wait_tensor(_OPERATORS.all_reduce_(tensor, "sum", group.group_name))
+
+
+def all_gather(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    part = _part(elements, group, device)
+    return lambda: _OPERATORS.wait_tensor(_OPERATORS.all_gather_into_tensor(part, group.size(), group.group_name))
+
+
+def reduce_scatter(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    whole = torch.ones(elements, device=device)
+    return lambda: _OPERATORS.wait_tensor(
+        _OPERATORS.reduce_scatter_tensor(whole, "sum", group.size(), group.group_name)
+    )
+
+
+def all_to_all(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    sent = _part(elements, group, device)
+    pieces = [sent.numel() // group.size()] * group.size()
+    return lambda: _OPERATORS.wait_tensor(_OPERATORS.all_to_all_single(sent, pieces, pieces, group.group_name))
+
+
+def send_recv(elements: int, group: Any, device: torch.device) -> Callable[[], Any]:
+    """Every rank sends to the next and receives from the one before."""
+    sent, received = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    ranks = dist.get_process_group_ranks(group)
+    place = ranks.index(dist.get_rank())
+    after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+
+    def call() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, after, group),
+            dist.P2POp(dist.irecv, received, before, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return call
+
+
+def _part(elements: int, group: Any, device: torch.device) -> torch.Tensor:
+    return torch.ones(elements // dist.get_world_size(group), device=device)
+
+
+#: By the names of ``cost_models.collectives``: (elements of the whole tensor, group, device) → a call.
+COLLECTIVES: dict[str, Callable[[int, Any, torch.device], Callable[[], Any]]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "send_recv": send_recv,
+}

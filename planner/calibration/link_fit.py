@@ -1,0 +1,103 @@
+"""A level of links fitted to collectives measured over it: what ``cost_models.collectives`` prices them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cost_models.collectives import seconds_over
+from cost_models.efficiency import FULL, Curve
+from cost_models.hardware import LinkLevel, Protocol
+from cost_models.routes import Span
+from planner.calibration.collective_cases import COLLECTIVES
+from planner.calibration.curve_fit import fit_curve
+from planner.calibration.measured_call import MeasuredCall
+
+#: Of calls that take less than so many times the latency nothing is said about the bandwidth.
+LATENCY_BOUND = 1.5
+_PROTOCOL = "measured"
+
+
+def fit_level(name: str, group_size: int, calls: Sequence[MeasuredCall]) -> LinkLevel:
+    """The level of links that ``calls`` were measured over.
+
+    A collective takes α + steps·hop + x / e(bytes), where x is what its bytes take at the full bandwidth, the largest
+    that any call reached. α and the latency of a hop are the least squares through the shortest calls of groups of
+    several sizes, neither below zero; e is a curve through the rest.
+
+    Raises:
+        ValueError: if nothing was measured over it.
+    """
+    fitted = [call for call in calls if call.is_fitted]
+    if not fitted:
+        raise ValueError(f"no collective was measured over the level {name!r}")
+    bandwidth = max(_bytes_sent(call) / call.seconds for call in fitted)
+    latencies = {each: _latencies([call for call in fitted if call.kind == each]) for each in COLLECTIVES}
+    level = LinkLevel(name, group_size, latency=latencies["send_recv"][0], bandwidth=bandwidth)
+    protocols = {
+        each: _protocol(each, latencies[each], bandwidth, [call for call in fitted if call.kind == each])
+        for each in COLLECTIVES
+        if any(call.kind == each for call in fitted)
+    }
+    stand_in = protocols.get("all_gather") or next(iter(protocols.values()))
+    served = [protocols.get(each, replace(stand_in, collectives=(each,))) for each in COLLECTIVES]
+    return replace(level, protocols=tuple(served))
+
+
+def predicted_seconds(level: LinkLevel, call: MeasuredCall) -> float:
+    """What the cost model says of a measured collective over a level."""
+    return seconds_over(call.kind, num_bytes=call.num_bytes, spans=(_span(level, call.ranks),))
+
+
+def _span(level: LinkLevel, ranks: int) -> Span:
+    span = Span.of_link(ranks, latency=level.latency, bandwidth=level.bandwidth)
+    return replace(span, protocols=level.protocols) if level.protocols else span
+
+
+def _priced(call: MeasuredCall, *, num_bytes: float, bandwidth: float = 1.0, hop: float = 0.0) -> float:
+    """What the cost model's formulas give with these figures and no latency."""
+    protocol = Protocol(_PROTOCOL, 0.0, hop)
+    span = replace(Span.of_link(call.ranks, latency=0.0, bandwidth=bandwidth), protocols=(protocol,))
+    return seconds_over(call.kind, num_bytes=num_bytes, spans=(span,))
+
+
+def _bytes_sent(call: MeasuredCall) -> float:
+    return _priced(call, num_bytes=call.num_bytes)
+
+
+def _steps(call: MeasuredCall) -> float:
+    return 0.0 if call.kind == "send_recv" else _priced(call, num_bytes=0.0, hop=1.0)
+
+
+def _latencies(calls: Sequence[MeasuredCall]) -> tuple[float, float]:
+    """(α, seconds of a hop) through the shortest call of each size of group, both at least zero."""
+    shortest: dict[int, MeasuredCall] = {}
+    for call in calls:
+        best = shortest.get(call.ranks)
+        if best is None or call.seconds < best.seconds:
+            shortest[call.ranks] = call
+    points = [(_steps(call), call.seconds) for call in shortest.values()]
+    if not points:
+        return 0.0, 0.0
+    mean_steps, mean = (sum(column) / len(points) for column in zip(*points))
+    spread = sum((steps - mean_steps) ** 2 for steps, _ in points)
+    covariance = sum((steps - mean_steps) * (seconds - mean) for steps, seconds in points)
+    hop = max(0.0, covariance / spread) if spread else 0.0
+    alpha = mean - hop * mean_steps
+    if alpha >= 0:
+        return alpha, hop
+    return 0.0, sum(steps * seconds for steps, seconds in points) / sum(steps**2 for steps, _ in points)
+
+
+def _protocol(
+    collective: str, latencies: tuple[float, float], bandwidth: float, calls: Sequence[MeasuredCall]
+) -> Protocol:
+    alpha, hop = latencies
+    points = []
+    for call in calls:
+        started = alpha + hop * _steps(call)
+        moving = call.seconds - started
+        if call.seconds > LATENCY_BOUND * started:
+            points.append((call.num_bytes, min(1.0, _bytes_sent(call) / bandwidth / moving)))
+    curve: Curve = fit_curve(points) if points else FULL
+    return Protocol(_PROTOCOL, alpha, hop, curve, collectives=(collective,))

@@ -1,0 +1,157 @@
+"""A cluster that is measured: curves through calls of a known device give it back; files, resuming, what is said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from cost_models import Cluster
+from cost_models.collectives import seconds_over
+from cost_models.cost_model import CostModel
+from cost_models.efficiency import Curve, Efficiency
+from cost_models.hardware import Device, Protocol
+from cost_models.measured_profile import Extrapolation
+from cost_models.routes import Span
+from planner.calibration import measure_machine, profile_machine
+from planner.calibration.cluster_fit import fit_cluster
+from planner.calibration.cluster_toml import as_toml
+from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
+from planner.calibration.curve_fit import fit_curve
+from planner.calibration.measured_call import MeasuredCall, read_calls, write_calls
+from planner.calibration.operator_cases import OperatorCase, operator_cases
+from tests.ranks import run_on_ranks
+
+STREAMS = ("elementwise", "norm", "reduction", "gather", "copy")
+PRODUCTS = Curve(((1e5, 0.2), (1e8, 0.6), (1e10, 0.9)))
+TRUE = Device(
+    "known", {"float32": 1e12}, 8e9, 1e11, 2e-6,
+    efficiency={
+        **dict.fromkeys(("matmul", "convolution", "attention", "attention_backward"), Efficiency(flops=PRODUCTS)),
+        **dict.fromkeys(STREAMS, Efficiency(bytes=Curve(((1e4, 0.3), (1e7, 0.8))))),
+    },
+)  # fmt: skip
+
+
+def calls_of(device: Device) -> list[MeasuredCall]:
+    """What timing would give on ``device``, and of collectives on links of 10 GB/s that take 20 µs to start."""
+    calls = [MeasuredCall("launch", "float32", "16", 0.0, 0.0, 1, device.launch_overhead)]
+    for case in operator_cases():
+        seconds = device.seconds(flops=case.flops, num_bytes=4 * case.elements, dtype="float32", kind=case.kind)
+        shape = "x".join(map(str, case.shape))
+        calls.append(MeasuredCall(case.kind, "float32", shape, case.flops, 4 * case.elements, 1, seconds))
+    for groups in link_groups(8, 8):
+        span = Span.of_link(groups.size, latency=20e-6, bandwidth=1e10)
+        span = replace(span, protocols=(Protocol("true", 20e-6, 3e-6),))
+        for collective in COLLECTIVES:
+            for size in SIZES:
+                seconds = seconds_over(collective, num_bytes=size, spans=(span,))
+                calls.append(MeasuredCall(collective, "host", str(size), 0.0, float(size), groups.size, seconds))
+    for what, seconds in (("compute", 2.0), ("communication", 1.5), ("together", 2.3)):
+        calls.append(MeasuredCall("overlap", "host", what, 0.0, 0.0, 1, seconds))
+    return calls
+
+
+def fitted(calls: list[MeasuredCall], **more: Any) -> Cluster:
+    options = {"world_size": 8, "per_host": 8, "memory": (8e9, 1e9), "main_dtype": "float32", **more}
+    return fit_cluster(calls, name="fitted", machine="here", device_name="known", **options)
+
+
+def test_a_known_device_is_given_back_by_its_calls() -> None:
+    cluster = fitted(calls_of(TRUE))
+    assert cluster.profile is not None
+    medians = {name: each.median for name, each in cluster.profile.ranges.items()}
+    assert medians == pytest.approx(dict.fromkeys(medians, 1.0), rel=0.06)
+    assert {f"host: {each}" for each in COLLECTIVES} < medians.keys()
+    assert cluster.device.overlap_slowdown == pytest.approx(0.2)
+    prices = CostModel(cluster, {"dp": 4, "tp": 2})
+    assert prices.compute_seconds(flops=1e9, num_bytes=1e6, dtype="float32") == pytest.approx(
+        TRUE.seconds(flops=1e9, num_bytes=1e6, dtype="float32", kind="matmul"), rel=0.1
+    )
+    assert prices.collective_seconds("all_reduce", num_bytes=2**26, axis="tp") == pytest.approx(6.7e-3, rel=0.1)
+
+
+def test_a_fitted_cluster_is_the_same_behind_its_file(tmp_path: Path) -> None:
+    cluster = fitted(calls_of(TRUE))
+    path = tmp_path / "measured.toml"
+    path.write_text(as_toml(cluster), encoding="utf-8")
+    again = Cluster.from_toml(path)
+    assert again.profile is not None and cluster.profile is not None
+    assert again.profile.ranges.keys() == cluster.profile.ranges.keys()
+    assert again.device.memory_bandwidth == pytest.approx(cluster.device.memory_bandwidth, rel=1e-5)
+    assert Cluster.from_dict(again.to_dict()) == again
+
+
+@pytest.mark.parametrize("slope", [-0.5, 0.0, 0.4, 3.0])
+def test_any_points_give_a_curve_that_a_device_can_have(slope: float) -> None:
+    points = [(10.0**power, min(1.0, 0.3 * 2 ** (slope * (power - 6)))) for power in range(3, 10)]
+    curve = fit_curve(points)
+    assert all(0 < share <= 1 for _, share in curve.points)
+    if slope in (0.0, 0.4):
+        assert [curve(size) for size, _ in points] == pytest.approx([share for _, share in points], rel=0.1)
+
+
+def test_what_lies_beyond_the_measured_sizes_is_told() -> None:
+    cluster = fitted(calls_of(TRUE))
+    assert cluster.profile is not None
+    prices = CostModel(cluster, {"dp": 8})
+    prices.extrapolation = Extrapolation(cluster.profile)
+    most = cluster.profile.ranges["matmul"].most
+    prices.compute_seconds(flops=most, num_bytes=1.0, dtype="float32")
+    assert not prices.extrapolation.furthest
+    prices.compute_seconds(flops=3 * most, num_bytes=1.0, dtype="float32")
+    prices.collective_seconds("all_reduce", num_bytes=2.0**30, axis="dp")
+    beyond = {name: factor for name, (_, factor) in prices.extrapolation.furthest.items()}
+    assert beyond == pytest.approx({"matmul": 3.0, "host: all_reduce": 16.0})
+
+
+def test_groups_use_one_level_of_links_each() -> None:
+    assert link_groups(8, 4) == [LinkGroups("host", 2, 1), LinkGroups("host", 4, 1), LinkGroups("network", 2, 4)]
+    assert LinkGroups("network", 2, 4).members(8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [groups.size for groups in link_groups(6, 6)] == [2, 6]
+    assert all(whole_elements(size, 6) % 36 == 0 and 4 * whole_elements(size, 6) >= size for size in SIZES)
+
+
+def test_calls_of_an_earlier_run_are_taken_up_on_the_same_machine_only(tmp_path: Path) -> None:
+    table, calls = tmp_path / "calls.csv", calls_of(TRUE)[:5]
+    write_calls(table, "here", calls)
+    assert read_calls(table, "here") == calls
+    assert read_calls(table, "another machine") == read_calls(tmp_path / "none.csv", "here") == []
+    table.write_text("# here\nkind,place\nmatmul\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="damaged"):
+        read_calls(table, "here")
+    with pytest.raises(ValueError, match=r"is named \*\.toml"):
+        profile_machine(tmp_path / "cluster.json")
+
+
+def test_a_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind only the least work; the second run measures nothing."""
+    smallest: dict[str, list[OperatorCase]] = {}
+    for case in operator_cases():
+        smallest.setdefault(case.kind, []).append(case)
+    few = [case for cases in smallest.values() for case in cases[:6]]
+    monkeypatch.setattr(measure_machine, "operator_cases", lambda: iter(few))
+    monkeypatch.setattr(measure_machine, "PEAK_SIDES", (16, 32))
+    path, told = tmp_path / "here.toml", list[str]()
+    profile_machine(path, device="cpu", listener=told.append)
+    assert sum(line.startswith("matmul float32 ") for line in told) == 6
+    again = list[str]()
+    profile_machine(path, device="cpu", listener=again.append)
+    assert not [line for line in again if " µs" in line]
+    cluster = Cluster.from_toml(path)
+    plan = planner.plan("tiny-llama", cluster, seq_len=8, global_batch=2)
+    assert plan.step.interval is not None and plan.cluster["profile"]["machine"].startswith(
+        "1 × " + cluster.device.name
+    )
+
+
+def test_ranks_measure_their_links_together(tmp_path: Path) -> None:
+    """One of two ranks is slower: both make the same number of calls."""
+    ranges = run_on_ranks("profile_worker", 2, {"path": str(tmp_path / "two.toml")})
+    cluster = Cluster.from_toml(tmp_path / "two.toml")
+    assert cluster.num_devices == 2 and [level.name for level in cluster.levels] == ["host"]
+    assert all(math.isfinite(each) for each in ranges.values())
