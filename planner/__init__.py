@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from planner.auditing.audit import audit
     from planner.changing.freeze_policy import FreezePolicy
     from planner.compilation import compile
+    from planner.elastic import Elastic
     from planner.joining import join
     from planner.planning import plan
     from planner.sweeps.run_sweep import sweep
@@ -44,6 +45,7 @@ _HOMES = {
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
+    "Elastic": "planner.elastic",
     "FreezePolicy": "planner.changing.freeze_policy",
     "DiLoCo": "runtime.islands.outer_training",
     "Islands": "runtime.islands.island_ranks",
@@ -77,6 +79,7 @@ __all__ = [
     "Cluster",
     "DataLoader",
     "DiLoCo",
+    "Elastic",
     "FreezePolicy",
     "Islands",
     "PackedDataset",

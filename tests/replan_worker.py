@@ -42,7 +42,10 @@ def watched() -> Iterator[tuple[Counter[int], list[int]]]:
         return operation(self, kind, tensor, peer)
 
     def measured(self: Transport, batch: Any, sources: Any, results: Any, *, relayed: bool) -> None:
-        storages = {one.untyped_storage().data_ptr(): one.nbytes for one in (*sources.values(), *results.values())}
+        storages = {
+            one.untyped_storage().data_ptr(): one.nbytes
+            for one in (*(held for (held,) in sources.values()), *results.values())
+        }
         held.append(sum(storages.values()))
         exchange(self, batch, sources, results, relayed=relayed)
 
@@ -62,7 +65,7 @@ def counts(plan: TransferPlan, sent: Counter[int], held: list[int]) -> dict[str,
             tensor = entry.tensor
             for rank, region in tensor.takers.items():
                 shape = [(low, high) for low, high in region]
-                own = tensor.holders.get(rank)
+                (own,) = tensor.holders.get(rank, (None,))
                 whole = torch.zeros([high for _, high in shape], dtype=torch.bool)
                 whole[tuple(slice(low, high) for low, high in shape)] = True
                 if own is not None:
@@ -82,7 +85,7 @@ def whole_bytes(batch: Iterable[TensorTransfers]) -> int:
     """Of the largest tensor of a batch, not cut."""
     wholes = []
     for moved in batch:
-        regions = [*moved.tensor.holders.values(), *moved.tensor.takers.values()]
+        regions = [*(held for (held,) in moved.tensor.holders.values()), *moved.tensor.takers.values()]
         ends = [max(end for _, end in bounds) for bounds in zip(*regions)]
         wholes.append(math.prod(ends) * moved.tensor.item_size)
     return max(wholes)

@@ -27,6 +27,16 @@ class Group:
     needed_inputs: frozenset[str] | None = None
 
 
+@dataclass
+class ChangingGroup:
+    """One whose parallel module takes up other plans."""
+
+    data_rank: int
+    num_data_ranks: int
+    layout: Any = None
+    needed_inputs: frozenset[str] | None = None
+
+
 class Numbered:
     """Samples that say their number."""
 
@@ -102,6 +112,31 @@ def test_resuming_reads_no_sample_again() -> None:
     loader = planner.DataLoader(dataset, batch_size=10)
     loader.load_state_dict({**loader.state_dict(), "position": 80})
     assert len(list(loader)) == 2 and len(dataset.read) == 20
+
+
+def test_an_iteration_that_training_goes_back_in_reads_the_same_again_and_whole_epochs_after_it() -> None:
+    """As an elastic training does: another plan, and the state of a step before, also of the epoch before."""
+    group = ChangingGroup(0, 1)
+    loader = planner.DataLoader(Numbered(8), group, batch_size=2)
+    batches = chain.from_iterable(loader for _ in range(4))
+    seen, states = [], []
+    for _ in range(4):
+        seen.append(next(batches)["labels"].tolist())
+        states.append(loader.state_dict())
+    for step in (2, 4):  # the first of the second epoch is what comes again then
+        while len(seen) <= step:
+            seen.append(next(batches)["labels"].tolist())
+        group.layout = object()
+        loader.load_state_dict(states[step - 1])
+        assert next(batches)["labels"].tolist() == seen[step]
+        seen = seen[: step + 1]
+    assert [next(batches)["labels"].tolist() for _ in range(7)] == epoch_of(8, 1)[1:] + epoch_of(8, 2)
+
+
+def epoch_of(length: int, epoch: int) -> list[list[int]]:
+    loader = planner.DataLoader(Numbered(length), batch_size=2)
+    loader.set_epoch(epoch)
+    return [batch["labels"].tolist() for batch in loader]
 
 
 def test_another_batch_size_goes_on_in_the_same_order() -> None:

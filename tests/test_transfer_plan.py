@@ -59,7 +59,7 @@ def test_chains_of_random_plans(data: st.DataObject) -> None:
     chain = [data.draw(plans(num_ranks)) for _ in range(3)]
     wholes = [np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1 for shape in SHAPES]
     for before, after in itertools.pairwise(chain):
-        tensors = [MovingTensor(name, 8, before[name], after[name]) for name in range(len(SHAPES))]
+        tensors = [MovingTensor(name, 8, _as_one(before[name]), after[name]) for name in range(len(SHAPES))]
         plan = plan_transfers(tensors, nodes)
         assert sorted(moved.tensor.name for batch in plan.batches for moved in batch) == list(range(len(SHAPES)))
         least = least_between = 0
@@ -79,11 +79,16 @@ def test_chains_of_random_plans(data: st.DataObject) -> None:
         _check_peaks(plan, len(nodes))
 
 
+def _as_one(held: dict[int, Region]) -> dict[int, tuple[Region, ...]]:
+    return {rank: (region,) for rank, region in held.items()}
+
+
 def _carried_out(tensor: MovingTensor, transfers: tuple, values: np.ndarray) -> dict[int, np.ndarray]:
     """What every rank has of the whole tensor afterwards (0: nothing); nobody sends what it has not."""
     start = {rank: np.zeros_like(values) for rank in {*tensor.holders, *tensor.takers}}
-    for rank, region in tensor.holders.items():
-        start[rank][_slices(region)] = values[_slices(region)]
+    for rank, regions in tensor.holders.items():
+        for region in regions:
+            start[rank][_slices(region)] = values[_slices(region)]
     arrived = {rank: state.copy() for rank, state in start.items()}
     for relayed in (False, True):
         for transfer in transfers:
@@ -103,8 +108,8 @@ def _lacking(tensor: MovingTensor, values: np.ndarray, ranks: list[int]) -> np.n
     for rank in ranks:
         if rank in tensor.takers:
             needed[_slices(tensor.takers[rank])] = True
-        if rank in tensor.holders:
-            held[_slices(tensor.holders[rank])] = True
+        for region in tensor.holders.get(rank, ()):
+            held[_slices(region)] = True
     return needed & ~held
 
 
@@ -118,7 +123,7 @@ def _check_peaks(plan: TransferPlan, num_ranks: int) -> None:
 def test_layers_that_change_places_do_not_pile_up() -> None:
     """Two ranks swap eight layers each: neither ever holds more than its shard and one layer."""
     layer: Region = ((0, 100),)
-    tensors = [MovingTensor(place, 4, {place // 8: layer}, {1 - place // 8: layer}) for place in range(16)]
+    tensors = [MovingTensor(place, 4, {place // 8: (layer,)}, {1 - place // 8: layer}) for place in range(16)]
     plan = plan_transfers(tensors, [0, 0])
     assert plan.bytes_by_pair == {(0, 1): 3200, (1, 0): 3200}
     assert plan.peak_bytes == (3200 + 400, 3200 + 400)
@@ -127,10 +132,10 @@ def test_layers_that_change_places_do_not_pile_up() -> None:
 def test_what_a_node_lacks_enters_it_once() -> None:
     """Four ranks of another node need the same tensor: one gets it over the slow link, and passes it on."""
     whole: Region = ((0, 10), (0, 3))
-    plan = plan_transfers([MovingTensor("w", 2, {0: whole}, dict.fromkeys(range(5), whole))], [0, 1, 1, 1, 1])
+    plan = plan_transfers([MovingTensor("w", 2, {0: (whole,)}, dict.fromkeys(range(5), whole))], [0, 1, 1, 1, 1])
     assert (plan.num_bytes, plan.bytes_between_nodes) == (4 * 60, 60)
     with pytest.raises(ValueError, match="no rank holds"):
-        plan_transfers([MovingTensor("w", 2, {0: ((0, 9), (0, 3))}, {1: whole})], [0, 1])
+        plan_transfers([MovingTensor("w", 2, {0: (((0, 9), (0, 3)),)}, {1: whole})], [0, 1])
 
 
 @given(st.lists(st.tuples(*(st.integers(0, 6) for _ in range(4))), min_size=1, max_size=3))

@@ -59,13 +59,13 @@ def launch(command: Sequence[str], *, num_processes: int, hosts: Hosts | None = 
     # Without a limit every process would start one thread for each core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     os.environ[ENABLED] = "1"
-    _find_modules_here()
+    find_modules_here()
     if hosts.count == 1:
         return _run_agent(["--standalone", f"--nproc-per-node={num_processes}", *command], world_size=num_processes)
     return _run_on_many(command, num_processes, hosts)
 
 
-def _find_modules_here() -> None:
+def find_modules_here() -> None:
     """Put this package's folder on Python's path: processes start with only their script's folder there."""
     package_folder = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

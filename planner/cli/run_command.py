@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from planner.cli.elastic_launch import launch_elastic
 from planner.cli.launch import Hosts, launch
 from planner.cli.shared_options import Parser, count, subparser
 from runtime.launch.place import DEFAULT_PORT, LaunchError
@@ -15,6 +16,7 @@ from runtime.launch.place import DEFAULT_PORT, LaunchError
 _EXAMPLES = (
     "planner run --nproc 8 train.py --epochs 3",
     "planner run train.py --nproc 8 -- --port 7",
+    "planner run --nproc 4 --elastic 2 train.py      # a script with planner.Elastic",
     "planner run train.py --nnodes 2 --node-rank 0 --address node01    # on node01; --node-rank 1 on the other",
 )
 
@@ -44,6 +46,12 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "--node-rank": (int, "R", "this host's number, from 0"),
     "--address": (str, "HOST", "host name of host 0"),
     "--port": (int, "PORT", f"where host 0 listens (default: {DEFAULT_PORT})"),
+    "--elastic": (
+        count,
+        "MIN",
+        "for a script with planner.Elastic: go on with MIN processes at least when some are lost",
+    ),
+    "--max-restarts": (int, "N", "with --elastic: processes that are started in the place of lost ones (default: 10)"),
     "--timeout": (float, "SECONDS", "within which all hosts must have come (default: 300)"),
 }
 
@@ -60,6 +68,15 @@ def run_script(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"no script at {options.script!r}")
     hosts = _read_hosts(options)
     num_processes = options.nproc if options.nproc is not None else _num_gpus()
+    if options.elastic is not None:
+        if hosts.count > 1:
+            raise ValueError("--elastic looks after the processes of one host: leave out --nnodes")
+        restarts = 10 if options.max_restarts is None else options.max_restarts
+        return launch_elastic(
+            [options.script, *arguments], num_processes=num_processes, least=options.elastic, max_restarts=restarts
+        )
+    if options.max_restarts is not None:
+        raise ValueError("--max-restarts means something only with --elastic")
     try:
         return launch([options.script, *arguments], num_processes=num_processes, hosts=hosts)
     except LaunchError as error:

@@ -163,7 +163,8 @@ class DataLoader:
         epoch, ended = self.epoch, False
         while not ended:
             self._follow_plan()
-            ended = True
+            # Where training went back, this iteration goes on from there: perhaps from the end of the last epoch.
+            epoch, ended, self._resume_at = self.epoch, True, 0
             for num_samples, batch in self._batches(epoch, self.position):
                 self.position += num_samples
                 self.local_inputs = not self._order.is_read_whole(num_samples)

@@ -76,6 +76,31 @@ def init(
     return Process(place.rank, place.world_size, _local_rank(place), chosen)
 
 
+def init_in_round(
+    store: dist.Store, *, rank: int, world_size: int, local_rank: int, timeout: float, collective_timeout: float
+) -> Process:
+    """Join the group of those that have met at ``store``, in the place of ``init``, as often as they meet anew.
+
+    Args:
+        timeout: seconds within which all must connect, who are known to be there.
+
+    Raises:
+        RuntimeError: if one of them is gone.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    place = ProcessPlace(rank, world_size, local_rank, "", 1, "arguments")
+    device = _choose_device(place, None)
+    dist.init_process_group(
+        {"cuda": "nccl"}.get(device.type, "gloo"), store=store, rank=rank, world_size=world_size, timeout=_span(timeout)
+    )
+    dist.all_reduce(torch.zeros(1, device=device))
+    from runtime.torch_compat.process_groups import set_group_timeout
+
+    set_group_timeout(_span(collective_timeout))
+    return Process(rank, world_size, local_rank, device)
+
+
 def _present(rank: int | None, world_size: int | None, local_rank: int | None, device: str | None) -> Process:
     """Who this process is in the group that it has joined before."""
     actual = dist.get_rank(), dist.get_world_size()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from runtime.checkpoint.optimizer_state import (
     TENSORS,
     Group,
     RequestedState,
-    groups_of,
     merged_groups,
     put_groups,
     put_state,
@@ -29,12 +28,12 @@ from runtime.checkpoint.rectangles_of_tensors import Piece
 from runtime.migration.state_entries import (
     Averages,
     HeldPiece,
+    RankState,
     StateEntry,
-    held_pieces,
     let_go,
     needed_pieces,
 )
-from runtime.migration.transfer_plan import MovingTensor, TransferPlan, plan_transfers
+from runtime.migration.transfer_plan import MovingTensor, StateLost, TransferPlan, plan_transfers
 from runtime.migration.transport import Transport
 from runtime.parameters import ShardedParameter
 from runtime.state.owned import Owned
@@ -44,10 +43,10 @@ class Migration:
     """A migration of this rank's part of the state; all ranks must make one.
 
     Args:
-        before, after: what this rank holds now, and what it will hold: tensors on meta, which get memory. Tied tensors
-            must have the same first name in both. Either may be nothing.
+        state: what this rank holds now.
+        after: what it will hold: tensors on meta, which get memory. Tied tensors must have the same first name as in
+            ``state``. It may be nothing.
         ranks: all that take part.
-        joins: whether this rank held nothing before: it takes the options of the optimizers' groups, too.
 
     Attributes:
         plan: the transfers.
@@ -55,39 +54,40 @@ class Migration:
     Raises:
         ValueError: on all ranks, for state that cannot be cut as its parameter, a dtype that would lose digits, and if
             ranks differ in what they hand over.
+        StateLost: on all ranks, if none holds what one needs, or what there was when copies were made.
     """
 
     def __init__(
         self,
-        before: Sequence[Owned],
+        state: Callable[[], RankState],
         after: Sequence[Owned],
         optimizers: Sequence[torch.optim.Optimizer],
         averages: Sequence[Averages],
         ranks: Ranks,
-        *,
-        joins: bool = False,
     ) -> None:
-        self._before, self._after, self._joins = before, after, joins
+        self._after = after
         self._optimizers, self._averages = optimizers, averages
         self._results: dict[StateEntry, torch.Tensor] = {}
         facts = {"the optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
         ranks.check_alike({**facts, "the averages": str(len(averages))})
-        self._pieces = ranks.together(lambda: {} if joins else held_pieces(before, optimizers, averages))
-        groups = ranks.together(lambda: [groups_of(before, one) for one in optimizers])
-        by_rank = [own for own in ranks.gathered(None if joins else groups) if own is not None]
+        held_state = ranks.together(state)
+        self._is_live, self._pieces = held_state.is_live, dict(held_state.pieces)
+        by_rank = [own for own in ranks.gathered(held_state.groups) if own is not None]
         self._groups = [merged_groups([own[number] for own in by_rank]) for number in range(len(optimizers))]
-        held = ranks.gathered({entry: HeldPiece.of(piece) for entry, piece in self._pieces.items()})
-        entries = {entry: piece for rank_pieces in held for entry, piece in rank_pieces.items()}
+        held = ranks.gathered({entry: tuple(map(HeldPiece.of, pieces)) for entry, pieces in self._pieces.items()})
+        entries = {entry: pieces[0] for rank_pieces in held for entry, pieces in rank_pieces.items()}
+        lost = sorted(entry for own in ranks.gathered(held_state.of_all - entries.keys()) for entry in own)
+        if lost:
+            raise StateLost(f"no rank holds anything of {lost[0]}")
         self._needed = needed_pieces(entries, after)
         needed = ranks.gathered(self._needed)
         _refuse_rounding(entries, needed)
         nodes = ranks.gathered(socket.gethostname())
         self.plan: TransferPlan = plan_transfers([_moving(entry, held, needed) for entry in entries], nodes)
 
-    def let_go(self, shown: Iterable[ShardedParameter]) -> None:
+    def let_go(self, before: Sequence[Owned], shown: Iterable[ShardedParameter]) -> None:
         """Take the state from the users' parameters and the optimizers; what ran under the old plan is of no use."""
-        let_go(self._before, shown, self._optimizers)
-        self._before = ()
+        let_go(before, shown, self._optimizers)
 
     def run(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Move everything, and fill the new tensors; ``hand_over`` must follow.
@@ -96,13 +96,13 @@ class Migration:
             RuntimeError: if another rank stopped answering; the state is lost then.
         """
         gc.collect()  # what ran under the old plan refers to itself
-        sources = {entry: piece.tensor for entry, piece in self._pieces.items()}
+        sources = {entry: [piece.tensor for piece in pieces] for entry, pieces in self._pieces.items()}
         self._pieces.clear()
         stays = {moved.tensor.name: moved.tensor for batch in self.plan.batches for moved in batch}
         rank = 0 if group is None else dist.get_rank(group)
 
         def allocate(entry: StateEntry, own: torch.Tensor | None) -> torch.Tensor:
-            if own is not None and stays[entry].stays(rank):
+            if own is not None and self._is_live and stays[entry].stays(rank):
                 return own
             needed = self._needed[entry]
             return torch.empty(needed.sizes, dtype=needed.dtype, device="cpu" if needed.on_host else device)
@@ -132,7 +132,7 @@ class Migration:
         results, self._results = self._results, {}
         for number, (optimizer, groups) in enumerate(zip(self._optimizers, self._groups)):
             _regroup(optimizer, groups, shown)
-            if self._joins:
+            if not self._is_live:
                 put_groups(optimizer, [_kept_options(group) for group in groups])
             put_state(_requested(results, number, self._after, shown), optimizer)
         for number, averages in enumerate(self._averages):
@@ -144,16 +144,18 @@ class Migration:
 
 
 def _moving(
-    entry: StateEntry, held: Sequence[Mapping[StateEntry, HeldPiece]], needed: Sequence[Mapping[StateEntry, HeldPiece]]
+    entry: StateEntry,
+    held: Sequence[Mapping[StateEntry, tuple[HeldPiece, ...]]],
+    needed: Sequence[Mapping[StateEntry, HeldPiece]],
 ) -> MovingTensor:
     holders = {rank: pieces[entry] for rank, pieces in enumerate(held) if entry in pieces}
     takers = {rank: pieces[entry] for rank, pieces in enumerate(needed) if entry in pieces}
-    dtype = next(iter(holders.values())).dtype
+    dtype = next(iter(holders.values()))[0].dtype
     new_dtype = next((piece.dtype for piece in takers.values()), dtype)
     return MovingTensor(
         entry,
         dtype.itemsize,
-        {rank: piece.region for rank, piece in holders.items()},
+        {rank: tuple(piece.region for piece in pieces) for rank, pieces in holders.items()},
         {rank: piece.region for rank, piece in takers.items()},
         new_dtype.itemsize if new_dtype != dtype else 0,
         dtype,

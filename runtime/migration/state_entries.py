@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from runtime.checkpoint.model_state import PREFIX, model_to_save
-from runtime.checkpoint.optimizer_state import NUMBERS, TENSORS, optimizer_to_save
+from runtime.checkpoint.optimizer_state import NUMBERS, TENSORS, Group, groups_of, optimizer_to_save
 from runtime.checkpoint.rectangles_of_tensors import Piece
 from runtime.migration.tensor_regions import Region, region_of
 from runtime.parameters import ShardedParameter
@@ -58,6 +58,40 @@ class HeldPiece:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(end - begin for begin, end in self.region)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank holds of the state of training.
+
+    Attributes:
+        pieces: of every entry that it has something of.
+        groups: of every optimizer; None on a rank that holds nothing.
+        is_live: whether training runs on the pieces themselves, and not on a copy.
+        of_all: entries that any rank had when a copy was made.
+    """
+
+    pieces: Mapping[StateEntry, Sequence[Piece]]
+    groups: Sequence[Sequence[Group]] | None
+    is_live: bool
+    of_all: frozenset[StateEntry] = frozenset()
+
+    @staticmethod
+    def live(
+        owned: Sequence[Owned], optimizers: Sequence[torch.optim.Optimizer], averages: Sequence[Averages]
+    ) -> RankState:
+        """What training runs on.
+
+        Raises:
+            ValueError: as ``held_pieces``, and for an optimizer with parameters that are not ``owned``.
+        """
+        pieces = held_pieces(owned, optimizers, averages)
+        groups = [groups_of(owned, one) for one in optimizers]
+        return RankState({entry: (piece,) for entry, piece in pieces.items()}, groups, is_live=True)
+
+
+#: Of a rank that is without work.
+NO_STATE = RankState({}, None, is_live=False)
 
 
 def held_pieces(

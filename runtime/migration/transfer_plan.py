@@ -19,9 +19,13 @@ import numpy as np
 from runtime.migration.tensor_regions import Region, num_elements, overlap, without_all
 
 
+class StateLost(ValueError):
+    """No rank holds a part of the state any more."""
+
+
 @dataclass(frozen=True)
 class MovingTensor:
-    """A tensor of the state: the region that each rank holds under the old plan and needs under the new one.
+    """A tensor of the state: the regions that each rank holds under the old plan, and the one that it needs after it.
 
     ``item_size`` is in bytes, as it is sent; ``new_item_size`` as it is kept by those who need it (0: the same);
     ``sent_dtype`` is for those who move it.
@@ -29,13 +33,13 @@ class MovingTensor:
 
     name: Hashable
     item_size: int
-    holders: Mapping[int, Region]
+    holders: Mapping[int, tuple[Region, ...]]
     takers: Mapping[int, Region]
     new_item_size: int = 0
     sent_dtype: Any = None
 
     def old_bytes(self, rank: int) -> int:
-        return num_elements(self.holders[rank]) * self.item_size if rank in self.holders else 0
+        return sum(map(num_elements, self.holders.get(rank, ()))) * self.item_size
 
     def new_bytes(self, rank: int) -> int:
         size = self.new_item_size or self.item_size
@@ -44,7 +48,7 @@ class MovingTensor:
     def stays(self, rank: int) -> bool:
         """Whether the rank needs just what it holds, as it is."""
         same_type = self.new_item_size in (0, self.item_size)
-        return same_type and rank in self.takers and self.holders.get(rank) == self.takers[rank]
+        return same_type and rank in self.takers and self.holders.get(rank) == (self.takers[rank],)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def plan_transfers(tensors: Sequence[MovingTensor], nodes: Sequence[Hashable]) -
         nodes: of every rank, the node that it is on.
 
     Raises:
-        ValueError: if a taker needs what no rank holds.
+        StateLost: if a taker needs what no rank holds.
     """
     sent: Counter[int] = Counter()
     moved = [TensorTransfers(tensor, tuple(_transfers_of(tensor, nodes, sent))) for tensor in tensors]
@@ -136,20 +140,16 @@ def plan_transfers(tensors: Sequence[MovingTensor], nodes: Sequence[Hashable]) -
 
 
 def _transfers_of(tensor: MovingTensor, nodes: Sequence[Hashable], sent: Counter[int]) -> Iterator[Transfer]:
-    holders = {rank: region for rank, region in tensor.holders.items() if num_elements(region)}
-    on_node: dict[Hashable, list[int]] = defaultdict(list)
-    for rank in holders:
-        on_node[nodes[rank]].append(rank)
+    held = [(rank, region) for rank, regions in tensor.holders.items() for region in regions if num_elements(region)]
     # What came into a node from others, by the rank that received it there.
     received: dict[Hashable, list[tuple[int, Region]]] = defaultdict(list)
     for rank, region in tensor.takers.items():
         node = nodes[rank]
-        own = [holders[rank]] if rank in holders else []
-        missing = without_all([region], own)
+        missing = without_all([region], tensor.holders.get(rank, ()))
         if not missing:
             continue
-        inside = [(other, holders[other]) for other in on_node[node] if other != rank]
-        outside = [(other, held) for other, held in holders.items() if nodes[other] != node]
+        inside = [(other, part) for other, part in held if nodes[other] == node and other != rank]
+        outside = [(other, part) for other, part in held if nodes[other] != node]
         on_the_node = [part for _, part in (*inside, *received[node])]
         arriving = without_all(missing, on_the_node)
         yield from _covering(tensor, rank, missing, inside, sent, relayed=False, complete=False)
@@ -182,7 +182,7 @@ def _covering(
             yield Transfer(source, destination, part, num_bytes, relayed)
         missing = without_all(missing, [held])
     if missing and complete:
-        raise ValueError(f"no rank holds {missing[0]} of {tensor.name!r}, which rank {destination} needs")
+        raise StateLost(f"no rank holds {missing[0]} of {tensor.name!r}, which rank {destination} needs")
 
 
 def _bytes_by_rank(tensors: Sequence[MovingTensor], num_ranks: int, which: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ class Transport:
     def move(
         self,
         plan: TransferPlan,
-        sources: MutableMapping[Any, torch.Tensor],
+        sources: MutableMapping[Any, list[torch.Tensor]],
         allocate: Callable[[Any, torch.Tensor | None], torch.Tensor],
     ) -> dict[Any, torch.Tensor]:
         """What this rank needs, by the tensors' names; ``sources`` is emptied on the way.
 
         Args:
+            sources: of each tensor that this rank holds, one for each region.
             allocate: an empty tensor for what this rank needs of a name, or what it holds already, where that is the
                 same.
 
@@ -45,7 +46,8 @@ class Transport:
         for batch in plan.batches:
             for moved in batch:
                 if self._rank in moved.tensor.takers:
-                    results[moved.tensor.name] = allocate(moved.tensor.name, sources.get(moved.tensor.name))
+                    own = sources.get(moved.tensor.name, ())
+                    results[moved.tensor.name] = allocate(moved.tensor.name, own[0] if own else None)
                     self._take_own(moved, sources, results)
             for relayed in (False, True):
                 self._exchange(batch, sources, results, relayed=relayed)
@@ -54,22 +56,20 @@ class Transport:
         return results
 
     def _take_own(
-        self, moved: TensorTransfers, sources: Mapping[Any, torch.Tensor], results: Mapping[Any, torch.Tensor]
+        self, moved: TensorTransfers, sources: Mapping[Any, Sequence[torch.Tensor]], results: Mapping[Any, torch.Tensor]
     ) -> None:
         """Copy what this rank holds already of what it needs."""
-        tensor, own = moved.tensor, sources.get(moved.tensor.name)
+        tensor, needed = moved.tensor, moved.tensor.takers[self._rank]
         target = results[tensor.name]
-        if own is None or own is target:
-            return
-        held, needed = tensor.holders[self._rank], tensor.takers[self._rank]
-        shared = overlap(held, needed)
-        if shared is not None:
-            _part(target, needed, shared).copy_(_part(own, held, shared))
+        for own, held in zip(sources.get(tensor.name, ()), tensor.holders.get(self._rank, ())):
+            shared = overlap(held, needed)
+            if shared is not None and own is not target:
+                _part(target, needed, shared).copy_(_part(own, held, shared))
 
     def _exchange(
         self,
         batch: Iterable[TensorTransfers],
-        sources: Mapping[Any, torch.Tensor],
+        sources: Mapping[Any, Sequence[torch.Tensor]],
         results: Mapping[Any, torch.Tensor],
         *,
         relayed: bool,
@@ -84,8 +84,11 @@ class Transport:
                     continue
                 if transfer.source == self._rank:
                     if transfer.region not in messages:
-                        held = moved.tensor.takers[self._rank] if relayed else moved.tensor.holders[self._rank]
-                        part = _part(results[name] if relayed else sources[name], held, transfer.region)
+                        part = (
+                            _part(results[name], moved.tensor.takers[self._rank], transfer.region)
+                            if relayed
+                            else _part_of_any(sources[name], moved.tensor.holders[self._rank], transfer.region)
+                        )
                         messages[transfer.region] = part.to(self._device).contiguous()
                     operations.append(self._operation(dist.isend, messages[transfer.region], transfer.destination))
                 elif transfer.destination == self._rank:
@@ -109,6 +112,12 @@ class Transport:
     def _operation(self, operation: Any, tensor: torch.Tensor, peer: int) -> dist.P2POp:
         # As bytes: backends do not know all dtypes.
         return dist.P2POp(operation, tensor.reshape(-1).view(torch.uint8), group=self._group, group_peer=peer)
+
+
+def _part_of_any(tensors: Sequence[torch.Tensor], regions: Sequence[Region], region: Region) -> torch.Tensor:
+    """The view of ``region`` in the first of ``tensors`` that has all of it."""
+    tensor, held = next(one for one in zip(tensors, regions, strict=True) if overlap(one[1], region) == region)
+    return _part(tensor, held, region)
 
 
 def _part(tensor: torch.Tensor, held: Region, region: Region) -> torch.Tensor:

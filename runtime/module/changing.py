@@ -9,6 +9,7 @@ import torch
 
 from cost_models import Cluster
 from passes.plan import Plan
+from runtime.agreement.ranks_together import Ranks
 from runtime.execution.engine import Engine
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.migration.migration import Migration
@@ -21,11 +22,12 @@ from runtime.migration.move_price import (
     seconds_of_moving,
     step_seconds,
 )
-from runtime.migration.state_entries import Averages
+from runtime.migration.state_entries import NO_STATE, Averages, RankState, let_go
 from runtime.migration.transfer_plan import TransferPlan
 from runtime.module.meeting import (
     Facts,
     Meeting,
+    SavedState,
     Stateful,
     chosen_ranks,
     meeting_of_job,
@@ -102,11 +104,72 @@ class Changing:
                 or whose state is not shaped as its parameters. Nothing has changed then.
             RuntimeError: if a rank fails while the state moves, which is then lost.
         """
+        return self._replan(target, optimizer, None, ranks, averages, carried, options)
+
+    def _replan(
+        self, target: Any, optimizer: Optimizers, saved: SavedState | None, ranks: Sequence[int] | None,
+        averages: Averages | Sequence[Averages], carried: Stateful | Sequence[Stateful], options: Mapping[str, Any],
+    ) -> TransferPlan:  # fmt: skip
         optimizers = _listed(optimizer, torch.optim.Optimizer)
         (meeting,) = self._meetings([target], ranks)
-        facts = self._ready(meeting, optimizers, _listed(carried, Stateful))
+        facts = self._ready(meeting, optimizers, _listed(carried, Stateful), saved)
         engine = self._engine_for(meeting, target, facts, options)
-        return self._go_on(engine, self._migration(meeting, engine, optimizers, averages), meeting)
+        migration = self._migration(meeting, engine, optimizers, averages, None if saved is None else saved.rank)
+        return self._go_on(engine, migration, meeting)
+
+    def state_of_rank(
+        self,
+        optimizer: Optimizers = None,
+        *,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+    ) -> SavedState:
+        """What this rank has of the state of training, on which it goes on; nothing is communicated.
+
+        Raises:
+            ValueError: for an optimizer that is missing, or whose state is not shaped as its parameters.
+        """
+        optimizers = _listed(optimizer, torch.optim.Optimizer)
+        self._check_ready(optimizers)
+        trains = {name: info.trainable for name, info in self._engine.state.infos.items()}
+        facts = Facts.of(self._engine, trains | dict(self._tree.frozen_or_thawed()), _listed(carried, Stateful))
+        return SavedState(self._live_state(optimizers, _listed(averages, Mapping)), facts)
+
+    @property
+    def ranks_at_work(self) -> Ranks:
+        """All ranks that have a part in the plan."""
+        return self._engine.ranks
+
+    def leave(self, optimizer: Optimizers = None) -> None:
+        """Be without work and hold nothing from now on, as after ``planner.join``: peers are gone, and their groups.
+
+        Nothing is communicated. The process group of the job, which may be another one now, is the next ``replan``'s.
+        """
+        engine, shown = cast(Replanner, self._replanner).waiting(self._engine), self._tree.shown()
+        let_go(self._engine.state.owned(), shown.values(), _listed(optimizer, torch.optim.Optimizer))
+        self._hold_under(engine, shown)
+
+    def resume(
+        self,
+        target: Any,
+        optimizer: Optimizers = None,
+        *,
+        saved: SavedState | None,
+        ranks: Sequence[int] | None = None,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+        **options: Any,
+    ) -> TransferPlan:
+        """Go on from states that ranks have saved: as ``replan`` of a job in which no rank is at work.
+
+        Args:
+            saved: what this rank has; None on one that has nothing. It stays as it is.
+
+        Raises:
+            StateLost: on all ranks, if none has a part of the state.
+            ValueError, RuntimeError: as ``replan``.
+        """
+        return self._replan(target, optimizer, saved, ranks, averages, carried, options)
 
     def replan_if_it_pays(
         self,
@@ -163,23 +226,39 @@ class Changing:
         return decision
 
     def _migration(
-        self, meeting: Meeting, engine: Engine, optimizers: Sequence[torch.optim.Optimizer], averages: Any
+        self,
+        meeting: Meeting,
+        engine: Engine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        averages: Any,
+        state: RankState | None = None,
     ) -> Migration:
-        """What would move if ``engine`` took over; nothing does yet."""
+        """What would move if ``engine`` took over; nothing does yet.
+
+        Args:
+            state: what this rank has; None: what this module holds.
+        """
         names = tuple(self._engine.state.state_names)
-        return Migration(
-            named_alike(self._engine.state.owned(), names),
-            () if engine.waits else named_alike(engine.state.owned(), names),
-            optimizers,
-            _listed(averages, Mapping),
-            meeting.ranks,
-            joins=self._engine.waits,
-        )
+        listed = _listed(averages, Mapping)
+
+        def held() -> RankState:
+            if state is not None:
+                return state
+            if self._engine.waits:
+                return NO_STATE
+            return self._live_state(optimizers, listed)
+
+        after = () if engine.waits else named_alike(engine.state.owned(), names)
+        return Migration(held, after, optimizers, listed, meeting.ranks)
+
+    def _live_state(self, optimizers: Sequence[torch.optim.Optimizer], averages: Sequence[Averages]) -> RankState:
+        owned = named_alike(self._engine.state.owned(), tuple(self._engine.state.state_names))
+        return RankState.live(owned, optimizers, averages)
 
     def _go_on(self, engine: Engine, migration: Migration, meeting: Meeting) -> TransferPlan:
         """Move the state to where ``engine`` needs it, and run that from now on."""
         shown = self._tree.shown()
-        migration.let_go(shown.values())
+        migration.let_go(self._engine.state.owned(), shown.values())
         leaving = self._hold_under(engine, shown)
         for parameter in leaving:
             parameter.left_by_replan = True
@@ -198,7 +277,11 @@ class Changing:
         return [present_meeting(self._engine) if stay else meeting_of_job(self._engine, numbers) for numbers in chosen]
 
     def _ready(
-        self, meeting: Meeting, optimizers: Sequence[torch.optim.Optimizer], carried: Sequence[Stateful]
+        self,
+        meeting: Meeting,
+        optimizers: Sequence[torch.optim.Optimizer],
+        carried: Sequence[Stateful],
+        saved: SavedState | None = None,
     ) -> Facts:
         """What the ranks at work agree on, once all have been found to be ready; the others take it up."""
         before = self._engine
@@ -208,14 +291,17 @@ class Changing:
             before.calls.check("calls replan")
         else:
             meeting.ranks.together(lambda: self._check_ready(optimizers))
-        by_rank = meeting.ranks.gathered(None if before.waits else self._tree.frozen_or_thawed())
-        at_work = [place for place, own in enumerate(by_rank) if own is not None]
-        if not at_work:
+        has_state = saved is not None or not before.waits
+        by_rank = meeting.ranks.gathered(self._tree.frozen_or_thawed() if has_state else None)
+        with_state = [place for place, own in enumerate(by_rank) if own is not None]
+        if not with_state:
             raise ValueError("no rank of the job has any state that could move: none is at work")
-        changed = {name: trains for own in by_rank if own is not None for name, trains in own}
-        trains = {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
-        own_facts = None if before.waits else Facts.of(before, trains, carried)
-        facts = own_facts if len(at_work) == len(by_rank) else meeting.told_by(at_work[0], own_facts)
+        own_facts = None if saved is None else saved.facts
+        if not before.waits:
+            changed = {name: trains for own in by_rank if own is not None for name, trains in own}
+            trains = {name: changed.get(info.names[0], info.trainable) for name, info in before.state.infos.items()}
+            own_facts = Facts.of(before, trains, carried)
+        facts = own_facts if len(with_state) == len(by_rank) else meeting.told_by(with_state[0], own_facts)
         assert facts is not None
         if before.waits:
             facts.take_up(before, carried)

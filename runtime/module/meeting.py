@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from runtime.calls.model_call import ModelCall
 from runtime.execution.engine import Engine
 from runtime.execution.rank_mapping import RankPlaces
 from runtime.launch.groups import mesh_of_axes
+from runtime.migration.state_entries import RankState
 
 Told = TypeVar("Told")
 
@@ -147,7 +149,7 @@ class Facts:
             {name: buffer.cpu() for name, buffer in engine.buffer_values.items()},
             {path: module.training for path, module in engine.model.named_modules()},
             ops.get_random_state(),
-            tuple(one.state_dict() for one in carried),
+            tuple(copy.deepcopy(one.state_dict()) for one in carried),
         )
 
     def take_up(self, engine: Engine, carried: Sequence[Stateful]) -> None:
@@ -157,3 +159,11 @@ class Facts:
         ops.set_random_state(self.random_state)
         for one, state in zip(carried, self.carried, strict=True):
             one.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a rank has of the state of training at a moment, and what it knows."""
+
+    rank: RankState
+    facts: Facts

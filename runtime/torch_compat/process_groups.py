@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_all_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
+from runtime.torch_compat.connections import recorded
+
 __all__ = ["all_gather_along", "default_group_timeout", "device_type_of_default_group", "exchanges_lists", "flattened",
            "functional_collectives", "group_is_split_from_default", "group_named", "groups_stay",
            "new_group_of_members", "own_default_group", "reduce_scatter_along", "set_group_timeout"]  # fmt: skip
@@ -107,7 +109,8 @@ def new_group_of_members(
     naming = c10d._process_group_name
     c10d._process_group_name = lambda *args, **kwargs: name  # type: ignore[assignment]
     try:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        with recorded():
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         c10d._process_group_name = naming
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"

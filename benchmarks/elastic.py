@@ -1,0 +1,244 @@
+"""Processes killed at random moments of an elastic training: 4 → 3 → 4, and the losses are those of one device.
+
+    python -m benchmarks.elastic [--kills 10] [--seed 0] [--only zero] [--markdown benchmarks/results/elastic.md]
+
+Four processes train in float64, each with a part of the state. Again and again one of them gets a SIGKILL: at a random
+moment after all four have taken part in a step. The others go on as three from what they hold, with the same global
+batch; another process starts in the place of the lost one and joins. Every loss that any of them wrote, the weights
+and their averages at the end are compared with plain PyTorch on one device. The exit status is 1 if any differs by
+1e-6, or a step is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.elastic_worker import Training, train_alone, train_elastically
+from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader
+from runtime.elastic.supervisor import Supervisor
+
+NUM_PROCESSES, LEAST, TOLERANCE = 4, 2, 1e-6
+#: Seconds that a process needs at most until it is ready to join.
+LATEST = 4.0
+#: Seconds that a training has at most.
+LIMIT = 900.0
+
+TRAININGS = {
+    "dp, ZeRO 3": Training({n: f"dp={n}" for n in (1, 2, 3, 4)}, {"zero": 3}, num_steps=400, pause=0.1),
+    "pp=2, dp=2 and dp=3": Training({4: "pp=2,dp=2", 3: "dp=3", 2: "pp=2", 1: "dp=1"}, {}, num_steps=400, pause=0.1),
+    "tp=2, dp=2 and tp=3": Training(
+        {4: "tp=2,dp=2", 3: "tp=3", 2: "tp=2", 1: "dp=1"}, {"pp": 1}, num_steps=400, pause=0.1
+    ),
+}
+
+
+@dataclass
+class Forked:
+    """A process that was forked."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if ended else None
+        return self.code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def forked(run: Callable[[], None], log: Path) -> Forked:
+    """A copy of this process that does ``run`` and ends."""
+    pid = os.fork()
+    if pid:
+        return Forked(pid)
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        run()
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@dataclass
+class Killer:
+    """Kills one process after the other, each once ``NUM_PROCESSES`` have taken part in a step since the last."""
+
+    folder: Path
+    draw: random.Random
+    kills_left: int
+    processes: dict[int, Forked] = field(default_factory=dict)
+    killed_at: list[int] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while self.kills_left and not self.ended.wait(0.05):
+            rows = rows_in(self.folder)
+            newest = newest_in(rows)
+            at_work = [entry for entry in rows if entry[0] == newest and entry[2] == NUM_PROCESSES]
+            if not at_work or newest <= max(self.killed_at, default=-1) + 1:
+                continue
+            if self.ended.wait(self.draw.uniform(0.0, 1.0)):
+                return
+            victim = self.draw.choice([one for one in self.processes.values() if one.code is None])
+            os.kill(victim.pid, signal.SIGKILL)
+            self.kills_left -= 1
+            time.sleep(0.1)  # what was on its way is written down
+            self.killed_at.append(newest_in(rows_in(self.folder)))
+
+
+def newest_in(rows: Sequence[Sequence[float]]) -> int:
+    """The last step of which anything was written down."""
+    return int(max((row[0] for row in rows), default=-1))
+
+
+def rows_in(folder: Path) -> list[list[float]]:
+    """What processes have written down: step, loss, how many took part, bytes of their own shard and of another's."""
+    rows = []
+    for path in folder.glob("losses-*"):
+        for line in path.read_text().split("\n")[:-1]:
+            rows.append(json.loads(line))
+    return rows
+
+
+def run_elastically(
+    training: Training,
+    folder: Path,
+    draw: random.Random,
+    num_kills: int,
+    *,
+    num_processes: int = NUM_PROCESSES,
+    least: int = LEAST,
+    max_restarts: int | None = None,
+) -> Killer:
+    """Run it with so many kills; the killer tells what it did."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    killer = Killer(folder, draw, num_kills)
+
+    def start(number: int, place: int) -> Forked:
+        pause = draw.uniform(0.0, LATEST) if number > num_processes and num_kills else 0.0
+
+        def run() -> None:
+            time.sleep(pause)  # as a process that imports everything
+            os.environ[STORE_VARIABLE], os.environ[MEMBER_VARIABLE] = f"127.0.0.1:{store.port}", str(number)
+            train_elastically(training, folder)
+
+        killer.processes[number] = forked(run, folder / "log")
+        return killer.processes[number]
+
+    supervisor = Supervisor(
+        store,
+        start,
+        num_processes=num_processes,
+        max_restarts=num_kills if max_restarts is None else max_restarts,
+        leader=Leader(store, first=num_processes, least=least),
+        on_loss=lambda words: None,
+    )
+    killing = threading.Thread(target=killer.run, daemon=True)
+    killing.start()
+    limit = threading.Timer(LIMIT, lambda: [one.kill() for one in killer.processes.values()])
+    limit.start()
+    code = supervisor.run()
+    limit.cancel()
+    killer.ended.set()
+    killing.join()
+    if code:
+        raise RuntimeError(f"the training ended with {code}:\n{(folder / 'log').read_text()[-6000:]}")
+    return killer
+
+
+def compared(training: Training, folder: Path) -> dict[str, Any]:
+    """What processes have written down, against plain PyTorch on one device."""
+    rows = rows_in(folder)
+    losses, weights, average = train_alone(training)
+    found, found_average = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for path in folder.glob("weights-*.pt"):  # of a pipeline each rank has its own averages
+        for tensors, own in zip((found, found_average), torch.load(path, weights_only=True)):
+            tensors.update(own)
+    return {
+        "losses": max(abs(loss - losses[int(step)]) / abs(losses[int(step)]) for step, loss, *_ in rows),
+        "weights": max(
+            float((got[key] - one).abs().max() / one.abs().max())
+            for got, wanted in ((found, weights), (found_average, average))
+            for key, one in wanted.items()
+        ),
+        "steps": sorted({int(entry[0]) for entry in rows}),
+        "processes": sorted({int(entry[2]) for entry in rows}),
+        "own bytes": max(int(entry[3]) for entry in rows),
+        "second bytes": max(int(entry[4]) for entry in rows),
+    }
+
+
+def row(name: str, training: Training, seed: int, num_kills: int) -> tuple[str, bool]:
+    """A row of the table, and whether all held."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        started = time.monotonic()
+        killer = run_elastically(training, folder, random.Random(seed), num_kills)
+        seconds = time.monotonic() - started
+        result = compared(training, folder)
+    kills = len(killer.killed_at)
+    off = max(result["losses"], result["weights"])
+    holds = off < TOLERANCE and result["steps"] == list(range(training.num_steps)) and kills == num_kills
+    cells = [name, kills, training.num_steps, ", ".join(map(str, result["processes"])),
+             f"{result['losses']:.1e}", f"{result['weights']:.1e}",
+             f"{result['own bytes']:,}", f"{result['second bytes']:,}", f"{seconds:.0f}"]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |", holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=10, help="of each training")
+    parser.add_argument("--steps", type=int, help="of each training")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="trainings whose name has this in it")
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    lines: Sequence[str] = [
+        "| training | kills | steps | processes | losses | weights, averages | own bytes | another's bytes | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    all_held = True
+    for name, training in TRAININGS.items():
+        if options.only in name:
+            if options.steps:
+                training = Training(training.axes, training.fix, options.steps, training.every, training.pause)
+            line, held = row(name, training, options.seed, options.kills)
+            all_held = all_held and held
+            lines = [*lines, line]
+            print(line, flush=True)
+    if options.markdown is not None:
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if all_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

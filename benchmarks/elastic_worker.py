@@ -1,0 +1,107 @@
+"""A training that processes may leave and join at any moment: what each of them runs, and the same on one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from planner.elastic import Elastic
+from runtime.elastic.job_rounds import MEMBER_VARIABLE
+
+WIDTH, BATCH, LEARNING_RATE, DECAY = 48, 12, 1e-2, 0.99
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps of AdamW in float64.
+
+    Attributes:
+        axes: what the model is compiled for, by the number of processes.
+        fix: decisions of the step under any number of them.
+        pause: seconds that a step lasts at least.
+        dies: a process, by its number, that kills itself within a step.
+    """
+
+    axes: Mapping[int, str]
+    fix: Mapping[str, Any]
+    num_steps: int
+    every: int = 1
+    pause: float = 0.0
+    dies: tuple[int, int] | None = None
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*blocks).double()
+
+
+def batch_of(number: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (outputs - 1).pow(2).mean()
+
+
+def train_elastically(training: Training, folder: Path) -> None:
+    """Train as a process that a supervisor has started; each writes down the losses that it has seen, by step."""
+    torch.set_num_threads(1)
+    job = Elastic()
+    options = {"loss_fn": loss_of, "example_inputs": (batch_of(0),), "fix": dict(training.fix)}
+    parallel = job.compile(model(), training.axes, **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
+    schedule = StepLR(optimizer, step_size=1, gamma=DECAY)
+    average = {name: one.detach().clone() for name, one in parallel.named_parameters()} if parallel.has_work else {}
+    with (folder / f"losses-{os.getpid()}").open("w", buffering=1) as losses:
+        for step in job.steps(
+            optimizer, num_steps=training.num_steps, every=training.every, averages=average, carried=schedule
+        ):
+            with step:
+                loss = float(parallel.train_step(batch_of(step.number)))
+                optimizer.step()
+                if (int(os.environ[MEMBER_VARIABLE]), step.number) == training.dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                optimizer.zero_grad()
+                schedule.step()
+                with torch.no_grad():
+                    for name, one in parallel.named_parameters():
+                        average[name].lerp_(one, 0.1)
+                time.sleep(training.pause)
+                copy = job.last_copy
+                sizes = (0, 0) if copy is None else (copy.own_bytes, copy.second_bytes)
+                losses.write(json.dumps([step.number, loss, torch.distributed.get_world_size(), *sizes]) + "\n")
+    if parallel.has_work:
+        weights = parallel.full_state_dict()
+        averages = {name: one.full_tensor() for name, one in average.items()}  # type: ignore[attr-defined]
+        torch.save([weights, averages], folder / f"weights-{torch.distributed.get_rank()}.pt")
+
+
+def train_alone(training: Training) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The losses, the weights and their averages of plain PyTorch on one device."""
+    alone = model()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=LEARNING_RATE)
+    schedule = StepLR(optimizer, step_size=1, gamma=DECAY)
+    average = {name: one.detach().clone() for name, one in alone.named_parameters()}
+    losses = []
+    for number in range(training.num_steps):
+        loss = loss_of(alone(batch_of(number)), None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        with torch.no_grad():
+            for name, one in alone.named_parameters():
+                average[name].lerp_(one, 0.1)
+        losses.append(float(loss.detach()))
+    return losses, alone.state_dict(), average

@@ -1,0 +1,293 @@
+"""``planner.Elastic``: a training that goes on when processes are lost, and takes in those that come."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.compilation import compile
+from planner.joining import join
+from planner.targets import process_group_as_cluster
+from runtime.agreement.ranks_together import gathered, num_ranks, rank_in
+from runtime.elastic.job_process import LOOK_SECONDS, JobProcess
+from runtime.elastic.second_holders import SecondHolders, StateCopy, merged, without_tensors
+from runtime.launch.process import init
+from runtime.migration.state_entries import Averages
+from runtime.migration.transfer_plan import StateLost
+from runtime.module.meeting import SavedState, Stateful
+from runtime.module.parallel_module import ParallelModule
+
+#: Options of ``planner.compile`` that stay under every plan.
+_OF_MODEL = ("loss_fn", "precision", "fuse")
+
+
+class Elastic:
+    """The training of a job whose processes come and go, started with ``planner run --elastic MIN --nproc N``.
+
+    Example:
+        >>> job = planner.Elastic()
+        >>> parallel = job.compile(model, example_inputs=batch)
+        >>> optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        >>> for step in job.steps(optimizer, num_steps=1000, carried=[schedule]):
+        ...     with step:
+        ...         loss = parallel.train_step(**batch_of(step.number))
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         schedule.step()
+
+    After each step every rank copies its shard to the host, and what no other rank holds to a second holder. When a
+    process is lost, the others drop the step under way, make a plan for as many as they are, and go on from the copies,
+    with the same global batch. A process that comes gets its part at the end of a step.
+
+    Args:
+        collective_timeout: seconds that a rank waits for one that is there and does not answer.
+
+    Raises:
+        ValueError: if the script was started in another way.
+    """
+
+    def __init__(self, *, collective_timeout: float = 1800.0) -> None:
+        self._member = JobProcess(collective_timeout=collective_timeout)
+        #: Whether this process joins a training that runs: what it would load, the others have.
+        self.joins = self._member.is_late
+        if self.joins:
+            init(local_rank=self._member.local_rank)
+        else:
+            self._member.arrive()
+            self._member.meet()
+        self._parallel: ParallelModule | None = None
+        self._second_holders: SecondHolders | None = None
+        self._copies: list[StateCopy] = []
+        self._target: Any = None
+        self._options: dict[str, Any] = {}
+        #: Steps that are done.
+        self.step = 0
+        #: How often another plan was taken up because the processes had changed.
+        self.num_changes = 0
+        self.last_copy: StateCopy | None = None
+
+    def compile(self, model: nn.Module, target: Any = None, **options: Any) -> ParallelModule:
+        """As ``planner.compile``, for as many processes as there are; one that joins has no part yet.
+
+        Args:
+            target: the number of processes → what to compile for (``lambda ranks: f"dp={ranks}"``); a mapping by that
+                number, or None: the devices of all of them. Where there is no plan for all, fewer are at work.
+            options: of ``planner.compile``; ``example_inputs`` (or ``batch_size``) must be among them.
+
+        Raises:
+            ValueError: as ``planner.compile``, and without an example of a batch.
+        """
+        if options.get("example_inputs") is None and options.get("batch_size") is None:
+            raise ValueError(
+                "example_inputs is missing: an elastic training is planned anew for as many processes as there are, "
+                "for one global batch that stays; give example_inputs (or batch_size, and seq_len)"
+            )
+        if target is not None and not callable(target) and not isinstance(target, Mapping):
+            raise ValueError(f"target={target!r} is for one number of processes: give a function of it, or a mapping")
+        self._target = target
+        self._options = {name: value for name, value in options.items() if name not in (*_OF_MODEL, "optimizer")}
+        if self.joins:
+            kept = {name: options[name] for name in _OF_MODEL if name in options}
+            self._parallel = join(model, **kept)
+        else:
+            self._parallel = compile(model, self._target_for(num_ranks()), **options)
+        return self._parallel
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """What ``compile`` made.
+
+        Raises:
+            ValueError: before ``compile``.
+        """
+        if self._parallel is None:
+            raise ValueError("there is no parallel module yet: call compile first")
+        return self._parallel
+
+    def steps(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        num_steps: int,
+        every: int = 1,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+        restore: Callable[[], int] | None = None,
+    ) -> Iterator[ElasticStep]:
+        """The steps of the training, each to be run in a ``with`` block that ends after the optimizer's.
+
+        A step that fails because a process is lost comes again, and so do those since the last copy. Ranks without
+        work get no steps.
+
+        Args:
+            optimizer: all optimizers that train the module.
+            num_steps: of the whole training.
+            every: how many steps there are from one copy to the next.
+            averages, carried: as of ``parallel.replan``; they go back to a copy, too.
+            restore: called on all ranks where the copies do not have the whole state any more: it loads the newest
+                checkpoint into the module and the optimizers, and says how many steps that has.
+
+        Raises:
+            ValueError: for less than one step.
+            StateLost: if there is no ``restore`` then.
+        """
+        if num_steps < 1 or every < 1:
+            raise ValueError(f"num_steps={num_steps}, every={every}: at least 1 each")
+        self._num_steps, self._every, self._restore = num_steps, every, restore
+        self._state_of: dict[str, Any] = {"averages": averages, "carried": carried}
+        self._optimizer = optimizer
+        if self.joins:
+            self._member.arrive()
+            self._change()
+        else:
+            self._attempt(self._copy)
+        while self.step < num_steps:
+            if self.parallel.has_work:
+                yield ElasticStep(self)
+            elif not self._waited_for_work():
+                break
+        self._member.finish()
+        self._member.leave()
+
+    def end_step(self) -> None:
+        """A step is done: copy the state, and take in processes that have come."""
+        self.step += 1
+        ends = self.step == self._num_steps
+        if (self.step % self._every == 0 or ends) and self._copy() and not ends:
+            self._change()
+
+    def go_on_after(self, error: BaseException) -> bool:
+        """Whether ``error`` was because of a lost process, and the training goes on without it."""
+        if not isinstance(error, Exception):
+            return False
+        if self.step == self._num_steps and self._member.is_finished:
+            return True  # others have left: the last copy is complete
+        if not self._member.heard_of_a_loss(error):
+            return False
+        self._change()
+        return True
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        """Do it; if a process is lost meanwhile, go on without it."""
+        try:
+            action()
+        except Exception as error:
+            if not self.go_on_after(error):
+                raise
+
+    def _copy(self) -> bool:
+        """Copy the state; whether any rank has seen that others have come."""
+        if self._second_holders is None:
+            self._second_holders = SecondHolders(self.parallel.ranks_at_work)
+        saved = self.parallel.state_of_rank(self._optimizer, **self._state_of)
+        made = self._second_holders.copy(saved, self.step)
+        newer = self._member.newer_round()
+        # Until all have theirs, the last one stays.
+        self._copies.append(made)
+        seen = self._second_holders.settle(0 if newer is None else newer.number)
+        self._copies, self.last_copy = [made], made
+        return seen > 0
+
+    def _waited_for_work(self) -> bool:
+        """Wait until the processes change; whether they have before the training came to its end."""
+        while not self._member.is_finished:
+            if self._member.newer_round() is not None:
+                self._change()
+                return True
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def _change(self) -> None:
+        """Meet whoever is there, and go on from the newest copies that all have."""
+        while True:
+            try:
+                self._member.meet()
+                self._resume()
+                return
+            except StateLost:
+                self._member.give_up()
+                raise
+            except Exception as error:
+                if not self._member.heard_of_a_loss(error):
+                    raise
+
+    def _resume(self) -> None:
+        """Go on with the members of the present round."""
+        parallel, self._second_holders = self.parallel, None
+        parallel.leave(self._optimizer)
+        steps = [own for own in gathered([one.step for one in self._copies]) if own]
+        if not steps:
+            raise StateLost("no process has any state of the training any more: start the job again")
+        self.step = max(set.intersection(*map(set, steps)))
+        saved = merged([one for one in self._copies if one.step == self.step])
+        try:
+            self._plan_anew(saved)
+        except StateLost:
+            if self._restore is None:
+                raise
+            self._plan_anew(None if saved is None else without_tensors(saved))
+            self.step = self._restore()
+        self.num_changes += 1
+        if parallel.has_work:
+            self._copy()
+        gathered(None)
+        if not parallel.has_work:
+            self._copies = []
+
+    def _plan_anew(self, saved: SavedState | None) -> None:
+        """Plan for as many ranks as there is a plan for, and take the state from what was saved."""
+        for count in range(num_ranks(), 0, -1):
+            try:
+                self.parallel.resume(
+                    self._target_for(count), self._optimizer, saved=saved, ranks=range(count), **self._state_of,
+                    **self._options,
+                )  # fmt: skip
+                return
+            except StateLost:
+                raise
+            except ValueError as error:
+                if count == 1:
+                    raise
+                if rank_in() == 0:
+                    print(f"meshwright: no plan for {count} processes: {error}", file=sys.stderr)
+
+    def _target_for(self, count: int) -> Any:
+        if self._target is None:
+            return process_group_as_cluster().subset(count)
+        return self._target(count) if callable(self._target) else self._target[count]
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticStep:
+    """A step of ``Elastic.steps``; what fails in it because a process is lost is done again."""
+
+    job: Elastic
+
+    @property
+    def number(self) -> int:
+        """Steps that were done before it."""
+        return self.job.step
+
+    def __enter__(self) -> ElasticStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            try:
+                self.job.end_step()
+                return False
+            except Exception as problem:
+                error = problem
+                if self.job.go_on_after(error):
+                    return False
+                raise
+        return self.job.go_on_after(error)

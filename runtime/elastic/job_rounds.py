@@ -1,0 +1,83 @@
+"""Rounds of a job whose processes come and go: each round is a list of members, kept at a store that outlives them.
+
+Who starts processes (``Supervisor``) says who is gone, processes say when they are ready, and the leader makes a new
+round of every change:
+
+    arrivals, arrival/n       how many processes have come to be ready, and their numbers
+    departures, departure/n   how many have ended without having finished, and their numbers
+    rounds, round/n           how many rounds there were, and their members' numbers in the order of ranks
+    met/round/member          who has come to a round, before its process group is made
+    decision/round            "go" once all have, or "skip" if one left for a later round
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+#: Where processes find the store, and their own number: set by who starts them.
+STORE_VARIABLE, MEMBER_VARIABLE = "MESHWRIGHT_ELASTIC_STORE", "MESHWRIGHT_ELASTIC_MEMBER"
+
+
+@dataclass(frozen=True)
+class Round:
+    """``members`` take part, the first of them as rank 0."""
+
+    number: int
+    members: tuple[int, ...]
+
+    @staticmethod
+    def newest(store: dist.Store) -> Round | None:
+        """The last round that the leader made; None before the first."""
+        number = store.add("rounds", 0)
+        return Round(number, tuple(json.loads(store.get(f"round/{number}")))) if number else None
+
+    def lost(self, later: Round) -> bool:
+        """Whether a member is no more in a later round."""
+        return not set(self.members) <= set(later.members)
+
+
+def announce(store: dist.Store, what: str, member: int) -> None:
+    """Say that a process has come to be ready (``"arrival"``), or is gone (``"departure"``)."""
+    number = store.add(f"{what}s taken", 1)
+    store.set(f"{what}/{number}", str(member))
+    store.add(f"{what}s", 1)
+
+
+@dataclass
+class Leader:
+    """Makes the rounds.
+
+    Args:
+        store: of the job.
+        first: how many processes the first round waits for.
+        least: how many a later one needs at least.
+    """
+
+    store: dist.Store
+    first: int
+    least: int
+    _present: list[int] = field(default_factory=list)
+    _seen: dict[str, int] = field(default_factory=lambda: {"arrival": 0, "departure": 0})
+    _number: int = 0
+    _members: tuple[int, ...] = ()
+
+    def look(self) -> None:
+        """Take up who has come and gone since the last time; make a round if that changes the members."""
+        # Who came last stands last: ranks keep their order.
+        self._present += [member for member in self._news("arrival") if member not in self._present]
+        gone = set(self._news("departure"))
+        self._present = [member for member in self._present if member not in gone]
+        enough = self.least if self._number else self.first
+        if len(self._present) >= enough and tuple(self._present) != self._members:
+            self._number, self._members = self._number + 1, tuple(self._present)
+            self.store.set(f"round/{self._number}", json.dumps(self._members))
+            self.store.add("rounds", 1)
+
+    def _news(self, what: str) -> Iterator[int]:
+        while self.store.check([f"{what}/{self._seen[what] + 1}"]):
+            self._seen[what] += 1
+            yield int(self.store.get(f"{what}/{self._seen[what]}"))
