@@ -48,11 +48,17 @@ def read_torchtitan(exported: ExportedLayout) -> str:
     if "--module" not in settings:
         settings = {"--module": "llama3", "--config": "llama3_8b", **settings}
     config = ConfigManager().parse_args(arguments(settings))
-    parallelism = config.parallelism
-    assert parallelism.tensor_parallel_degree == settings["--parallelism.tensor_parallel_degree"]
-    assert parallelism.pipeline_parallel_degree == settings["--parallelism.pipeline_parallel_degree"]
-    assert config.training.local_batch_size == settings["--training.local_batch_size"]
-    return "read"
+    for name, value in settings.items():
+        if name.startswith("--") and "." in name:
+            section, _, field = name.removeprefix("--").partition(".")
+            negated = field.startswith("no-")
+            got = getattr(getattr(config, section), field.removeprefix("no-").replace("-", "_"))
+            assert got == (not value if negated else None if value == "None" else value), (
+                f"{name}: {value} read as {got}"
+            )
+    recomputes = "activation-checkpoint:full" in settings
+    assert (config.activation_checkpoint is not None) == recomputes, "activation checkpointing"
+    return "every setting read back"
 
 
 def read_megatron(exported: ExportedLayout) -> str:

@@ -62,6 +62,9 @@ def test_megatron_is_told_degrees_cuts_batches_and_what_it_lacks() -> None:
 def test_torchtitan_runs_the_schedules_that_megatron_lacks() -> None:
     exported = pipelined().export("torchtitan")
     assert exported.settings["--parallelism.pipeline_parallel_schedule"] == "InterleavedZeroBubble"
+    assert exported.settings["--training.disable_cuda_graphs"] is True  # a pipeline is refused without
+    first, *_, last = exported.settings["--parallelism.module_fqns_per_model_part"]
+    assert f"module_fqns_per_model_part {','.join(first)} " in exported.text and f" {','.join(last)}\n" in exported.text
     assert not any("schedule" in sentence for sentence in exported.inexpressible)
     assert any(sentence.startswith("zero=1") for sentence in exported.inexpressible)
 

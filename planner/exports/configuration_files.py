@@ -15,12 +15,14 @@ COMMENT_KEY = "_comment"
 
 
 def arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words of a command line; ``True`` is a flag, a list of lists goes in one word each."""
+    """Settings as words of a command line; ``True`` is a flag, each list of a list of lists a word: ``a,b c,d``."""
     words: list[str] = []
     for name, value in settings.items():
         words.append(name)
-        if value is not True:
-            words.append(repr(value) if isinstance(value, list) else str(value))
+        if isinstance(value, list):
+            words += [",".join(part) for part in value]
+        elif value is not True:
+            words.append(str(value))
     return words
 
 

@@ -122,6 +122,11 @@ TORCHTITAN = Framework(
         SettingRow("--training.seq_len", lambda facts: facts.seq_len, "tokens of a sample"),
         SettingRow("--training.mixed_precision_param", lambda facts: facts.dtype, "precision"),
         SettingRow("--training.mixed_precision_reduce", lambda facts: "float32", "dtype of gradients"),
+        SettingRow(
+            "--training.disable_cuda_graphs",
+            lambda facts: True if facts.size("pp") > 1 or facts.size("ep") > 1 else None,
+            "CUDA graphs are for neither pipelines nor exchanged tokens",
+        ),
         SettingRow("--compile.enable", lambda facts: facts.plan.step.compiled or None, "compiled kernels"),
         SettingRow(
             "activation-checkpoint:full",
