@@ -223,9 +223,10 @@ class Elastic:
         parallel, self._second_holders = self.parallel, None
         parallel.leave(self._optimizer)
         steps = [own for own in gathered([one.step for one in self._copies]) if own]
-        if not steps:
+        in_all = set.intersection(*map(set, steps)) if steps else set()
+        if not in_all:
             raise StateLost("no process has any state of the training any more: start the job again")
-        self.step = max(set.intersection(*map(set, steps)))
+        self.step = max(in_all)
         saved = merged([one for one in self._copies if one.step == self.step])
         try:
             self._plan_anew(saved)
