@@ -42,9 +42,7 @@ LIMIT = 900.0
 TRAININGS = {
     "dp, ZeRO 3": Training({n: f"dp={n}" for n in (1, 2, 3, 4)}, {"zero": 3}, num_steps=400, pause=0.1),
     "pp=2, dp=2 and dp=3": Training({4: "pp=2,dp=2", 3: "dp=3", 2: "pp=2", 1: "dp=1"}, {}, num_steps=400, pause=0.1),
-    "tp=2, dp=2 and tp=3": Training(
-        {4: "tp=2,dp=2", 3: "tp=3", 2: "tp=2", 1: "dp=1"}, {"pp": 1}, num_steps=400, pause=0.1
-    ),
+    "dp, held by all": Training({n: f"dp={n}" for n in (1, 2, 3, 4)}, {"zero": 0}, num_steps=400, pause=0.1),
 }
 
 

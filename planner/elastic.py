@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from passes.plan import Plan
 from planner.compilation import compile
 from planner.joining import join
+from planner.kept_plans import KeptPlans
 from planner.targets import process_group_as_cluster
 from runtime.agreement.ranks_together import gathered, num_ranks, rank_in
 from runtime.elastic.job_process import LOOK_SECONDS, JobProcess
@@ -91,14 +95,28 @@ class Elastic:
             )
         if target is not None and not callable(target) and not isinstance(target, Mapping):
             raise ValueError(f"target={target!r} is for one number of processes: give a function of it, or a mapping")
-        self._target = target
+        self._target, self._plans = target, KeptPlans(model, options)
         self._options = {name: value for name, value in options.items() if name not in (*_OF_MODEL, "optimizer")}
         if self.joins:
             kept = {name: options[name] for name in _OF_MODEL if name in options}
             self._parallel = join(model, **kept)
         else:
-            self._parallel = compile(model, self._target_for(num_ranks()), **options)
+            trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+            target = self._target_for(num_ranks())
+            self._parallel = compile(model, self._kept_or(target, trains), **options)
+            self._plans.note(target, trains, self._parallel.plan, writes=rank_in() == 0)
         return self._parallel
+
+    def _kept_or(self, target: Any, trains: Mapping[str, bool] | None) -> Any:
+        """The plan that any rank has kept for ``target``, the same on all; else ``target``."""
+        own = None if trains is None else self._plans.read(target, trains)
+        have = gathered(own is not None)
+        if not any(have):
+            return target
+        message = [None if own is None else own.to_json()]
+        if len(have) > 1:
+            dist.broadcast_object_list(message, src=have.index(True))
+        return Plan.from_dict(json.loads(str(message[0])))
 
     @property
     def parallel(self) -> ParallelModule:
@@ -244,12 +262,16 @@ class Elastic:
 
     def _plan_anew(self, saved: SavedState | None) -> None:
         """Plan for as many ranks as there is a plan for, and take the state from what was saved."""
+        trains = None if saved is None else saved.facts.trains
         for count in range(num_ranks(), 0, -1):
+            target = self._target_for(count)
             try:
                 self.parallel.resume(
-                    self._target_for(count), self._optimizer, saved=saved, ranks=range(count), **self._state_of,
+                    self._kept_or(target, trains), self._optimizer, saved=saved, ranks=range(count), **self._state_of,
                     **self._options,
                 )  # fmt: skip
+                if trains is not None and self.parallel.has_work:
+                    self._plans.note(target, trains, self.parallel.plan, writes=rank_in() == 0)
                 return
             except StateLost:
                 raise

@@ -53,12 +53,12 @@ def check_compiled_alike(
     shown = f"{target.mesh_dim_names} over {target.mesh.tolist()}" if isinstance(target, DeviceMesh) else None
     facts = {
         "versions": f"torch {torch.__version__}\nmeshwright {_version()}\nPython {platform.python_version()}",
-        f"the {type(model).__name__}": _structure(model),
+        f"the {type(model).__name__}": structure_of(model),
         "the mesh": shown or (target.to_json() if isinstance(target, Plan) else str(target)),
         "the plan": "none" if plan is None else plan.to_json(),
         "loss_fn": f"{getattr(loss_fn, '__module__', None)}.{getattr(loss_fn, '__qualname__', type(loss_fn).__name__)}",
         "what is registered": "\n".join(f"{kind}: {words}" for kind, words in registrations_in_words().items()),
-        **{f"option {name}": _in_words(value) for name, value in sorted(options.items())},
+        **{f"option {name}": option_in_words(value) for name, value in sorted(options.items())},
     }
     names = sorted(facts)
     ranks.check_alike({"the names of the model's class or the options": "\n".join(names)})
@@ -72,7 +72,8 @@ def _version() -> str:
         return "not installed"
 
 
-def _structure(model: nn.Module) -> str:
+def structure_of(model: nn.Module) -> str:
+    """Modules and tensors of a model, in words."""
     modules = (
         f"module {name!r}: {type(module).__name__}{'' if module.training else ' in evaluation mode'}"
         for name, module in model.named_modules()
@@ -88,7 +89,8 @@ def _structure(model: nn.Module) -> str:
     return "\n".join((*modules, *tensors))
 
 
-def _in_words(value: Any) -> str:
+def option_in_words(value: Any) -> str:
+    """An option, with the shapes of the tensors in it."""
     structure, tensors = flatten(value)
     shapes = [f"{'.'.join(map(str, path))} {list(tensor.shape)} {tensor.dtype}" for path, tensor in tensors.items()]
     return "\n".join((*shapes, in_words(structure)))

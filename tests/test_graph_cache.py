@@ -17,7 +17,9 @@ from passes.ir.graph import Graph, Node, Ref, State, Value
 from planner.graph_cache import graph_store
 from planner.graph_cache.graph_json import from_plain_graph, to_plain
 from planner.graph_cache.graph_store import FOLDER_VARIABLE
+from planner.kept_plans import KeptPlans
 from planner.planning import capture_for_planning
+from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
@@ -145,3 +147,22 @@ def test_what_json_cannot_say_is_refused() -> None:
     node = Node("y", "aten.thing.default", (1j,), {}, (Value("y", (), "complex64"),))
     with pytest.raises(ValueError, match="complex"):
         to_plain(Graph("M", (), (), (), (node,), {}))
+
+
+def test_a_plan_is_kept_for_the_same_model_options_and_frozen_parameters_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    model, options = Mlp(), {"loss_fn": squared_error, "example_inputs": mlp_batch()}
+    trains = {name: True for name, _ in model.named_parameters()}
+    plan = planner.compile(model, "dp=1", **options).plan
+    KeptPlans(model, options).note("dp=1", trains, plan, writes=True)
+    anew = KeptPlans(model, options)
+    assert anew.read("dp=1", trains) == plan
+    assert anew.read("dp=2", trains) is None
+    assert anew.read("dp=1", {**trains, next(iter(trains)): False}) is None
+    assert KeptPlans(model, {**options, "precision": "bfloat16"}).read("dp=1", trains) is None
+    assert KeptPlans(model, {**options, "loss_fn": mlp_batch}).read("dp=1", trains) is None
+    (file,) = (tmp_path / "plans").iterdir()
+    file.write_text("{}")
+    assert KeptPlans(model, options).read("dp=1", trains) is None

@@ -27,25 +27,40 @@ _SOURCES = ("passes", "planner/library", "runtime/kernels", "runtime/ops", "plan
 _FORMAT = 1
 
 
-def graphs_folder() -> Path | None:
-    """``graphs`` in ``$MESHWRIGHT_CACHE``, or in ``meshwright`` of the user's cache folder; None if nothing is kept."""
+def kept_folder(kind: str) -> Path | None:
+    """``kind`` in ``$MESHWRIGHT_CACHE``, or in ``meshwright`` of the user's cache folder; None if nothing is kept."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named is not None:
-        return Path(named).expanduser() / "graphs" if named else None
+        return Path(named).expanduser() / kind if named else None
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "meshwright" / "graphs"
+    return Path(caches).expanduser() / "meshwright" / kind
+
+
+def graphs_folder() -> Path | None:
+    """The folder of graphs; None if nothing is kept."""
+    return kept_folder("graphs")
 
 
 def graph_key(**parts: Any) -> str:
     """The hash of what a graph depends on: ``parts``, which must be plain data, and the versions of what makes it."""
+    return key_of(_SOURCES, parts)
+
+
+def key_of(sources: tuple[str, ...], parts: Mapping[str, Any]) -> str:
+    """The hash of plain data, of versions, and of this package's ``sources`` (folders and files)."""
     versions = {name: _version(name) for name in ("torch", "transformers", "meshwright")}
-    text = json.dumps([_FORMAT, versions, _sources(), parts], sort_keys=True)
+    text = json.dumps([_FORMAT, versions, _digest_of(sources), parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read_graph(key: str) -> Mapping[str, Any] | None:
     """The content kept under ``key``, or None."""
-    folder = graphs_folder()
+    return read_kept("graphs", key)
+
+
+def read_kept(kind: str, key: str) -> Mapping[str, Any] | None:
+    """The content kept under ``key`` in the folder of that kind, or None."""
+    folder = kept_folder(kind)
     if folder is None:
         return None
     path = folder / f"{key}.json"
@@ -59,7 +74,12 @@ def read_graph(key: str) -> Mapping[str, Any] | None:
 
 def keep_graph(key: str, content: Mapping[str, Any]) -> None:
     """Keep ``content`` under ``key`` if the folder can be written, and delete what is too much."""
-    folder = graphs_folder()
+    keep("graphs", key, content)
+
+
+def keep(kind: str, key: str, content: Mapping[str, Any]) -> None:
+    """The same in the folder of that kind."""
+    folder = kept_folder(kind)
     if folder is None:
         return
     try:
@@ -87,11 +107,11 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def _sources() -> str:
-    """Sizes and times of change of the files that make graphs."""
+def _digest_of(sources: tuple[str, ...]) -> str:
+    """Of sizes and times of change of files."""
     root = Path(__file__).resolve().parents[2]
     files = [
-        path for name in _SOURCES for path in ((root / name).rglob("*.py") if (root / name).is_dir() else [root / name])
+        path for name in sources for path in ((root / name).rglob("*.py") if (root / name).is_dir() else [root / name])
     ]
     statuses = [(str(path.relative_to(root)), path.stat()) for path in sorted(files)]
     text = json.dumps([(name, status.st_size, status.st_mtime_ns) for name, status in statuses])
