@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import os
 import subprocess
@@ -14,7 +15,7 @@ from rich.console import Console
 
 import planner
 from passes.plan import Plan
-from planner.cli import main
+from planner.cli import command, main
 from planner.cli.progress import describe, progress_bar
 from planner.cli.shared_options import read_choices
 from planner.graph_cache.graph_store import FOLDER_VARIABLE
@@ -209,6 +210,15 @@ def test_names_from_a_file_reach_the_terminal_without_control_characters(tmp_pat
     (tmp_path / "plan.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"plan\.model: expected a line of printable characters"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_terminal_that_lacks_characters_shows_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["planner", "cluster", "show", "dgx-h100:1", "--mesh", "dp=8"])
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    assert command() == 0
+    assert b"8 ? NVIDIA H100" in screen.getvalue()
 
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:

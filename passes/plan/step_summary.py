@@ -13,6 +13,7 @@ from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
 from passes.plan.text_tables import (
     format_bytes,
     format_list,
+    format_rate,
     format_seconds,
     format_seconds_between,
     format_table,
@@ -102,7 +103,7 @@ def _headline(plan: PlanData, step: StepPlan) -> str:
 
 def _throughput(plan: PlanData, step: StepPlan) -> str:
     rate = step.costs.samples_per_second
-    text = f"{rate:,.4g} samples/s"
+    text = f"{format_rate(rate)} samples/s"
     tokens = tokens_per_sample(plan)
     if not tokens:
         return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,9 @@ planner COMMAND --help has the options and more examples of each.
 
 def command() -> int:
     """The command line as a process of its own; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without µ or × shows the rest
     code = main()
     gc.freeze()  # at its end the interpreter looks for cycles in millions of objects: a second and a half
     return code
