@@ -68,6 +68,28 @@ def test_gradients_of_tables_are_those_that_their_options_ask_for(mesh: str, opt
     assert report.ok, report.table()
 
 
+class Tied(nn.Module):
+    """An embedding that is used again for the logits, and layers in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.output = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.output.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.table(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return {"loss": F.cross_entropy(self.output(hidden).flatten(0, 1), labels.flatten())}
+
+
+def test_a_tied_weight_is_gathered_for_its_uses_alone() -> None:
+    """Behind the first use comes the first layer, behind the second nothing that could be gathered ahead."""
+    report = planner.verify(seeded(Tied), "dp=2", batch=token_batch(), steps=1, fix={"zero": 3, "num_microbatches": 2})
+    assert report.ok, report.table()
+
+
 def test_steps_that_would_not_add_up_to_a_mean_are_refused() -> None:
     accumulation = Accumulation()
     assert [accumulation.weight_of_step(weight) for weight in (None, 0.25, 2)] == [1.0, 0.25, 2.0]

@@ -168,6 +168,24 @@ def _spec(spec: InputSpec | OutputSpec, program: Program, layout: Layout) -> Ten
     return TensorSpec(shape, getattr(torch, spec.dtype), spec.requires_grad)
 
 
+def uses_of(stages: Sequence[ChunkRunner]) -> dict[Unit, int]:
+    """How often a micro-batch uses each unit of this rank's chunks."""
+    counts: dict[Unit, int] = {}
+    for stage in stages:
+        for unit, count in stage.uses.items():
+            counts[unit] = counts.get(unit, 0) + count
+    return counts
+
+
 def in_order_of_use(stages: Sequence[ChunkRunner]) -> tuple[Any, ...]:
     """The units of this rank's chunks in the order in which a micro-batch uses them, each once."""
     return tuple({id(unit): unit for stage in stages for unit in stage.units}.values())
+
+
+def in_turn(stages: Sequence[ChunkRunner]) -> list[Unit]:
+    """The units that a micro-batch uses exactly once, in that order: each of them knows what comes next.
+
+    After one that is used again elsewhere (a tied embedding) other units come each time.
+    """
+    uses = uses_of(stages)
+    return [unit for unit in in_order_of_use(stages) if uses[unit] == 1]

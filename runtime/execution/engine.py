@@ -26,7 +26,7 @@ from runtime.calls.model_watch import ModelWatch
 from runtime.calls.skeleton import skeleton
 from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
-from runtime.execution.chunk import ChunkRunner, InputOf, in_order_of_use
+from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
@@ -37,7 +37,6 @@ from runtime.execution.step_state import StepState
 from runtime.kernels.routing_listeners import unheard
 from runtime.program_tools.adapters import apply_adapters
 from runtime.zero.group import StateGroup, everyone_of
-from runtime.zero.unit import Unit
 
 
 class Engine:
@@ -166,7 +165,7 @@ class Engine:
             torch.enable_grad(),
         ):
             units = in_order_of_use(prepared.stages)
-            for unit, uses in _uses(prepared.stages).items():
+            for unit, uses in uses_of(prepared.stages).items():
                 unit.begin(uses * prepared.split.num_microbatches)
             self._totals = self._sum_totals(prepared)
             self._totals |= self._count(prepared)
@@ -348,11 +347,3 @@ def _check_passed(call: ModelCall, prepared: Prepared) -> None:
             f"input {name!r} was passed on other ranks, but not on this one, whose programs read it: every rank must "
             "pass at least the inputs in its parallel.needed_inputs"
         )
-
-
-def _uses(stages: Sequence[ChunkRunner]) -> dict[Unit, int]:
-    counts: dict[Unit, int] = {}
-    for stage in stages:
-        for unit, count in stage.uses.items():
-            counts[unit] = counts.get(unit, 0) + count
-    return counts

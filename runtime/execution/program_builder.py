@@ -32,7 +32,7 @@ from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
 from runtime.execution.batch_split import BatchSplit, cut_whole, split_of
 from runtime.execution.binding import UnitTable, make_units
-from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_order_of_use
+from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.rank_mapping import Places
@@ -423,7 +423,7 @@ class Maker:
             self._units.hold_together(own_stages)
         for stage in own_stages:
             stages.append(self._stage(stage, emitted[stage.index], split, makes_units=makes_units))
-        chained(self._units.in_turn(in_order_of_use(stages)))
+        chained(in_turn(stages))
         executed = functools.partial(
             execution_of, step=self.step, places=self.places, num_microbatches=split.num_microbatches
         )

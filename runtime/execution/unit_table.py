@@ -46,11 +46,6 @@ class UnitTable:
             elif len(zeros) > 1:
                 self.gathered_apart.add(path)
 
-    def in_turn(self, units: Sequence[Unit]) -> list[Unit]:
-        """The members of ``units`` that a micro-batch uses exactly once."""
-        several = {id(unit) for (chunk, _, _), unit in self._exact.items() if chunk is None}
-        return [unit for unit in units if id(unit) not in several]
-
     def add(self, chunk: int, zero: int, names: tuple[str, ...], make: Callable[[], Unit]) -> Unit:
         """The unit of a training program."""
         together = len(names) == 1 and names[0] in self.held_together
