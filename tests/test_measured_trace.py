@@ -14,7 +14,7 @@ from tests.test_inspection import plan_of
 
 def test_every_action_of_every_rank_is_in_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    run_on_ranks("profile_worker", 2, {"path": str(path)})
+    run_on_ranks("measured_trace_worker", 2, {"path": str(path)})
     measured = json.loads(path.read_text())["traceEvents"]
     plan = plan_of("1f1b")  # another model's, of as many ranks and micro-batches
     simulated = list(trace_events(plan, simulated_step(plan)))

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from planner.cli.launch import find_modules_here
 from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader
 from runtime.elastic.supervisor import Started, Supervisor
@@ -27,8 +29,6 @@ def launch_elastic(command: Sequence[str], *, num_processes: int, least: int, ma
         raise ValueError(f"--elastic {least}: at least 1 process, and at most the {num_processes} of --nproc")
     if max_restarts < 0:
         raise ValueError(f"--max-restarts {max_restarts}: at least 0")
-    import torch.distributed as dist
-
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     find_modules_here()
     store = dist.TCPStore(

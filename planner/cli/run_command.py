@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.cli.elastic_launch import launch_elastic
 from planner.cli.launch import Hosts, launch
 from planner.cli.shared_options import Parser, count, subparser
 from runtime.launch.place import DEFAULT_PORT, LaunchError
@@ -72,6 +71,8 @@ def run_script(options: argparse.Namespace) -> int:
         if hosts.count > 1:
             raise ValueError("--elastic looks after the processes of one host: leave out --nnodes")
         restarts = 10 if options.max_restarts is None else options.max_restarts
+        from planner.cli.elastic_launch import launch_elastic  # loads torch
+
         return launch_elastic(
             [options.script, *arguments], num_processes=num_processes, least=options.elastic, max_restarts=restarts
         )
