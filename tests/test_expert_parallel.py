@@ -96,12 +96,31 @@ def test_tokens_are_counted_before_the_step_by_a_pass_that_the_plan_knows() -> N
         sums = sent.setdefault((kind, axis, phase), [0.0, 0.0])
         sums[:] = (total + figure / 2 for total, figure in zip(sums, figures))  # two ranks have each stage
     assert {(kind, axis, phase): figures for kind, axis, phase, *figures in result["planned"] if axis != "pp"} == sent
-    planned, counted = (
-        [each[-1] for each in figures if each[:3] == ["all_gather", "dp", "forward"]]
-        for result in [trained()[EVERY.index(STEPS[1])]]
-        for figures in (result["planned"], result["counted"][0])
-    )
-    assert planned == counted  # ZeRO 3 gathers experts again
+
+
+def test_groups_of_one_unit_are_gathered_once_for_what_runs_again() -> None:
+    """ZeRO 3 gathers experts over dp, the rest of a layer over dp and ep: forward, for the tokens' count, and again."""
+    planned, counted = sent_by(STEPS[1])
+    assert planned == counted
+
+
+def test_ranks_that_hold_other_experts_send_the_tokens_of_their_own() -> None:
+    """Experts cut by both axes, tokens by one: half of the rows for each group of that axis."""
+    planned, counted = sent_by(BESIDE[0], "all_to_all")
+    assert planned == counted
+
+
+def sent_by(case: dict[str, Any], kind: str = "all_gather") -> list[dict[tuple[str, ...], list[float]]]:
+    """Number and bytes of what a case sends of one kind: as planned, and on the mean of its ranks."""
+    result = trained()[EVERY.index(case)]
+    sums: list[dict[tuple[str, ...], list[float]]] = []
+    for entries, weight in ((result["planned"], 1.0), (itertools.chain(*result["counted"]), 0.25)):
+        sums.append({})
+        for name, axis, phase, *figures in entries:
+            if name == kind:
+                before = sums[-1].get((axis, phase), [0.0, 0.0])
+                sums[-1][axis, phase] = [total + weight * figure for total, figure in zip(before, figures)]
+    return sums
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

@@ -75,7 +75,8 @@ def _first_rows(call: OperatorCall, inner: tuple[Factor, ...]) -> tuple[Factor, 
 def _exchanges(exchanged: Iterable[Factor], tokens: Dims, elements: int, call: OperatorCall) -> tuple[Reduction, ...]:
     """Every token's ``k`` rows to their experts and back, forward and backward: routed evenly, none dropped.
 
-    Before them every rank tells how many rows it has for each expert.
+    Before them every rank tells how many rows it has for each expert. Where another axis cuts the experts too, a group
+    exchanges the rows for its own part of them.
     """
     item_size = ITEM_SIZE[call.outputs[0].dtype]
     every_token = tuple(factor for dim in tokens for factor in dim)
@@ -85,7 +86,10 @@ def _exchanges(exchanged: Iterable[Factor], tokens: Dims, elements: int, call: O
         for factor in exchanged
         for item in (
             Reduction(factor, ALL_GATHER, (EXPERT,), 1, ITEM_SIZE["int64"], "forward", is_gathered=True),
-            *(Reduction(factor, ALL_TO_ALL, every_token, elements, item_size, phase) for phase in phases),
+            *(
+                Reduction(factor, ALL_TO_ALL, every_token, elements, item_size, phase, shared_among=EXPERT)
+                for phase in phases
+            ),
         )
     )
 

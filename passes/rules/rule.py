@@ -35,7 +35,8 @@ class Reduction:
     """A collective that an operator issues itself when ``factor`` is cut.
 
     ``elements`` = ``multiple`` × the product of the local sizes of ``factors``, of ``item_size`` bytes each; where
-    ``is_gathered`` every rank of the group has as many.
+    ``is_gathered`` every rank of the group has as many. ``shared_among`` is a factor by whose entries they are grouped,
+    evenly: an axis that cuts it leaves each rank those of its own entries.
     """
 
     factor: Factor
@@ -45,6 +46,7 @@ class Reduction:
     item_size: int = 4
     phase: str = "forward"
     is_gathered: bool = False
+    shared_among: Factor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def own_collectives(
                 continue
         for item in choice.reductions:
             num_bytes = item.multiple * item.item_size * math.prod(local[factor] for factor in item.factors)
+            if item.shared_among is not None:
+                num_bytes = num_bytes * local[item.shared_among] // rule.sizes[item.shared_among]
             yield item, "_".join(group), num_bytes * (math.prod(group.values()) if item.is_gathered else 1)
 
 

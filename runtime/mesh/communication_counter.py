@@ -121,13 +121,14 @@ def _group_name(argument: Any) -> str | None:
 
 
 def _bytes_of_group(tensors: Any, group: ProcessGroup) -> int:
-    """Bytes of the tensors of all ranks of a group; a real rank knows its own, and takes the others' to be alike."""
+    """Bytes of the tensors of all ranks of a group: of virtual ranks the mean over the groups of an axis, which send
+    different rows to experts. A real rank knows its own, and takes the others' to be alike."""
     if not isinstance(tensors, torch.Tensor):
         return sum(_bytes_of_group(tensor, group) for tensor in tensors)
     if isinstance(tensors.numel(), int):
         return tensors.numel() * tensors.element_size() * group.size()
     parts = _parts(tensors)
-    return sum(parts[rank].numel() for rank in dist.get_process_group_ranks(group)) * tensors.element_size()
+    return sum(part.numel() for part in parts.values()) * tensors.element_size() * group.size() // len(parts)
 
 
 def _num_bytes(tensors: Any) -> int:

@@ -237,6 +237,9 @@ class Unit:
             return
         self._gathered_backward = True
         before = self.before
+        while before is not None and before._gathered_backward:
+            # What runs again gathers its groups in forward order: those before this one are there.
+            before = before.before
         if before is not None and before.zero == _GATHERED_PER_USE and before._needed_backward:
             before.prefetch()
 
