@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import planner
+from benchmarks.accuracy import spearman
 from cost_models import Cluster
 from cost_models.collectives import seconds_over
 from cost_models.cost_model import CostModel
@@ -107,6 +108,10 @@ def test_what_lies_beyond_the_measured_sizes_is_told() -> None:
     prices.collective_seconds("all_reduce", num_bytes=2.0**30, axis="dp")
     beyond = {name: factor for name, (_, factor) in prices.extrapolation.furthest.items()}
     assert beyond == pytest.approx({"matmul": 3.0, "host: all_reduce": 16.0})
+
+
+def test_ranks_of_predictions_and_measurements_are_compared() -> None:
+    assert spearman([1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.4, 0.3]) == pytest.approx(0.8)
 
 
 def test_groups_use_one_level_of_links_each() -> None:
