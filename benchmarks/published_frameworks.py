@@ -1,13 +1,13 @@
 """What the software of a published run does that programs of ours do not: seconds and bytes that it adds to a step.
 
-Each is an option of the run (``framework = {…}`` in its table) that the software's own source or version decides; none
-is fitted to a run. Prices of plans know nothing of them.
+Each is an option of the run (``framework = {…}`` in its table) that the software's own source or version decides. One
+constant is fitted, ``EARLY_HOPPER_SLOWDOWN``, to runs of the calibration half. Prices of plans know nothing of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from passes.plan.step_plan import StepPlan
 #: Attention before FlashAttention-2: "1.3 to 2.5 times" slower in Triton (Dao, "FlashAttention-2", 2023, section 4.1);
 #: the geometric mean of the two.
 TRITON_SLOWDOWN = 1.8
+#: Matrix products of CUDA 12.1, the first for Hopper, over those of 2024 and after that the presets know: fitted, the
+#: median over the calibration half of MPT's runs on H100, of which each has products of other sizes (mean error 5%).
+EARLY_HOPPER_SLOWDOWN = 1.22
 #: Bytes that a float32 loss moves for each logit beyond a fused one's reading of 16 bits. Forward: cast (2 + 4),
 #: log-softmax (4 + 4). Backward: gradient of the chosen entries (4 + 4), of log-softmax (4 + 4 + 4), cast (4 + 2).
 FORWARD_LOGIT_BYTES, BACKWARD_LOGIT_BYTES = 14, 26
@@ -44,6 +47,7 @@ class Framework:
         reduces_after_backward: gradients are reduced once the last backward pass is done.
         float32_logits: the loss runs on logits cast to float32, operator by operator.
         triton_attention: attention is FlashAttention as written in Triton, before FlashAttention-2.
+        early_hopper_products: matrix products are those of CUDA 12.1 on a Hopper device.
         flat_buffer_bytes: moved for each fully sharded parameter in each micro-batch, forward and backward, to copy in
             and out of flat buffers. torch's ``fully_shard``: [4, 10], gathered parameters copied out (2 + 2) in both
             passes, gradients copied in and cast to float32 (2 + 4). ``FullyShardedDataParallel``: gradients of views
@@ -55,13 +59,17 @@ class Framework:
     reduces_after_backward: bool = False
     float32_logits: bool = False
     triton_attention: bool = False
+    early_hopper_products: bool = False
     flat_buffer_bytes: tuple[float, float] = (0.0, 0.0)
 
     def on_cluster(self, cluster: Cluster) -> Cluster:
         """``cluster`` as the framework's kernels run on it."""
-        if not self.triton_attention:
-            return cluster
-        groups = tuple(DeviceGroup(_slower_attention(group.device), group.count) for group in cluster.groups)
+        slowdowns: dict[str, float] = {}
+        if self.triton_attention:
+            slowdowns |= dict.fromkeys(ATTENTION_KINDS, TRITON_SLOWDOWN)
+        if self.early_hopper_products:
+            slowdowns["matmul"] = EARLY_HOPPER_SLOWDOWN
+        groups = tuple(DeviceGroup(_slower(group.device, slowdowns), group.count) for group in cluster.groups)
         return dataclasses.replace(cluster, groups=groups)
 
     def on_step(self, step: StepPlan, graph: Any, config: Any, seq_len: int, device: Device) -> PipelineStep:
@@ -123,16 +131,16 @@ class Framework:
         )
 
 
-def _slower_attention(device: Device) -> Device:
-    table = {kind: _slower(row) if kind in ATTENTION_KINDS else row for kind, row in device.efficiency.items()}
+def _slower(device: Device, slowdowns: Mapping[str, float]) -> Device:
+    table = {kind: _slower_kind(row, slowdowns.get(kind, 1.0)) for kind, row in device.efficiency.items()}
     return dataclasses.replace(device, efficiency=table)
 
 
-def _slower(row: Efficiency) -> Efficiency:
-    points = tuple((size, share / TRITON_SLOWDOWN) for size, share in row.flops.points)
+def _slower_kind(row: Efficiency, slowdown: float) -> Efficiency:
+    points = tuple((size, share / slowdown) for size, share in row.flops.points)
     kernel = row.kernel
     if kernel is not None:
-        kernel = dataclasses.replace(kernel, sustained=kernel.sustained / TRITON_SLOWDOWN)
+        kernel = dataclasses.replace(kernel, sustained=kernel.sustained / slowdown)
     return dataclasses.replace(row, flops=Curve(points), kernel=kernel)
 
 
