@@ -55,6 +55,10 @@ def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
 
 
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    assert on_ranks(2)["torch.compile"]
+
+
 def test_a_penalty_on_parameters_adds_to_their_gradients() -> None:
     assert on_ranks(2)["penalty"]
 

@@ -246,6 +246,14 @@ def gradients_of_a_penalty_are_added() -> bool:
     return difference(parallel.full_gradients(), expected) < 1e-9
 
 
+def torch_compile_leaves_it_as_it_is() -> bool:
+    parallel, single = compiled("tp"), seeded(Odd)
+    for module in (torch.compile(parallel, backend="eager"), single):
+        module(**odd_batch())["loss"].backward()
+    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
+    return difference(parallel.full_gradients(), expected) < 1e-9
+
+
 def main() -> None:
     asked = task()
     # Muon rounds to 16 bits: what is left of sums in another order is no measure.
@@ -263,6 +271,7 @@ def main() -> None:
         result["hooks"] = {plan: hooks_see_whole_gradients(plan) for plan in plans}
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
+        result["torch.compile"] = torch_compile_leaves_it_as_it_is()
     answer(result)
 
 

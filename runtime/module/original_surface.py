@@ -145,10 +145,13 @@ def _generated_whole(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class LikeOriginal:
-    """Decorates ``forward``: ``inspect.signature`` shows it with the arguments of the original's."""
+    """Decorates ``forward``: ``inspect.signature`` shows it with the arguments of the original's.
+
+    ``torch.compile`` of the module leaves it as it is: the programs that it runs were captured already.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self._function = torch.compiler.disable(function)
         self.__doc__ = function.__doc__
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
