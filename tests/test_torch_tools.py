@@ -16,7 +16,7 @@ REFUSALS = {
     "early optimizer": "optimizer=optimizer",
     "LBFGS": "one vector of all parameters",
     "pickle": "cannot be pickled",
-    "deepcopy": "cannot be pickled or copied",
+    "copy": "copy.deepcopy copies it",
     "DDP": "without DistributedDataParallel",
     "fully_shard": "without fully_shard",
     "FSDP": "without FSDP",
@@ -53,6 +53,11 @@ def test_an_optimizer_made_before_compile_is_taken_over() -> None:
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
+
+
+@pytest.mark.parametrize("count", PLANS)
+def test_averages_are_copies_that_run_for_themselves(count: int) -> None:
+    assert max(on_ranks(count)["averages"].values()) < 1e-9
 
 
 def test_torch_compile_leaves_it_as_it_is() -> None:

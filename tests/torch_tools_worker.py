@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import planner
 from passes.plan import Plan
@@ -189,7 +190,7 @@ def refusals() -> dict[str, str]:
         "early optimizer": error_of(early.step),
         "LBFGS": error_of(lambda: torch.optim.LBFGS(parallel.parameters()).step(lambda: 0.0)),
         "pickle": error_of(lambda: pickle.dumps(parallel)),
-        "deepcopy": error_of(lambda: copy.deepcopy(parallel)),
+        "copy": error_of(lambda: copy.copy(parallel)),
         "DDP": error_of(lambda: nn.parallel.DistributedDataParallel(parallel)),
         "fully_shard": error_of(lambda: fully_shard(parallel)),
         "FSDP": error_of(lambda: FullyShardedDataParallel(parallel, device_id=torch.device("cpu"))),
@@ -246,6 +247,26 @@ def gradients_of_a_penalty_are_added() -> bool:
     return difference(parallel.full_gradients(), expected) < 1e-9
 
 
+def averages_weights(plan: str) -> float:
+    """An average is a copy that runs for itself: its weights, its loss and its gradients."""
+    parallel, single = compiled(plan), seeded(Odd)
+    averages = []
+    for module in (parallel, single):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(2):
+            step(module, optimizer, clip=lambda _, norm: norm)
+            average.update_parameters(module)
+        averages.append(average.module)
+    copied, expected = averages
+    copied.train_step(**odd_batch())
+    expected(**odd_batch())["loss"].backward()
+    gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
+    trained = difference(parallel.full_state_dict(), dict(single.state_dict()))
+    weights = difference(copied.full_state_dict(), dict(expected.state_dict()))
+    return max(trained, weights, difference(copied.full_gradients(), gradients))
+
+
 def torch_compile_leaves_it_as_it_is() -> bool:
     parallel, single = compiled("tp"), seeded(Odd)
     for module in (torch.compile(parallel, backend="eager"), single):
@@ -265,6 +286,7 @@ def main() -> None:
         "dcp": [resumes_by_dcp(*pair) for pair in asked["dcp"]],
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
+    result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
     if asked["refusals"]:
         result["refusals"] = refusals()
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]

@@ -118,7 +118,7 @@ class Migration:
         for piece in self._after:
             tensor = self._results.pop(StateEntry("model", piece.name), None)
             if tensor is not None:
-                _fill(piece.tensor, tensor)
+                fill(piece.tensor, tensor)
             gradient = self._results.pop(StateEntry("gradient", piece.name), None)
             if gradient is not None:
                 piece.tensor.grad = gradient
@@ -174,7 +174,7 @@ def _refuse_rounding(entries: Mapping[StateEntry, HeldPiece], needed: Sequence[M
                 )
 
 
-def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
+def fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give ``target``, which is on meta, the memory of ``tensor``; it stays the same object."""
     if isinstance(target, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor, requires_grad=target.requires_grad)

@@ -22,7 +22,7 @@ from runtime.execution.measured_trace import measured
 from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
-from runtime.module.changing import Changing
+from runtime.module.copying import Copying
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter
@@ -35,7 +35,7 @@ from runtime.zero.norm import clip_gradients
 FirstCall = Callable[[Engine, str, tuple[Any, ...], dict[str, Any]], Engine]
 
 
-class ParallelModule(Changing, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
+class ParallelModule(Copying, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
     """A model that runs sharded over a mesh.
 
     ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's

@@ -1,4 +1,4 @@
-"""A module that no other parallelism may wrap, and that nobody may copy: each is refused before it changes anything."""
+"""A module that no other parallelism may wrap, nor anybody pickle: each is refused before it changes anything."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ class Unwrappable:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
-            "a parallel module cannot be pickled or copied: it is one rank's part, tied to its process group. Save "
-            "weights by save_pretrained or planner.CheckpointManager, the plan by save, and compile again"
+            "a parallel module cannot be pickled: it is one rank's part, tied to its process group. Save weights by "
+            "save_pretrained or planner.CheckpointManager, the plan by save; copy.deepcopy copies it"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce_ex__(4)
 
 
 def _wrapped_error(wrapper: str) -> ValueError:
