@@ -47,7 +47,10 @@ class Copying(Changing):
         if self._replanner is None or not isinstance(self._engine.places, RankPlaces):
             raise ValueError("only what planner.compile made for real ranks can be copied")
         if self._engine.plan is None and not self._engine.waits:
-            raise ValueError("there is no plan yet that a copy could run under: call the module once before")
+            raise ValueError(
+                "there is no plan yet that a copy could run under: copy it after the first call, or give example_inputs "
+                "to planner.compile"
+            )
         self._tree.take_gradients()
 
     def _engine_of_copy(self) -> Engine:
