@@ -48,8 +48,8 @@ class Copying(Changing):
             raise ValueError("only what planner.compile made for real ranks can be copied")
         if self._engine.plan is None and not self._engine.waits:
             raise ValueError(
-                "there is no plan yet that a copy could run under: copy it after the first call, or give example_inputs "
-                "to planner.compile"
+                "there is no plan yet that a copy could run under: copy it after the first call, or give "
+                "example_inputs to planner.compile"
             )
         self._tree.take_gradients()
 
