@@ -31,7 +31,7 @@ def add_paths(stage: StageProgram, paths: Iterable[Counts]) -> int:
         row.terms.append((stage.largest, -float(rest)))
         for chunk, (forwards, inputs, weights) in enumerate(counts):
             row.add(stage.forward[chunk], -float(forwards)).add(stage.backward[chunk], -float(inputs))
-            row.add(stage.seconds([chunk], "backward_weight"), float(inputs - weights))
+            row.add(stage.weight[chunk], float(inputs - weights))
         stage.row(row, lower=0.0)
     return len(new)
 
@@ -42,9 +42,9 @@ def add_longest_path(stage: StageProgram, values: Sequence[float]) -> bool:
     if stage.pipeline is None:
         return False
     seconds = []
-    for chunk, (forward, backward) in enumerate(zip(stage.forward, stage.backward)):
-        weight = stage.seconds([chunk], "backward_weight").at(values)
-        seconds.append((forward.at(values), backward.at(values) - weight, weight))
+    for chunk_forward, chunk_backward, chunk_weight in zip(stage.forward, stage.backward, stage.weight):
+        weight = chunk_weight.at(values)
+        seconds.append((chunk_forward.at(values), chunk_backward.at(values) - weight, weight))
     played = played_microbatches(problem.schedule, problem.num_ranks, problem.num_microbatches)
     path = longest_path(problem.schedule, num_ranks=problem.num_ranks, num_microbatches=played, seconds=seconds)
     rest = (problem.num_microbatches - played) * values[stage.largest]

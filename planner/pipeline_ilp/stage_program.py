@@ -51,9 +51,10 @@ class StageProgram:
 
     Times are in units of ``second`` seconds; ``constant`` is the part of the objective outside of the program.
     ``moves[k]`` are the columns of chunk k. ``first`` holds (choice, column) for w[c], where the very first unit's
-    choice is a separate variable. ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are f[k] and b[k];
-    ``largest`` is the column of L and, with rounds, ``fill`` the column of G. With two chunks a rank, ``pipeline`` is
-    m·L + G, and ``paths`` are the paths through the order that have a row (``planner.pipeline_ilp.path_rows``).
+    choice is a separate variable. ``loads[r]`` is the load of rank r; ``forward`` and ``backward`` are f[k] and b[k],
+    ``weight`` is W[k] where a schedule splits the backward; ``largest`` is the column of L and, with rounds, ``fill``
+    the column of G. With two chunks a rank, ``pipeline`` is m·L + G, and ``paths`` are the paths through the order that
+    have a row (``planner.pipeline_ilp.path_rows``).
     """
 
     problem: StageProblem
@@ -65,6 +66,7 @@ class StageProgram:
     loads: list[Linear] = field(default_factory=list)
     forward: Sequence[Linear] = ()
     backward: Sequence[Linear] = ()
+    weight: Sequence[Linear] = ()
     largest: int = 0
     fill: int = 0
     pipeline: Linear | None = None
@@ -273,7 +275,7 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
     fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
-    weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
+    weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
     fills = []
     for chunk in range(problem.num_chunks):
         expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +21,7 @@ SECOND = 1.6e8
 class LinearProgram:
     """Minimise cost·v subject to row bounds, 0 ≤ v ≤ upper, some v integer.
 
-    Rows are held as flat lists (start of each row, columns, coefficients), ready to pass to a solver.
+    Rows are held as flat arrays (start of each row, columns, coefficients), ready to pass to a solver.
     """
 
     costs: list[float] = field(default_factory=list)
@@ -28,9 +29,9 @@ class LinearProgram:
     integers: list[bool] = field(default_factory=list)
     row_lowers: list[float] = field(default_factory=list)
     row_uppers: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    coefficients: list[float] = field(default_factory=list)
+    starts: array[int] = field(default_factory=lambda: array("i", [0]))
+    columns: array[int] = field(default_factory=lambda: array("i"))
+    coefficients: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def num_variables(self) -> int:

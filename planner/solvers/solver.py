@@ -122,7 +122,7 @@ def _solve_highs(
         highs.cbMipInterrupt.subscribe(branching.count)
     else:
         highs.setOptionValue("simplex_iteration_limit", int(min(MOST, 1 + effort / entries)))
-    highs.passModel(_highs_model(program, scale))
+    _pass_model(highs, program, scale)
     if start is not None:
         columns, values = np.array(list(start), dtype=np.int32), np.array(list(start.values()), dtype=float)
         highs.setSolution(len(start), columns, values)
@@ -153,25 +153,30 @@ def _solve_highs(
     )
 
 
-def _highs_model(program: LinearProgram, scale: float) -> Any:
-    """The program's arrays, costs times ``scale``."""
+def _pass_model(highs: Any, program: LinearProgram, scale: float) -> None:
+    """Hand ``highs`` the program's arrays, costs times ``scale``; copied whole, since one entry at a time takes longer
+    than solving."""
     import highspy
     import numpy as np
 
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = program.num_variables, program.num_constraints
-    model.col_cost_ = np.asarray(program.costs) * scale
-    model.col_lower_ = np.zeros(program.num_variables)
-    model.col_upper_ = np.asarray(program.uppers)
-    model.row_lower_, model.row_upper_ = np.asarray(program.row_lowers), np.asarray(program.row_uppers)
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.asarray(program.starts, dtype=np.int32)
-    model.a_matrix_.index_ = np.asarray(program.columns, dtype=np.int32)
-    model.a_matrix_.value_ = np.asarray(program.coefficients)
-    if any(program.integers):
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        model.integrality_ = [kinds[integer] for integer in program.integers]
-    return model
+    continuous, integer = int(highspy.HighsVarType.kContinuous), int(highspy.HighsVarType.kInteger)
+    highs.passModel(
+        program.num_variables,
+        program.num_constraints,
+        program.num_entries,
+        int(highspy.MatrixFormat.kRowwise),
+        int(highspy.ObjSense.kMinimize),
+        0.0,
+        np.asarray(program.costs, dtype=np.float64) * scale,
+        np.zeros(program.num_variables),
+        np.asarray(program.uppers, dtype=np.float64),
+        np.asarray(program.row_lowers, dtype=np.float64),
+        np.asarray(program.row_uppers, dtype=np.float64),
+        np.asarray(program.starts),
+        np.asarray(program.columns),
+        np.asarray(program.coefficients),
+        np.where(program.integers, integer, continuous).astype(np.int32),
+    )
 
 
 @dataclass
