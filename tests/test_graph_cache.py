@@ -113,19 +113,22 @@ def test_the_folder_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_kept_graph_is_planned_without_torch(folder: Path) -> None:
-    """In processes of their own, the second for another layout; the collectives of the whole step are counted, too."""
+    """In processes of their own, the second for another layout; the collectives of the whole step are counted, too.
+
+    The first has planned the model before it keeps the graph, so that it has all rules in memory."""
     code = (
-        "import sys, planner\n"
+        "import os, sys, planner\n"
         "fix = {'schedule': '1f1b', 'zero': 1, **eval(sys.argv[1])}\n"
-        "plan = planner.plan('tiny-llama', 'dgx-h100:1', seq_len=16, global_batch=8, fix=fix)\n"
+        "for os.environ['MESHWRIGHT_CACHE'] in sys.argv[2:]:\n"
+        "    planner.plan('tiny-llama', 'dgx-h100:1', seq_len=16, global_batch=8, fix=fix)\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
     )
-    environment = {**os.environ, FOLDER_VARIABLE: str(folder.parent)}
+    kept = str(folder.parent)
     run = [
         subprocess.run(
-            [sys.executable, "-c", code, repr(fix)], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code, repr(fix), *folders], capture_output=True, text=True, check=True
         ).stdout
-        for fix in ({"dp": 8}, {"pp": 2, "dp": 2, "tp": 2, "recompute": "full"})
+        for fix, folders in (({"dp": 8}, ("", kept)), ({"pp": 2, "dp": 2, "tp": 2, "recompute": "full"}, (kept,)))
     ]
     assert run == ["True True\n", "False False\n"]
 

@@ -7,7 +7,7 @@ planned again without importing torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,19 @@ class FactsAsked:
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """The answers to them, by kind and question, in a fixed order."""
-        by_kind: dict[str, dict[str, Any]] = {}
-        for kind, question in sorted(self._keys & _answers.keys()):
-            by_kind.setdefault(kind, {})[question] = _answers[kind, question]
-        return by_kind
+        return _by_kind(self._keys & _answers.keys())
+
+
+def known_facts() -> dict[str, dict[str, Any]]:
+    """All answers of this process, in the form of ``FactsAsked.facts``.
+
+    What is remembered from planning one model (the rules of its operators) is not asked again for the next.
+    """
+    return _by_kind(_answers)
+
+
+def _by_kind(questions: Iterable[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    by_kind: dict[str, dict[str, Any]] = {}
+    for kind, question in sorted(questions):
+        by_kind.setdefault(kind, {})[question] = _answers[kind, question]
+    return by_kind

@@ -11,7 +11,7 @@ from typing import Any
 from cost_models.registrations import registrations_in_words
 from passes.ir.graph import Graph
 from passes.ir.records import from_plain
-from passes.ir.torch_facts import facts_at_hand
+from passes.ir.torch_facts import facts_at_hand, known_facts
 from passes.plan import FusionPlan
 from planner.graph_cache.graph_json import from_plain_graph, to_plain
 from planner.graph_cache.graph_store import graph_key, keep_graph, read_graph
@@ -51,7 +51,8 @@ def planned_graph(model: Any, make: Callable[[], PlannedGraph], **options: Any) 
             yield planned
         finally:
             if key is not None:
-                _keep(key, planned, before=None if cached is None else facts, asked=questions.facts())
+                before, asked = (None, known_facts()) if cached is None else (facts, questions.facts())
+                _keep(key, planned, before=before, asked=asked)
 
 
 def _key(model: str, options: Mapping[str, Any]) -> str | None:
