@@ -197,6 +197,11 @@ def test_the_command_line_writes_reports_and_traces_and_prints_differences(
     capsys.readouterr()
     assert main(["diff", str(first), str(second)]) == 0
     assert "schedule" in capsys.readouterr().out
+    assert main(["show", str(first), "--price", "2", "--tokens", "1000000"]) == 0
+    seconds_of_sample = plan_of("1f1b").step.costs.simulated / 16
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{4 * 2 / 3600 * seconds_of_sample * 1e6:,.4g} per million samples, 192 a day" in text
+    assert f"1,000,000 samples take {1e6 * seconds_of_sample / 86400:,.1f} days" in text
     assert main(["report", str(first), "-o", str(tmp_path / "missing" / "a.html")]) == 2
     assert main(["report", str(first), "-o", str(tmp_path / "a.html"), "--source", str(tmp_path / "none.py")]) == 2
 
@@ -208,6 +213,11 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
     assert answer.wished.step.zero == plan.step.zero and answer.wished.step.axes["pp"] == 2
     change = answer.wished.step.costs.simulated / plan.step.costs.simulated - 1
     assert f"{change:+.2%}" in answer.table() and "gpipe" in answer.table()
+    half = {**CALL, "example_inputs": mlp_batch(batch=8)}
+    answer = why_not(plan, fix={"num_microbatches": 1}, global_batch=8, model=Mlp(layers=4), **half)
+    assert answer.wished is not None and answer.wished.step.global_batch == 8
+    rates = [each.step.costs.samples_per_second for each in (plan, answer.wished)]
+    assert f"({rates[1] / rates[0] - 1:+.2%})" in answer.table()
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,7 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
         ("1f1b", {}, "no wish"),
         ("mesh", {"fix": {"tp": 4}}, "on a given mesh"),
         ("1f1b", {"fix": {"tp": 4}}, "does not name a config"),
+        ("1f1b", {"seq_len": 32}, "seq_len is of models"),
         ("1f1b", {"fix": {"no such": 4}}, "unknown name"),
         ("1f1b", {"fix": {"schedule": "gpipe"}, "model": Mlp(layers=5), **CALL}, "is another than"),
     ],

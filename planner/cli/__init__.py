@@ -24,7 +24,7 @@ from planner.cli.inspect_commands import add_diff, add_explain, add_report, add_
 from planner.cli.plan_command import add_plan
 from planner.cli.profile_command import add_profile
 from planner.cli.run_command import add_run
-from planner.cli.shared_options import Parser, add_plan_argument, add_solver_argument, count, subparser
+from planner.cli.shared_options import Parser, add_plan_argument, add_solver_argument, count, price, subparser
 from planner.cli.sweep_command import add_sweep
 from planner.cli.terminal import folded_output
 from planner.cli.verify_command import add_verify
@@ -40,6 +40,7 @@ _EPILOG = """Plan, look, ask, run:
   planner report plan.json -o plan.html           the same with charts
   planner explain plan.json model.layers.3.mlp    why it is split so
   planner why-not plan.json --fix tp=4            what a wish would cost
+  planner why-not plan.json --memory 60           what less memory would cost
   planner robustness plan.json                    how wrong prices may be
   planner sweep study.toml -o results/            many models and clusters
   planner verify tiny-llama --mesh dp=2,tp=2      every rank, in one process
@@ -126,10 +127,12 @@ def _add_show(commands: Any) -> None:
         commands,
         "show",
         help="print a saved plan",
-        examples=["planner show plan.json", "planner show plan.json --operators"],
+        examples=["planner show plan.json --operators", "planner show plan.json --price 2.5 --tokens 15000000000000"],
     )
     add_plan_argument(parser)
     parser.add_argument("--operators", action="store_true", help="also one line for each operator")
+    parser.add_argument("--price", type=price, help="what one device costs an hour: adds what running the plan costs")
+    parser.add_argument("--tokens", type=count, metavar="N", help="adds the days that so many tokens (or samples) take")
     parser.set_defaults(command=_show)
 
 
@@ -149,8 +152,15 @@ def _add_demo(commands: Any) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     from passes.plan import Plan
+    from passes.plan.text_tables import format_list
 
-    print(Plan.load(options.plan).summary(operators=options.operators), end="")
+    plan = Plan.load(options.plan)
+    print(plan.summary(operators=options.operators), end="")
+    if options.price is not None or options.tokens is not None:
+        from planner.inspection.running_cost import cost_lines
+
+        lines = cost_lines(plan, device_hour_price=options.price, total=options.tokens)
+        print(format_list("\nRunning it", list(lines)))
     return 0
 
 

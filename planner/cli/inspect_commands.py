@@ -10,7 +10,10 @@ from planner.cli.audit_command import read_model
 from planner.cli.shared_options import (
     add_model_of_plan_argument,
     add_plan_argument,
+    count,
+    price,
     read_choices,
+    read_gib,
     seconds,
     subparser,
 )
@@ -32,7 +35,7 @@ def add_report(commands: Any) -> None:
     )
     add_plan_argument(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="where to write it")
-    parser.add_argument("--price", type=_price, help="what one device costs an hour: adds the cost per million tokens")
+    parser.add_argument("--price", type=price, help="what one device costs an hour: adds the cost per million tokens")
     parser.add_argument("--source", metavar="FILE.py", help="an emitted program to show beside the model")
     parser.add_argument("--emit", action="store_true", help="capture the model and show its programs beside it")
     parser.add_argument("--robustness", action="store_true", help="add what 'planner robustness' finds: takes minutes")
@@ -73,12 +76,21 @@ def add_why_not(commands: Any) -> None:
     parser = subparser(
         commands,
         "why-not",
-        help="search again under a wish, and print what it costs",
-        examples=["planner why-not plan.json --fix tp=4", "planner why-not plan.json --forbid recompute=full"],
+        help="search again under a wish or asked for something else, and print what it costs",
+        examples=[
+            "planner why-not plan.json --fix tp=4",
+            "planner why-not plan.json --forbid recompute=full",
+            "planner why-not plan.json --memory 60",
+            "planner why-not plan.json --seq-len 16384 --global-batch 1024",
+        ],
     )
     add_plan_argument(parser)
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=VALUE,…", help="as for planner plan")
+    parser.add_argument("--memory", metavar="GIB", help="another bound on each device")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="samples of so many tokens")
+    parser.add_argument("--global-batch", type=count, metavar="N", help="so many samples in a step")
+    parser.add_argument("--cluster", help="another cluster: PRESET[:NODES] or a TOML file")
     add_model_of_plan_argument(parser)
     parser.add_argument("--time-limit", type=seconds, metavar="SECONDS", help="for the search, as of planner plan")
     parser.add_argument("--all", action="store_true", help="every tensor and operator that differs")
@@ -116,16 +128,6 @@ def add_robustness(commands: Any) -> None:
     add_model_of_plan_argument(parser)
     parser.add_argument("--time-limit", type=seconds, default=90.0, metavar="SECONDS", help="for each of the searches")
     parser.set_defaults(command=_robustness)
-
-
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0.0 <= price < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a price of at least 0, got {text!r}")
-    return price
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -194,6 +196,10 @@ def _why_not(options: argparse.Namespace) -> int:
         Plan.load(options.plan),
         fix=read_choices(options.fix, option="--fix"),
         forbid=read_choices(options.forbid, option="--forbid"),
+        memory_limit=None if options.memory is None else read_gib(options.memory),
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        cluster=options.cluster,
         model=read_model(options.model),
         time_limit=options.time_limit,
     )

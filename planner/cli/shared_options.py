@@ -46,6 +46,17 @@ def seconds(text: str) -> float:
     return number
 
 
+def price(text: str) -> float:
+    """A finite number of at least 0, for ``type=``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a price of at least 0, got {text[:40]!r}")
+    return number
+
+
 def subparser(commands: Any, name: str, *, help: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of one subcommand, with examples below its options."""
     epilog = "examples:\n" + "\n".join(_example(example) for example in examples)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from passes.ir.types import describe
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
+from passes.plan.step_summary import tokens_per_sample
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
 from planner.inspection.simulated_step import simulated_step
 from planner.inspection.time_waterfall import waterfall
@@ -85,6 +86,8 @@ def _choices(plan: Plan) -> dict[str, str]:
         **{axis: str(size) for axis, size in step.axes.items()},
         "order of axes, outermost first": ", ".join(axis for axis, size in step.axes.items() if size > 1),
         "global batch": f"{step.global_batch:,}",
+        "tokens of a sample": f"{tokens_per_sample(plan) or 0:,}",
+        "memory that was allowed": format_bytes(step.memory_limit) if step.memory_limit else "—",
         "micro-batches": f"{step.num_microbatches:,} of {step.local_batch:,}",
         "schedule": step.schedule,
         "chunks a rank": str(step.chunks_per_rank),

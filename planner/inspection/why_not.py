@@ -1,16 +1,20 @@
-"""Why a plan is not otherwise: the same search under a wish, and what that costs."""
+"""Why a plan is not otherwise: the same search under a wish, or asked for something else, and what that costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
-from passes.plan.step_summary import seq_len_of
+from passes.plan.step_summary import seq_len_of, tokens_per_sample
+from passes.plan.text_tables import format_seconds
 from planner.inspection.plan_difference import PlanDifference, difference
 from planner.inspection.plan_graph import check_model, library_model
+
+if TYPE_CHECKING:
+    from cost_models import Cluster
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,21 @@ def why_not(
     *,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
+    memory_limit: float | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    cluster: Cluster | str | None = None,
     model: Any = None,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     time_limit: float | None = None,
 ) -> WhyNot:
-    """Search again for what ``plan`` was asked to be and the wish besides, on the plan's own cluster.
+    """Search again for what ``plan`` was asked to be, and the wish besides.
 
     Args:
         fix, forbid: the wish, as ``planner.plan`` takes it.
+        memory_limit, seq_len, global_batch, cluster: what to ask for in the place of the plan's own (less memory,
+            longer samples, other links), as ``planner.plan`` takes them.
         model, example_inputs, loss_fn: of a plan that is not of a config in the library, as ``planner.plan`` takes
             them. The graph of a config that was planned before is read from the cache.
 
@@ -54,8 +64,15 @@ def why_not(
     from planner.planning import plan as search_again
     from planner.whole_step.candidates.demands import read_demands
 
-    if not fix and not forbid:
-        raise ValueError("there is no wish: give fix={'tp': 4}, or forbid={'recompute': 'full'}")
+    changed = {"memory_limit": memory_limit, "seq_len": seq_len, "global_batch": global_batch, "cluster": cluster}
+    changed = {name: value for name, value in changed.items() if value is not None}
+    if not fix and not forbid and not changed:
+        raise ValueError(
+            "there is no wish: give fix={'tp': 4}, forbid={'recompute': 'full'}, or another memory_limit, seq_len, "
+            "global_batch or cluster"
+        )
+    if seq_len is not None and (example_inputs is not None or seq_len_of(plan) is None):
+        raise ValueError("seq_len is of models whose samples are tokens and whose inputs the library makes: drop it")
     if not plan.step.decides_units:
         raise ValueError(
             "the plan is on a given mesh, where nothing but shardings was searched: plan a step on another mesh "
@@ -69,16 +86,16 @@ def why_not(
     try:
         wished = search_again(
             library_model(plan) if model is None else model,
-            Cluster.from_dict(dict(plan.cluster)),
-            global_batch=step.global_batch,
-            seq_len=seq_len_of(plan) if example_inputs is None else None,
+            Cluster.from_dict(dict(plan.cluster)) if cluster is None else cluster,
+            global_batch=global_batch or step.global_batch,
+            seq_len=(seq_len or seq_len_of(plan)) if example_inputs is None else None,
             example_inputs=example_inputs,
             loss_fn=loss_fn,
             dtype=float_dtype(plan) if model is None else None,
             fix=wish,
             forbid=without,
             constraints=plan.constraints,
-            memory_limit=demands.get("memory_limit"),
+            memory_limit=demands.get("memory_limit") if memory_limit is None else memory_limit,
             headroom=step.headroom,
             optimizer=step.optimizer,
             gradient_dtype=step.gradient_dtype or None,
@@ -90,8 +107,10 @@ def why_not(
         if not str(error).startswith("no plan"):
             raise
         return WhyNot(None, None, f"It cannot be: {error}")
-    check_model(plan, wished.fingerprint)
-    return WhyNot(wished, difference(plan, wished), _verdict(plan, wished))
+    if seq_len is None and global_batch is None:
+        check_model(plan, wished.fingerprint)
+    verdict = _changed_verdict(plan, wished) if changed else _verdict(plan, wished)
+    return WhyNot(wished, difference(plan, wished), verdict)
 
 
 def _verdict(plan: Plan, wished: Plan) -> str:
@@ -102,3 +121,16 @@ def _verdict(plan: Plan, wished: Plan) -> str:
     if change <= 0.0:
         return f"The wish costs nothing: the best plan that meets it takes {change:+.2%} time, simulated."
     return f"The wish costs {change:+.2%} time, simulated{proved}."
+
+
+def _changed_verdict(plan: Plan, wished: Plan) -> str:
+    """What the best plan for other circumstances takes, and its samples or tokens a second: a step may be longer
+    because there is more in it."""
+    seconds = [each.step.costs.simulated for each in (plan, wished)]
+    rates = [each.step.costs.samples_per_second * (tokens_per_sample(each) or 1) for each in (plan, wished)]
+    name = "tokens/s" if tokens_per_sample(plan) else "samples/s"
+    return (
+        f"So asked, the best plan takes {format_seconds(seconds[1])} a step, simulated "
+        f"({seconds[1] / seconds[0] - 1.0:+.2%}), for {rates[1]:,.4g} {name} ({rates[1] / rates[0] - 1.0:+.2%}), "
+        f"gap {wished.certificate.gap:.2%}."
+    )

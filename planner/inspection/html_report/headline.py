@@ -8,6 +8,7 @@ from typing import NamedTuple
 from passes.plan import Plan
 from passes.plan.step_summary import tokens_per_sample
 from passes.plan.text_tables import format_bytes, format_rate, format_seconds, format_seconds_between
+from planner.inspection.running_cost import running_cost
 
 
 class Card(NamedTuple):
@@ -42,6 +43,6 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     yield Card("Fullest device", format_bytes(fullest), share)
     yield Card("Gap", f"{certificate.gap:.2%}", f"no plan takes less than {format_seconds(certificate.bound)}")
     if price is not None:
-        hours = step.num_devices * price / 3600.0
-        cost = hours / rate * 1e6 if rate else 0.0
-        yield Card(f"Cost per million {name}", f"{cost:,.4g}", f"at {price:g} per device-hour")
+        cost = running_cost(plan, price)
+        remark = f"at {price:g} per device-hour; {cost.per_day:,.0f} a day"
+        yield Card(f"Cost per million {name}", f"{cost.per_million:,.4g}", remark)
