@@ -82,6 +82,12 @@ def test_what_differs_between_layers_is_listed() -> None:
     step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=groups),))
     sentences = dataclasses.replace(plan, step=step).export("deepspeed").inexpressible
     assert any("ZeRO stages differ" in sentence for sentence in sentences)
+    layers = next(group for group in chunk.groups if group.count == 2)
+    groups = tuple(dataclasses.replace(layers, count=1, recompute=policy) for policy in ("none", "selective"))
+    step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=groups),))
+    exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
+    assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
+    assert exported.settings["fsdp_config.fsdp_activation_checkpointing"] is True
 
 
 def test_demands_that_a_framework_cannot_meet_are_refused() -> None:
@@ -93,7 +99,9 @@ def test_demands_that_a_framework_cannot_meet_are_refused() -> None:
         planner.plan("tiny-llama", mesh="dp=2", framework="megatron")
 
 
-def test_the_command_writes_the_file_and_says_what_is_not_in_it(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_the_file_and_says_what_is_not_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipelined().save(tmp_path / "plan.json")
     command = ["export", str(tmp_path / "plan.json"), "--to", "deepspeed", "-o", str(tmp_path / "deepspeed.json")]
     assert main(command) == 0
@@ -101,6 +109,9 @@ def test_the_command_writes_the_file_and_says_what_is_not_in_it(tmp_path: Path, 
     assert "pp=2: DeepSpeed has pp=1" in printed
     written = json.loads((tmp_path / "deepspeed.json").read_text())
     assert written["train_batch_size"] == 16 and "pp=2: DeepSpeed has pp=1" in "".join(written["_comment"])
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "megatron"]) == 0
+    assert capsys.readouterr().out == pipelined().export("megatron").text
 
 
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:

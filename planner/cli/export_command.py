@@ -7,6 +7,7 @@ from typing import Any
 
 from cost_models.text import printable, printable_lines
 from planner.cli.shared_options import add_plan_argument, subparser
+from planner.cli.terminal import folded_output
 
 
 def add_export(commands: Any) -> None:
@@ -28,7 +29,7 @@ def add_export(commands: Any) -> None:
         help="torchtitan, megatron, accelerate-fsdp2, deepspeed or transformers-tp",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: to the terminal)")
-    parser.set_defaults(command=_export)
+    parser.set_defaults(command=_export, passes_output=True)  # a folded script is another script
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -44,6 +45,7 @@ def _export(options: argparse.Namespace) -> int:
         print(printable_lines(exported.text), end="")
         return 0
     exported.save(options.output)
-    print(printable_lines("\n".join(exported.comments())))
-    print(f"wrote {printable(options.output)}")
+    with folded_output():
+        print(printable_lines("\n".join(exported.comments())))
+        print(f"wrote {printable(options.output)}")
     return 0

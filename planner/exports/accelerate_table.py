@@ -33,7 +33,7 @@ ACCELERATE_FSDP2 = Framework(
         SettingRow("fsdp_config.fsdp_reshard_after_forward", lambda facts: facts.main_zero == 3, "ZeRO 3, or 2"),
         SettingRow("fsdp_config.fsdp_auto_wrap_policy", lambda facts: "TRANSFORMER_BASED_WRAP", "units"),
         SettingRow(
-            "fsdp_config.fsdp_activation_checkpointing", lambda facts: facts.layer_recompute[0] == "full", "recompute"
+            "fsdp_config.fsdp_activation_checkpointing", lambda facts: facts.exported_recompute == "full", "recompute"
         ),
         SettingRow("fsdp_config.fsdp_offload_params", lambda facts: False, "nothing is offloaded"),
         SettingRow("fsdp_config.fsdp_state_dict_type", lambda facts: "SHARDED_STATE_DICT", "checkpoints"),

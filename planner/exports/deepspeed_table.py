@@ -58,7 +58,7 @@ DEEPSPEED = Framework(
         SettingRow("tensor_parallel.partition_config.layer_specs", _layer_specs, "tp by layer"),
         SettingRow(
             "model.gradient_checkpointing_enable()",
-            lambda facts: True if facts.layer_recompute[0] == "full" else None,
+            lambda facts: True if facts.exported_recompute == "full" else None,
             "recompute",
             "script",
         ),

@@ -146,4 +146,4 @@ def _is_data_outside(facts: PlanFacts) -> bool:
 
 
 def _if_full(facts: PlanFacts, value: str | int) -> str | int | None:
-    return value if facts.layer_recompute[0] == "full" else None
+    return value if facts.exported_recompute == "full" else None

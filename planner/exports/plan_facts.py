@@ -19,6 +19,8 @@ TensorRole = Literal["column", "row", "vocabulary", "hidden", "whole", "tokens",
 
 #: Axes of plans that can be carried elsewhere.
 AXES = ("pp", "dp", "ep", "cp", "tp")
+#: Policies of layers that others may stand for: they keep no more bytes.
+_FEWER_BYTES = {"full": frozenset(("full", "selective")), "regather": frozenset(("regather",))}
 _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default"))
 
 
@@ -144,6 +146,15 @@ class PlanFacts:
         """Recompute policies of the repeated layers, in model order; of all units where nothing repeats."""
         policies = [group.recompute for group in self.groups if self.layers_of(group)]
         return tuple(dict.fromkeys(policies or self.plan.step.recompute or ("none",)))
+
+    @property
+    def exported_recompute(self) -> str:
+        """The policy of all layers where frameworks have one for all, and neither knows what to keep of a layer.
+
+        What layers of the plan recompute at all is recomputed whole: more would not fit.
+        """
+        policies = self.layer_recompute
+        return next((policy for policy in ("full", "regather") if _FEWER_BYTES[policy] & set(policies)), policies[0])
 
     @property
     def end_recompute(self) -> tuple[str, ...]:

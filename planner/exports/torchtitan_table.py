@@ -130,12 +130,12 @@ TORCHTITAN = Framework(
         SettingRow("--compile.enable", lambda facts: facts.plan.step.compiled or None, "compiled kernels"),
         SettingRow(
             "activation-checkpoint:full",
-            lambda facts: True if facts.layer_recompute[0] == "full" else None,
+            lambda facts: True if facts.exported_recompute == "full" else None,
             "recompute",
         ),
         SettingRow(
             "activation-checkpoint:None",
-            lambda facts: True if facts.layer_recompute[0] != "full" else None,
+            lambda facts: True if facts.exported_recompute != "full" else None,
             "recompute",
         ),
         SettingRow(

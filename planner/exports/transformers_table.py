@@ -68,7 +68,7 @@ TRANSFORMERS_TP = Framework(
             "micro-batches",
         ),
         SettingRow(
-            "training_arguments.gradient_checkpointing", lambda facts: facts.layer_recompute[0] == "full", "recompute"
+            "training_arguments.gradient_checkpointing", lambda facts: facts.exported_recompute == "full", "recompute"
         ),
         SettingRow("training_arguments.bf16", lambda facts: facts.dtype == "bfloat16" or None, "precision"),
         SettingRow("training_arguments.fp16", lambda facts: facts.dtype == "float16" or None, "precision"),

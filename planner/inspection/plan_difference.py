@@ -91,7 +91,7 @@ def _choices(plan: Plan) -> dict[str, str]:
         "micro-batches": f"{step.num_microbatches:,} of {step.local_batch:,}",
         "schedule": step.schedule,
         "chunks a rank": str(step.chunks_per_rank),
-        "layers of each chunk": " ".join(str(sum(group.count for group in chunk.groups)) for chunk in step.chunks),
+        "units of each chunk": " ".join(str(sum(group.count for group in chunk.groups)) for chunk in step.chunks),
         "recompute": ", ".join(step.recompute),
         "ZeRO": ", ".join(map(str, step.zero)),
         "optimizer": step.optimizer,
