@@ -82,8 +82,8 @@ def test_what_differs_between_layers_is_listed() -> None:
     step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=groups),))
     sentences = dataclasses.replace(plan, step=step).export("deepspeed").inexpressible
     assert any("ZeRO stages differ" in sentence for sentence in sentences)
-    layers = next(group for group in chunk.groups if group.count == 2)
-    groups = tuple(dataclasses.replace(layers, count=1, recompute=policy) for policy in ("none", "selective"))
+    layer = next(group for group in chunk.groups if "layers" in group.unit)
+    groups = tuple(dataclasses.replace(layer, count=1, recompute=policy) for policy in ("none", "selective"))
     step = dataclasses.replace(plan.step, chunks=(dataclasses.replace(chunk, groups=groups),))
     exported = dataclasses.replace(plan, step=step).export("accelerate-fsdp2")
     assert "recompute differs between layers (none ×1, selective ×1): all layers get 'full'" in exported.inexpressible
