@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.whole_step.result.unit_collectives import SavedLocals, gathers_in_backward
 from runtime.program_tools.recompute import POLICIES, recomputed
 from tests.ranks import run_on_ranks
 
@@ -60,6 +61,15 @@ def test_lists_are_exchanged_as_one_tensor_where_the_backend_takes_no_lists(
 ):
     """What rank 0 gets, what rank 1 gets, and one all-to-all of rank 0's five elements on each of two ranks."""
     assert results["exchanged"][f"torch.{dtype}"] == [[[0, 0], [10, 10]], [[1, 1, 1], [11, 11, 11]], 1, 2 * 5 * size]
+
+
+@pytest.mark.parametrize(
+    ("policy", "names", "again"), [("none", "ab", True), ("none", "bc", False), ("full", "c", True)]
+)
+def test_weights_are_gathered_again_with_one_that_is_read(policy: str, names: str, again: bool):
+    """What runs again reads all; else autograd keeps ``a`` alone, so that a group without it stays as it is."""
+    saved = SavedLocals(brought=(), weights=frozenset("a"), last=3)
+    assert gathers_in_backward(saved, policy, names) == again
 
 
 def test_an_unknown_policy_is_refused():

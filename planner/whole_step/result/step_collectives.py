@@ -161,7 +161,7 @@ class _Counter:
             for unit, block in self._units(stage):
                 for names, zero in self._groups(unit, first, table):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
-                    again = zero == GATHERED_PER_USE and self._gathers_again(block)
+                    again = zero == GATHERED_PER_USE and self._gathers_again(block, names)
                     uses.setdefault(key, []).append(again)
         sharded = self._sharded()
         for (_, zero, names), again_in in uses.items():
@@ -186,10 +186,10 @@ class _Counter:
         blocks = [repeat for repeat in repeats for _ in repeat.block.roots]
         yield from itertools.zip_longest(stage.all_units, blocks)
 
-    def _gathers_again(self, block: Repeat | None) -> bool:
+    def _gathers_again(self, block: Repeat | None, names: Sequence[str]) -> bool:
         if not self.trains or block is None or block.policy is None:
             return False
-        return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute)
+        return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute, names)
 
     def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
         """The trained weights of a unit, with the axes over which their gradients are summed."""

@@ -7,14 +7,15 @@ saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from passes.autograd.operator_tables import base_name
 from passes.autograd.recompute_policies import Activations
 from passes.ir.graph import ITEM_SIZE
-from passes.ir.types import MeshShape, shard_dim
+from passes.ir.types import I, MeshShape, R, shard_dim
+from passes.rules.expert_rules import is_experts
 from passes.rules.rule import own_collectives
 from passes.shard import Compute, Convert, Local
 from passes.shard.operations import Operation
@@ -136,7 +137,20 @@ def _kept_names(compute: Compute, activations: Activations) -> tuple[str, ...] |
     if base_name(compute.node.op) == _ATTENTION:
         # Fused on a processor also in float64, for which records know no fused kernel.
         return tuple(local.value.name for local in compute.inputs)
+    if is_experts(compute.node):
+        others = {local.value.name for local in _changed_by_experts(compute)}
+        return tuple(name for name in saved.values if name not in others)
     return saved.values
+
+
+def _changed_by_experts(compute: Compute) -> tuple[Local, ...]:
+    """Operands of experts that are not saved as they come: of experts that are cut each rank numbers its own part, and
+    where tokens travel it keeps the rows that it is sent."""
+    tokens, ids, _, weights = compute.inputs[:4]
+    travels = compute.rule is not None and any(choice.factor in compute.rule.exchanged for choice in compute.choices)
+    if travels:
+        return tokens, ids
+    return (ids,) if weights.shape[0] < weights.value.shape[0] else ()
 
 
 class _Storages:
@@ -149,7 +163,7 @@ class _Storages:
     def converted(self, convert: Convert) -> None:
         if convert.forward:
             self.brought[convert.target] = convert
-        else:
+        elif {convert.step.source_type, convert.step.target_type} <= {I, R}:  # a rank's part of a tensor is a copy
             self._same(convert.target, convert.source)
 
     def computed(self, compute: Compute, activations: Activations) -> None:
@@ -183,6 +197,9 @@ def sent_again(operations: Sequence[Operation], axes: Axes, saved_locals: SavedL
         yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
 
 
-def gathers_in_backward(saved_locals: SavedLocals, policy: str) -> bool:
-    """Whether the backward pass of a unit whose weights are freed after each use gathers them again."""
-    return bool(saved_locals.weights) if policy in ("none", "regather") else saved_locals.last >= 0
+def gathers_in_backward(saved_locals: SavedLocals, policy: str, names: Collection[str]) -> bool:
+    """Whether the backward pass of a unit gathers again the weights ``names``, which are freed together after each use:
+    without recomputation only if it reads one of them."""
+    if policy in ("none", "regather"):
+        return not saved_locals.weights.isdisjoint(names)
+    return saved_locals.last >= 0
