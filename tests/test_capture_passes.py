@@ -301,6 +301,16 @@ def test_flattened_linears_keep_their_dims() -> None:
     assert ops(graph)[:2] == ["aten.transpose.int", "aten.linear.default"]
     assert graph.nodes[1].output.shape == (2, 3, 6)
 
+    class SequenceFirst(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = super().forward(x.transpose(0, 1).reshape(-1, 8))
+            return rows.view(3, 2, 6).transpose(0, 1).square().sum()
+
+    layers = (nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 6))
+    graph = assert_parity(SequenceFirst(*layers).double(), args=(torch.randn(2, 3, 8, dtype=torch.float64),))
+    assert graph.nodes[3].output.shape == (3, 2, 6)
+    assert not [op for op in ops(graph) if "reshape" in op]
+
 
 class AttendsItself(nn.MultiheadAttention):
     """Attention of torch that also gives the weights, as it does unless it is told otherwise."""

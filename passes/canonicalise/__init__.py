@@ -40,6 +40,7 @@ from passes.canonicalise.static_sizes import fix_sizes
 from passes.canonicalise.synonyms import replace_synonyms
 from passes.canonicalise.token_dims import unmerge_token_dims
 from passes.canonicalise.view_forms import fold_reshapes, normalise_views
+from passes.canonicalise.weighted_counts import sum_weighted_counts
 from passes.canonicalise.written_parts import join_written_parts
 
 __all__ = ["CONSTANT", "canonicalise", "cross_entropy", "expert_linear", "inline_regions", "nodes_with_gradient"]
@@ -89,6 +90,7 @@ def canonicalise(
     unsort_experts(module)
     name_gathered_experts(module)
     route_dense_experts(module)
+    sum_weighted_counts(module)
     view_counted_lookups(module)
     expand_repeated_rows(module)
     drop_dead_code(module)
