@@ -45,6 +45,8 @@ def conflict(search: Search) -> str | None:
     reasons = [text.format(**_sizes(search)) for text in _reasons(search, names)]
     if not search.level_one.micro_batches and {"micro_batch", "num_microbatches"} & set(names):
         reasons.append(mixed_samples(search))
+    if "ep" in names:
+        reasons.append(_experts(search))
     options = [_options(search, name) for name in names]
     what = (
         f"{demands_text} cannot be met" if len(names) == 1 else f"these demands contradict each other: {demands_text}"
@@ -58,6 +60,17 @@ def _reasons(search: Search, names: Collection[str]) -> list[str]:
     divides = bool(sizes) and not any(search.cluster.num_devices % size for size in sizes if isinstance(size, int))
     rules = [(about, text) for about, text in _RULES if about & set(names) and not (divides and about == _RULES[0][0])]
     return [text for about, text in rules if about >= set(names)] or [text for _, text in rules]
+
+
+def _experts(search: Search) -> str:
+    """What an axis of experts needs of the model."""
+    if search.level_one.space.expert_nodes:
+        return f"ep must divide {search.level_one.num_experts}, which divides the experts of every mixture"
+    return (
+        "the model has no experts that ep could cut: such are a sum of each token's rows by their scores (a loop over "
+        "experts, transformers' grouped_mm or batched_mm), not products with one-hot tensors of places in each "
+        "expert's buffer, which are planned operator by operator"
+    )
 
 
 def _possible(search: Search, demands: Demands) -> bool:
