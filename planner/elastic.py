@@ -20,7 +20,7 @@ from planner.joining import join
 from planner.kept_plans import KeptPlans
 from planner.targets import process_group_as_cluster
 from runtime.agreement.ranks_together import gathered, num_ranks, rank_in
-from runtime.elastic.job_process import LOOK_SECONDS, JobProcess
+from runtime.elastic.job_process import LOOK_SECONDS, JobProcess, TrainingFinished
 from runtime.elastic.second_holders import SecondHolders, StateCopy, merged, without_tensors
 from runtime.launch.process import init
 from runtime.migration.state_entries import Averages
@@ -229,6 +229,8 @@ class Elastic:
                 self._member.meet()
                 self._resume()
                 return
+            except TrainingFinished:
+                return  # this process came late, or lacks only the last copy
             except StateLost:
                 self._member.give_up()
                 raise

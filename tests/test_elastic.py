@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from dataclasses import dataclass
+
 import pytest
 import torch.distributed as dist
 
 from planner.cli.elastic_launch import launch_elastic
-from runtime.elastic.job_process import JobProcess
-from runtime.elastic.job_rounds import Leader, Round, announce
+from runtime.elastic.job_process import JobProcess, TrainingFinished
+from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader, Round, announce
 from runtime.elastic.second_holders import second_holder
+from runtime.elastic.supervisor import Supervisor
+from runtime.torch_compat import connections
 from tests.ranks import run_on_ranks
 
 
@@ -45,6 +51,59 @@ def test_a_training_goes_on_without_a_process_that_was_killed_and_with_the_next(
     assert result["losses"] < 1e-12 and result["weights"] < 1e-10
     assert result["steps"] == list(range(6)) and result["processes"] == [1, 2]
     assert result["own bytes"] == pytest.approx(2 * result["second bytes"], rel=0.01)  # when alone, the whole
+
+
+@dataclass
+class FakeProcess:
+    """A process that ended with ``code``, or runs (None) until it is killed."""
+
+    code: int | None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+def test_a_job_ends_whose_first_processes_cannot_all_come_any_more() -> None:
+    """One of two is lost before the first round, which takes both, and none may be started anew."""
+    store, words = dist.HashStore(), list[str]()
+    processes = [FakeProcess(3), FakeProcess(None)]
+    supervisor = Supervisor(
+        store, lambda number, place: processes[place], num_processes=2, max_restarts=0,
+        leader=Leader(store, first=2, least=1), on_loss=words.append,
+    )  # fmt: skip
+    assert supervisor.run() == 3
+    assert processes[1].code == -9 and "fewer than the 2 processes" in words[-1]
+
+
+def test_a_process_that_comes_behind_the_end_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections._noted, "is_on", False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = JobProcess({STORE_VARIABLE: f"127.0.0.1:{store.port}", MEMBER_VARIABLE: "2"})
+    leader = Leader(store, first=1, least=1)
+    process.arrive()
+    announce(store, "arrival", 1)  # which meets nobody any more
+    leader.look()
+    ending = threading.Timer(0.2, process.finish)
+    ending.start()
+    with pytest.raises(TrainingFinished):
+        process.meet()
+    process.leave()
+
+
+def test_connections_are_closed_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections._noted, "is_on", True)
+    with connections.recorded():
+        one, other = socket.socketpair()
+        one.settimeout(60)
+        closing = threading.Timer(0.1, connections.close_recorded)
+        closing.start()
+        assert one.recv(1) == b""  # as a group waits for a process that is gone
+        closing.join()
+    one.close()
+    other.close()
 
 
 def test_what_nobody_looks_after_is_refused() -> None:

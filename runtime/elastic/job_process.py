@@ -26,6 +26,10 @@ class Superseded(RuntimeError):
     """A member of the round left while the others met: a later round takes its place."""
 
 
+class TrainingFinished(RuntimeError):
+    """Others have come to the end of the training, and meet nobody any more."""
+
+
 class JobProcess:
     """This process.
 
@@ -58,6 +62,7 @@ class JobProcess:
         self._store = self._client()
         self.round: Round | None = None
         self._lost = threading.Event()
+        self._between_rounds = threading.Lock()
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._look_out, args=(self._client(),), daemon=True)
         self._watch.start()
@@ -100,8 +105,12 @@ class JobProcess:
         return True
 
     def meet(self) -> Process:
-        """Join the group of the newest round, once all its members have come; it may be the first for this process."""
-        while True:
+        """Join the group of the newest round, once all its members have come; it may be the first for this process.
+
+        Raises:
+            TrainingFinished: if one that has come to the end of the training will not come.
+        """
+        while not self.is_finished:
             newest = self.newer_round()
             if newest is not None:
                 try:
@@ -109,6 +118,7 @@ class JobProcess:
                 except Superseded:
                     continue
             time.sleep(LOOK_SECONDS)
+        raise TrainingFinished("the training has come to its end")
 
     def _meet(self, newest: Round) -> Process:
         number, rank = newest.number, newest.members.index(self.number)
@@ -117,6 +127,8 @@ class JobProcess:
         while not self._store.check([f"decision/{number}"]):
             if self._store.check(everyone):
                 self._store.compare_set(f"decision/{number}", "", "go")
+            elif self.is_finished:
+                raise TrainingFinished("the training has come to its end")
             elif Round.newest(self._store) != newest:
                 self._store.compare_set(f"decision/{number}", "", "skip")
             else:
@@ -124,9 +136,10 @@ class JobProcess:
         if self._store.get(f"decision/{number}") != b"go":
             raise Superseded
         # Nobody is in a collective of the last round any more.
-        close_recorded()
-        self.round = newest  # before the event: what is heard of the last round is old
-        self._lost.clear()
+        with self._between_rounds:
+            close_recorded()
+            self.round = newest
+            self._lost.clear()
         try:
             with recorded():
                 return init_in_round(
@@ -146,12 +159,15 @@ class JobProcess:
         """Close the connections of the present round as soon as one of its members is gone."""
         try:
             while not self._ended.wait(LOOK_SECONDS):
-                present, newest = self.round, Round.newest(store)
-                if present is None or newest is None or self._lost.is_set() or not present.lost(newest):
-                    continue
-                if self.round is present:
-                    self._lost.set()
-                    close_recorded()
+                newest = Round.newest(store)
+                with self._between_rounds:
+                    present = self.round
+                    if present is None or newest is None or newest.number < present.number:
+                        continue
+                    if present.lost(newest):
+                        self._lost.set()
+                        # At each look: a group that was being made may have connected since.
+                        close_recorded()
         except RuntimeError:
             close_recorded()  # the store has ended, and with it the job
 

@@ -71,11 +71,15 @@ class Leader:
         self._present += [member for member in self._news("arrival") if member not in self._present]
         gone = set(self._news("departure"))
         self._present = [member for member in self._present if member not in gone]
-        enough = self.least if self._number else self.first
-        if len(self._present) >= enough and tuple(self._present) != self._members:
+        if len(self._present) >= self.needed and tuple(self._present) != self._members:
             self._number, self._members = self._number + 1, tuple(self._present)
             self.store.set(f"round/{self._number}", json.dumps(self._members))
             self.store.add("rounds", 1)
+
+    @property
+    def needed(self) -> int:
+        """How many processes the next round needs."""
+        return self.least if self._number else self.first
 
     def _news(self, what: str) -> Iterator[int]:
         while self.store.check([f"{what}/{self._seen[what] + 1}"]):

@@ -66,8 +66,11 @@ class Supervisor:
                         self._note_end(number, place, code)
                 if self._leader is not None:
                     self._leader.look()
-                    if self._running and len(self._running) < self._leader.least and not self._restarts_left:
-                        self._on_loss(f"fewer than {self._leader.least} processes are left: they are ended")
+                    needed = self._leader.needed
+                    is_short = 0 < len(self._running) < needed and not self._restarts_left
+                    # Behind the end of the training they leave one by one.
+                    if is_short and not self._store.check(["finished"]):
+                        self._on_loss(f"fewer than the {needed} processes that it takes are left: they are ended")
                         break
                 time.sleep(LOOK_SECONDS)
         finally:

@@ -1,7 +1,8 @@
 """Connections of process groups, which can be closed while another thread waits for a peer.
 
 gloo has no abort: a rank that waits for one that stopped answering waits until its time-out. The connections that
-groups and stores make inside of ``recorded`` are noted, so that ``close_recorded`` can end every wait on them at once.
+groups and stores make inside of ``recorded`` are noted, so that ``close_recorded`` can end every wait on them at once,
+also of those that are still being made.
 Sockets are told by ``/proc``, so this is for Linux.
 """
 
@@ -21,12 +22,22 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class _Recorded:
-    """Sockets by descriptor, each with what the system calls it, and whether any are noted."""
+    """Sockets by descriptor, each with what the system calls it, and whether any are noted.
+
+    ``before`` has those that there were when the present block began; None outside of one.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
         self.lock = threading.Lock()
         self.sockets: dict[int, str] = {}
+        self.before: dict[int, str] | None = None
+
+    def note_new(self) -> None:
+        """Note what the present block has made so far, under the lock."""
+        if self.before is not None:
+            before = self.before
+            self.sockets.update({fd: name for fd, name in _sockets().items() if before.get(fd) != name})
 
 
 _noted = _Recorded()
@@ -48,17 +59,20 @@ def recorded() -> Iterator[None]:
     if not _noted.is_on:
         yield
         return
-    before = _sockets()
+    with _noted.lock:
+        _noted.before = _sockets()
     try:
         yield
     finally:
         with _noted.lock:
-            _noted.sockets.update({fd: name for fd, name in _sockets().items() if before.get(fd) != name})
+            _noted.note_new()
+            _noted.before = None
 
 
 def close_recorded() -> None:
     """End all waits on connections that were noted, with an error on both sides; nothing is noted any more."""
     with _noted.lock:
+        _noted.note_new()
         sockets, _noted.sockets = _noted.sockets, {}
     if dist.is_initialized():
         for group in list(c10d._world.pg_map):
