@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 
+from benchmarks.tutorial_cells import TUTORIALS
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
 from planner.verification.verify_model import slow_devices
@@ -83,8 +84,9 @@ def accelerate_loop(**options: Any) -> Cell:
 
 def accelerate_resumed(mesh: str | None, folder: str) -> list[float]:
     kind = accelerate.Accelerator if mesh is None else Accelerator
-    accelerated(kind, folder=folder, **planned_with_example(mesh))
-    losses, predictions = accelerated(kind, resume=folder, **planned_with_example(mesh and OTHERS[mesh]))
+    accelerated(kind, own_loss=False, folder=folder, **planned_with_example(mesh))
+    other = planned_with_example(mesh and OTHERS[mesh])
+    losses, predictions = accelerated(kind, own_loss=False, resume=folder, **other)
     return [*losses, float(predictions)]
 
 
@@ -234,9 +236,11 @@ CELLS: dict[str, dict[str, tuple[Cell, float]]] = {
         "gradient checkpointing": (trainer(sizes=FULL, changes={**ONCE, "gradient_checkpointing": True}), 2e-6),
         "Adafactor": (trainer(sizes=FULL, changes={**ONCE, "optim": "adafactor"}), 2e-6),
     },
+    "Tutorial": TUTORIALS,
     "accelerate": {
-        "accumulation, clipping, own loss": (accelerate_loop(), 2e-6),
-        "bf16": (accelerate_loop(mixed_precision="bf16"), 1e-2),
+        "accumulation, clipping": (accelerate_loop(own_loss=False), 2e-6),
+        "own loss, accumulation, clipping": (accelerate_loop(), 2e-6),
+        "bf16": (accelerate_loop(own_loss=False, mixed_precision="bf16"), 1e-2),
         "resumed on another mesh": (accelerate_resumed, 2e-6),
         "two models against each other": (adversaries, 2e-6),
     },

@@ -82,7 +82,8 @@ def compile(
               micro-batches, recomputation, ZeRO;
             * axis sizes with a pipeline (``"pp=2,dp=2"``; axes ``pp``, ``dp``, ``cp``, ``tp``), or any such mesh
               together with ``fix`` or ``forbid``, or for a model after ``gradient_checkpointing_enable()`` (which means
-              ``fix={"recompute": "full"}``): the rest of the step is planned on that mesh;
+              ``fix={"recompute": "full"}``): the rest of the step is planned on that mesh, with the first call's inputs
+              if there are no example inputs;
             * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
 
             ``planner.targets.read_target`` says how text is told apart.
@@ -116,14 +117,36 @@ def compile(
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
     if example_inputs is not None or batch_size is not None:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
-    elif mesh is None and plan is None:
-        fix = options.pop("fix", None)
-        plan_call = partial(engine_for, **options)
-        parallel = planned_at_first_call(model, process_group_as_cluster(), plan_call, loss_fn, fix)
+    elif plan is None and (mesh is None or _is_step_on_axes(model, mesh, options)):
+        parallel = _planned_later(model, mesh, options)
         return in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
     return in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
+
+
+def _is_step_on_axes(model: nn.Module, mesh: Target, options: Mapping[str, Any]) -> bool:
+    """Whether a mesh is given by sizes of axes, and other options or the model ask for a whole step."""
+    target = read_target(mesh)
+    asks = options.get("precision") is not None or enables_checkpoints(model)
+    return isinstance(target, MeshShape) and (asks or plans_step(target, options))
+
+
+def _planned_later(model: nn.Module, mesh: Target | None, options: dict[str, Any]) -> ParallelModule:
+    """A parallel module whose whole step is planned at its first call: on axes of given sizes, or (None) the best."""
+    target, fix, hardware = (
+        None if mesh is None else read_target(mesh),
+        options.pop("fix", None),
+        options.pop("cluster"),
+    )
+    if isinstance(target, MeshShape):
+        fix = fixed_axes(
+            axis_sizes(target), {"recompute": "full"} if fix is None and enables_checkpoints(model) else fix
+        )
+    devices = process_group_as_cluster()
+    if hardware is not None:
+        devices = as_cluster(hardware, num_devices=devices.num_devices)
+    return planned_at_first_call(model, devices, partial(engine_for, **options), options["loss_fn"], fix)
 
 
 @torch.random.fork_rng(devices=[])  # a script draws afterwards what it draws without a plan

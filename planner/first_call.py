@@ -96,7 +96,8 @@ def _announce(engine: Engine, verb: str) -> None:
     plan = engine.plan
     assert plan is not None
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.step.axes.items() if size > 1) or "nothing divided"
-    alone = " (pp=1: train_step plans pipelines too)" if verb == FORWARD and plan.step.num_devices > 1 else ""
+    chose_one_stage = verb == FORWARD and plan.step.num_devices > 1 and plan.step.axes.get("pp", 1) == 1
+    alone = " (pp=1: train_step plans pipelines too)" if chose_one_stage else ""
     print(
         f"meshwright: {plan.model} planned at its first call for {plan.step.num_devices} devices of "
         f"{plan.cluster.get('name', 'this machine')}: {axes}{alone}",

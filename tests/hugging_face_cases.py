@@ -131,7 +131,12 @@ def translated(trainer_class: Any, folder: str, batch_size: int, **options: Any)
 
 
 def accelerated(
-    accelerator_class: Any, *, folder: str | None = None, resume: str | None = None, **options: Any
+    accelerator_class: Any,
+    *,
+    folder: str | None = None,
+    resume: str | None = None,
+    own_loss: bool = True,
+    **options: Any,
 ) -> tuple[list[float], int]:
     """A loop of accelerate's: losses of an epoch, and how many predictions its evaluation has."""
     loading = DataLoaderConfiguration(split_batches=True)
@@ -149,7 +154,9 @@ def accelerated(
     for batch in loader:
         with accelerator.accumulate(model):
             outputs = model(**batch)
-            loss = outputs.loss + outputs.logits.square().mean()  # which knows no label to ignore
+            loss = outputs.loss
+            if own_loss:
+                loss = loss + outputs.logits.square().mean()  # which knows no label to ignore
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers.optimization import Adafactor
 
 import planner
 from passes.plan import Plan
+from runtime.torch_compat.dtensors import are_subclasses_dispatched
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.small_models import seeded
@@ -45,6 +47,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor, foreach": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, foreach=True),
     "Muon": lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=1e-2),
 }
+
+if are_subclasses_dispatched():  # in torch 2.11 nothing plain goes beside a DTensor
+    OPTIMIZERS["Adafactor of transformers"] = lambda parameters: Adafactor(
+        parameters, lr=1e-2, scale_parameter=False, relative_step=False
+    )
 
 #: In place over partial sums; on lists with a number for each place, which 2.11 knows no sharding of.
 REFUSED_BY_DTENSOR = ("requires redistribution", "_foreach_lerp_.ScalarList does not have a sharding strategy")
@@ -88,7 +95,10 @@ def difference(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def step(module: Any, optimizer: torch.optim.Optimizer, *, clip: Callable[[Iterable[Any], float], Any]) -> float:
     """One training step on either module; the gradients' norm."""
     batch = odd_batch()
-    if hasattr(module, "train_step"):
+    if hasattr(module, "train_step") and module.plan.step.axes["pp"] > 1:
+        for _ in range(2):  # a loss that the script differentiates, of two batches of one optimizer step
+            (module(**batch)["loss"] / 2).backward()
+    elif hasattr(module, "train_step"):
         module.train_step(**batch)
     else:
         module(**batch)["loss"].backward()
@@ -106,6 +116,7 @@ def against_one_device(plan: str, parallel: Any) -> dict[str, float]:
     for name, make in OPTIMIZERS.items():
         single = seeded(Odd)
         parallel.load_full_state_dict(initial)
+        parallel.zero_grad()
         optimizers = make(list(parallel.parameters())), make(list(single.parameters()))
         for number in range(STEPS):
             try:
@@ -196,10 +207,17 @@ def refusals() -> dict[str, str]:
         "FSDP": error_of(lambda: FullyShardedDataParallel(parallel, device_id=torch.device("cpu"))),
         "plain gradient": error_of(lambda: setattr(parameter, "grad", torch.zeros(8, 6))),
     }
+    if are_subclasses_dispatched():
+        noise = torch.full((8, 6), float(os.environ["RANK"]), dtype=torch.float64)
+        results["noise"] = error_of(lambda: parameter.grad.add_(noise))
     parallel.first._parameters["weight"] = nn.Parameter(torch.zeros(8, 6))
     results["replaced"] = error_of(lambda: parallel.train_step(**batch))
     pipeline = compiled("pp")
     pipeline.train_step(**batch)
+    outputs = pipeline(**batch)
+    results["other output"] = error_of(lambda: outputs["logits"])
+    outputs["loss"].backward(retain_graph=True)
+    results["twice"] = error_of(outputs["loss"].backward)
     results["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
     results["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
     results["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))

@@ -27,6 +27,7 @@ from runtime.calls.skeleton import skeleton
 from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
+from runtime.execution.differentiated_loss import differentiable
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
@@ -156,7 +157,12 @@ class Engine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False, weight: float = 1.0
     ) -> torch.Tensor:
         """Forward and backward of one global batch; see ``ParallelModule.train_step``."""
-        call, prepared = self._prepare(TRAIN_STEP, args, kwargs, local_inputs=local_inputs, weight=weight)
+        call, prepared = self._prepare(
+            TRAIN_STEP, args, kwargs, local_inputs=local_inputs, training=True, weight=weight
+        )
+        return self._step(call, prepared, local_inputs, weight)
+
+    def _step(self, call: ModelCall, prepared: Prepared, local_inputs: bool, weight: float) -> torch.Tensor:
         ops.begin_step(training=True)
         with (
             self._inputs_of(call, prepared, local_inputs),
@@ -175,8 +181,13 @@ class Engine:
         return self._loss(prepared, losses)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
-        """The model's outputs; with a pipeline, without gradients."""
-        call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs)
+        """The model's outputs; with a pipeline the loss alone has gradients, in training mode."""
+        by_steps = self.places.num_stages > 1 and self.model.training and torch.is_grad_enabled()
+        training = None if by_steps else False
+        call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs, training=training)
+        if prepared.trains:
+            path = prepared.last.outputs[0].path
+            return differentiable(path, self._trained(), lambda: self._step(call, prepared, local_inputs, 1.0))
         ops.begin_step(training=False)
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             for unit in in_order_of_use(prepared.stages):
@@ -186,10 +197,24 @@ class Engine:
             outputs = counted_once(outputs, prepared.split.copies)
         return wrap_outputs(prepared.last, outputs, self.layout)
 
+    def _trained(self) -> Iterator[nn.Parameter]:
+        """What this rank has of the parameters that are trained."""
+        for info in self.state.here():
+            owner = self.state.find(info.names[0])
+            if isinstance(owner, nn.Parameter) and owner.requires_grad:
+                yield owner
+
     def _prepare(
-        self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool, weight: float = 1.0
+        self,
+        verb: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        local_inputs: bool,
+        training: bool | None,
+        weight: float = 1.0,
     ) -> tuple[ModelCall, Prepared]:
-        """This rank's call, and the programs for the call that all ranks make together."""
+        """This rank's call, and the programs for the call that all ranks make together; ``training``: see ``Maker``."""
 
         def read() -> ModelCall:
             self.watch.check(self.state.trains)
@@ -207,7 +232,6 @@ class Engine:
 
         def prepare(call: ModelCall) -> Prepared:
             scalars = {path: tensor for path, tensor in call.tensors.items() if path not in own}
-            training = verb == TRAIN_STEP
             return self._maker.prepare(call, training=training, local_inputs=local_inputs, values={**scalars, **own})
 
         whole = self.floats.applied(agreed.whole, lambda call: prepare(call).last)

@@ -25,6 +25,7 @@ class Prepared:
         counting: what counts totals that come from activations before a step; None if there are none.
         last: the program of the last chunk, wherever it runs: it says what comes out.
         split: how the batch is divided.
+        trains: whether they are those of a training step.
     """
 
     stages: tuple[ChunkRunner, ...]
@@ -34,6 +35,7 @@ class Prepared:
     split: BatchSplit
     execution: Execution
     unflatten: Callable[[dict[str, Any]], Any] | None
+    trains: bool
 
     @functools.cached_property
     def programs(self) -> tuple[Program, ...]:

@@ -184,13 +184,14 @@ class Maker:
         self,
         call: ModelCall,
         *,
-        training: bool,
+        training: bool | None,
         local_inputs: bool,
         values: Mapping[Path, torch.Tensor] | None = None,
     ) -> Prepared:
         """The programs for a call: of a training step, or of the model's outputs; made if it is the first of its kind.
 
         Args:
+            training: whether they are of a step; None: if the model returns a loss.
             values: the inputs of this rank by path, where ``call`` has none.
 
         Raises:
@@ -262,11 +263,12 @@ class Maker:
         kwargs = {n: call.kwargs.get(n, v) for n, v in example.kwargs.items() if n in left_out or n in call.kwargs}
         return read_call(self.model.forward, call.args, {**kwargs, **call.kwargs}, positional=None)
 
-    def _make(self, whole: ModelCall, *, training: bool) -> Prepared:
+    def _make(self, whole: ModelCall, *, training: bool | None) -> Prepared:
         # A script draws after a call that makes a program what it draws without one.
         with torch.random.fork_rng(devices=[]), announced(whole) as say, self.places.layout.plain():
             graph = self._capture(whole)
             assert self.plan is not None
+            training = graph.loss is not None if training is None else training
             split = split_of(graph, self.plan, training=training)
             if split.is_shared:
                 programs = self._cut(graph, training=training, split=split)
@@ -415,24 +417,22 @@ class Maker:
         training: bool,
         split: BatchSplit,
     ) -> Prepared:
-        stages = []
         own_stages = [stage for stage in programs.stages if self._is_mine(stage.index)]
         # A call of a whole step uses the units of its training step; on a mesh every program has units of its own.
         makes_units = training or not self._units or not self._is_whole_step
         if makes_units:
             self._units.hold_together(own_stages)
-        for stage in own_stages:
-            stages.append(self._stage(stage, emitted[stage.index], split, makes_units=makes_units))
+        stages = tuple(self._stage(stage, emitted[stage.index], split, makes_units=makes_units) for stage in own_stages)
         chained(in_turn(stages))
-        executed = functools.partial(
+        run = functools.partial(
             execution_of, step=self.step, places=self.places, num_microbatches=split.num_microbatches
         )
         own_stage = functools.partial(self._stage, split=split, makes_units=False)
         with self.places.layout.plain():
-            counting = counting_of(programs.counting, own_stage, executed, is_mine=self._is_mine) if training else None
+            counting = counting_of(programs.counting, own_stage, run, is_mine=self._is_mine) if training else None
             totals = totals_of(programs.totals, (*stages, *(counting.stages if counting else ())), self.state, split)
         last = dataclasses.replace(emitted[len(programs.stages) - 1], unflatten=graph.unflatten)
-        return Prepared(tuple(stages), totals, counting, last, split, executed(stages, last=last), graph.unflatten)
+        return Prepared(stages, totals, counting, last, split, run(stages, last=last), graph.unflatten, training)
 
     def _stage(self, stage: StageGraph, program: Program, split: BatchSplit, *, makes_units: bool) -> ChunkRunner:
         runner = ProgramRunner(program, self.state, split=split, scratch=self._scratch)

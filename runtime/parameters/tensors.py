@@ -1,10 +1,11 @@
 """DTensors that were computed from one parameter of a parallel module: gradients, state of optimizers.
 
-They differ from other DTensors in two ways. Partial sums are completed before operators in place, which DTensor
-refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). And with a pipeline they
-refuse to be combined with those of other parameters: a rank has the parameters of its own stage alone, and DTensor
-knows no axis of other parameters, so the norm that ``torch.nn.utils.clip_grad_norm_`` clips by would be the stage's.
-What is computed from each parameter for itself, as optimizers do, is right.
+They differ from other DTensors in three ways. Partial sums are completed before operators in place, which DTensor
+refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). Plain tensors beside them
+count as whole (transformers' Adafactor has such state). And with a pipeline they refuse to be combined with those of
+other parameters: a rank has the parameters of its own stage alone, and DTensor knows no axis of other parameters, so
+the norm that ``torch.nn.utils.clip_grad_norm_`` clips by would be the stage's. What is computed from each parameter for
+itself, as optimizers do, is right.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
+from runtime.parameters.plain_operands import is_plain, with_whole_operands
 from runtime.torch_compat.dtensors import (
     are_subclasses_dispatched,
     as_dtensors,
@@ -55,7 +57,10 @@ class ParameterTensor(DTensor):
         name = func.name().removeprefix("aten::")
         in_place = schema(func).is_mutable and bool(args)
         tensors = _prepared(name, args, kwargs, in_place=in_place)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        whole_args, whole_kwargs = with_whole_operands((args, kwargs), tensors[0]) if tensors else (args, kwargs)
+        result = super().__torch_dispatch__(func, types, whole_args, whole_kwargs)
+        if in_place and is_plain(args[0]):
+            return args[0]  # whose memory was written
         return _of_parameters(name, result, args, tensors, in_place=in_place)
 
     if not are_subclasses_dispatched():

@@ -1,0 +1,98 @@
+"""A loss that a script differentiates itself under a pipeline.
+
+A pipeline runs forward and backward of its micro-batches interleaved. So a call of the module runs the whole step, and
+the gradients of its loss are put aside until ``loss.backward()`` adds them, multiplied by the gradient that arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def differentiable(loss_path: str, parameters: Iterable[nn.Parameter], step: Callable[[], torch.Tensor]) -> Any:
+    """What a model returns whose loss ``step`` computes, with gradients that are added by the loss's backward.
+
+    Args:
+        loss_path: where the loss stands in the model's output; "" if that is the loss.
+        parameters: those to whose ``grad`` ``step`` adds.
+    """
+    gradients = _gradients_of(list(parameters), step)
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        loss = _AddGradients.apply(anchor, gradients)  # type: ignore[no-untyped-call]
+    return LossAlone(loss_path, loss) if loss_path else loss
+
+
+class LossAlone(Mapping[Any, Any]):
+    """A model's output of which a pipeline's step gives the loss alone: by attribute, key or index."""
+
+    def __init__(self, path: str, loss: torch.Tensor) -> None:
+        self._path, self._loss = path, loss
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        if str(key) != self._path and not (key == 0 and not self._path.isdecimal()):
+            raise ValueError(
+                f"output {key!r} is not there: under a pipeline a call in training mode computes its loss "
+                f"({self._path!r}) and the gradients in one go, and keeps nothing else. Compute the loss inside of the "
+                "model (or by loss_fn), call the module under torch.no_grad() or in evaluation mode for the other "
+                "outputs, or plan with pp=1"
+            )
+        return self._loss
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self._path,))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Gradients:
+    """The loss of one step, and what its backward adds."""
+
+    def __init__(self, loss: torch.Tensor, pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        self.loss = loss
+        self._pairs: list[tuple[nn.Parameter, torch.Tensor]] | None = pairs
+
+    def add(self, factor: torch.Tensor) -> None:
+        if self._pairs is None:
+            raise ValueError("the gradients of this loss have been added: call the model again before each backward")
+        for parameter, gradient in self._pairs:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._pairs = None
+
+
+def _gradients_of(parameters: list[nn.Parameter], step: Callable[[], torch.Tensor]) -> _Gradients:
+    """Run ``step`` as if no parameter had a gradient yet, and take those that it leaves."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        loss = step()
+        return _Gradients(loss, [(one, one.grad) for one in parameters if one.grad is not None])
+    finally:
+        for parameter, gradient in zip(parameters, before):
+            parameter.grad = gradient
+
+
+class _AddGradients(torch.autograd.Function):
+    """The loss; its backward adds what was put aside."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradients: _Gradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return gradients.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.gradients.add(factor.detach())
+        return None, None
