@@ -61,7 +61,7 @@ def run_rank(place: int, *, ours: bool) -> None:
         from planner.integrations.accelerate import Accelerator
 
         module.Accelerator = accelerate.Accelerator = Accelerator  # type: ignore[attr-defined]
-    accelerator = module.Accelerator(cpu=True)  # as the scripts' own main begins
+    accelerator = accelerate.Accelerator(cpu=True)  # as the scripts' own main begins
     function = getattr(module, name)
     offered = {"accelerator": accelerator, "state": accelerate.PartialState()}
     needed = inspect.signature(function).parameters

@@ -17,10 +17,11 @@ from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
+from planner.checkpointed_models import CheckpointedModel, enables_checkpoints, refuse_checkpoints
 from planner.engine_under_another_plan import ModelReplanner
 from planner.extensions import load_extensions
 from planner.first_call import planned_at_first_call
-from planner.planning import as_cluster, enables_checkpoints, example_inputs_of, plan_graph, refuse_checkpoints
+from planner.planning import as_cluster, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
 from planner.sharding_ilp.constraints import dividing
@@ -80,10 +81,9 @@ def compile(
             * a cluster (a ``Cluster``, ``"dgx-h100:1"``, ``"cluster.toml"``) with as many devices as there are
               processes: the whole step is planned, as by ``planner.plan`` without a mesh: mesh, pipeline,
               micro-batches, recomputation, ZeRO;
-            * axis sizes with a pipeline (``"pp=2,dp=2"``; axes ``pp``, ``dp``, ``cp``, ``tp``), or any such mesh
-              together with ``fix`` or ``forbid``, or for a model after ``gradient_checkpointing_enable()`` (which means
-              ``fix={"recompute": "full"}``): the rest of the step is planned on that mesh, with the first call's inputs
-              if there are no example inputs;
+            * axis sizes with a pipeline (``"pp=2,dp=2"``; axes ``pp``, ``dp``, ``cp``, ``tp``), or any such mesh with
+              ``fix`` or ``forbid``, or for a model after ``gradient_checkpointing_enable()`` or that calls
+              ``torch.utils.checkpoint`` (``fix={"recompute": "full"}``): the rest of the step is planned on that mesh;
             * a plan, or the path of one (``"plan.json"``), which has its mesh in it.
 
             ``planner.targets.read_target`` says how text is told apart.
@@ -122,7 +122,14 @@ def compile(
         return in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
-    return in_place_of(model, ParallelModule(engine_for(model, mesh, plan=plan, **options)), optimizer, replanner)
+    make = partial(engine_for, model, mesh, plan=plan, **options)
+    try:
+        engine = make()
+    except CheckpointedModel:
+        if example_inputs is None and batch_size is None:
+            raise
+        engine = make(fix={"recompute": "full"})
+    return in_place_of(model, ParallelModule(engine), optimizer, replanner)
 
 
 def _is_step_on_axes(model: nn.Module, mesh: Target, options: Mapping[str, Any]) -> bool:
@@ -133,7 +140,7 @@ def _is_step_on_axes(model: nn.Module, mesh: Target, options: Mapping[str, Any])
 
 
 def _planned_later(model: nn.Module, mesh: Target | None, options: dict[str, Any]) -> ParallelModule:
-    """A parallel module whose whole step is planned at its first call: on axes of given sizes, or (None) the best."""
+    """A parallel module whose step is planned at its first call: on axes of given sizes, or (None) the best."""
     target, fix, hardware = (
         None if mesh is None else read_target(mesh),
         options.pop("fix", None),

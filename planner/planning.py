@@ -13,6 +13,7 @@ from cost_models.files import check_writable
 from cost_models.memory import HEADROOM
 from passes.ir.types import MeshShape
 from passes.plan import FusionPlan, Plan
+from planner.checkpointed_models import refuse_checkpoints
 from planner.extensions import load_extensions
 from planner.solvers.collection import no_collection
 
@@ -307,21 +308,6 @@ def plan_graph(graph: Graph, cluster: Cluster, *, mesh: MeshShape, fuse: bool = 
     cost_model = CostModel(cluster, mesh.as_dict())
     sharding = search(graph, mesh=mesh, cost_model=cost_model, cluster_info=cluster.to_dict(), **options)
     return dataclasses.replace(sharding, fusion=fusion, collectives=step_collectives(graph, sharding))
-
-
-def enables_checkpoints(model: torch.nn.Module) -> bool:
-    """Whether a model of transformers was told to recompute itself (``gradient_checkpointing_enable()``)."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-
-
-def refuse_checkpoints(graph: Graph) -> None:
-    """Raise ValueError for a model with activation checkpoints, on a mesh whose plan recomputes nothing."""
-    if graph.checkpointed:
-        raise ValueError(
-            "the model runs parts of itself under torch.utils.checkpoint, but a plan "
-            "on a given mesh alone recomputes nothing: plan a whole step (a cluster, or fix={'recompute': 'full'} "
-            "beside the mesh), or switch the model's checkpoints off"
-        )
 
 
 def as_mesh_shape(mesh: MeshShape | Mapping[str, int] | str) -> MeshShape:

@@ -69,6 +69,11 @@ def test_torch_compile_leaves_it_as_it_is() -> None:
     assert on_ranks(2)["torch.compile"]
 
 
+def test_a_model_that_recomputes_itself_is_planned_so_on_a_mesh() -> None:
+    recompute, error = on_ranks(2)["recomputed"]
+    assert set(recompute) == {"full"} and error < 1e-9
+
+
 def test_a_penalty_on_parameters_adds_to_their_gradients() -> None:
     assert on_ranks(2)["penalty"]
 

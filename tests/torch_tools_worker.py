@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 from transformers.optimization import Adafactor
 
 import planner
@@ -293,6 +294,22 @@ def torch_compile_leaves_it_as_it_is() -> bool:
     return difference(parallel.full_gradients(), expected) < 1e-9
 
 
+class Checkpointed(Odd):
+    """A model that recomputes a part of itself."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return checkpoint(super().forward, x, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def recomputed_on_a_mesh() -> tuple[list[str], float]:
+    """How a mesh that is given recomputes such a model, and how far its gradients are off."""
+    parallel, single = planner.compile(seeded(Checkpointed), "tp=2", example_inputs=odd_batch()), seeded(Odd)
+    parallel.train_step(**odd_batch())
+    single(**odd_batch())["loss"].backward()
+    expected = {name: one.grad for name, one in single.named_parameters()}
+    return list(parallel.plan.step.recompute), difference(parallel.full_gradients(), expected)
+
+
 def main() -> None:
     asked = task()
     # Muon rounds to 16 bits: what is left of sums in another order is no measure.
@@ -312,6 +329,9 @@ def main() -> None:
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
+
+
+        result["recomputed"] = recomputed_on_a_mesh()
     answer(result)
 
 

@@ -8,6 +8,7 @@ A step has as many samples as under DDP: those of a loader's batch on each proce
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,10 @@ class Accelerator(accelerate.Accelerator):
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """``tensor``: it is of one size on all processes."""
         return tensor
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """A context in which nothing is done: every process has all batches."""
+        return nullcontext()
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """``model``, which nothing wraps; of what stands for one, that."""
