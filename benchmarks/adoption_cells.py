@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 
+import planner
 from benchmarks.tutorial_cells import TUTORIALS
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
@@ -112,9 +113,9 @@ def lightning_resumed(mesh: str | None, folder: str) -> list[float]:
     """One of two epochs under the mesh, the other one under another mesh."""
     from tests.lightning_cases import lightning_script
 
-    first = lightning_script(mesh, f"{folder}-first", max_epochs=1)
-    other = mesh and {"dp=2": "tp=2", "tp=2": "dp=2", "dp=2,tp=2": "dp=4"}[mesh]
-    runner = lightning_script(other, folder, resume=first.checkpoint_callback.best_model_path)
+    first = lightning_script(mesh, f"{folder}-first", max_epochs=1, own_loss=False)
+    other = mesh and OTHERS[mesh]
+    runner = lightning_script(other, folder, own_loss=False, resume=first.checkpoint_callback.best_model_path)
     logged: list[float] = runner.lightning_module.logged
     return logged
 
@@ -191,6 +192,21 @@ def adversaries(mesh: str | None, folder: str) -> list[float]:
     return losses
 
 
+def generated(mesh: str | None, folder: str) -> list[float]:
+    """Tokens that ``planner.Trainer.predict`` gives, beside transformers' own ``generate``."""
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples(BATCH)]
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
+    if mesh is None:
+        tokens = llama().generate(torch.stack([row["input_ids"] for row in rows]), **options)
+    else:
+        given: dict[str, Any] = {"global_batch": BATCH, "cluster": planned(mesh)["plan_options"]["cluster"]}
+        trainer = planner.Trainer(
+            llama(), mesh, collate_fn=transformers.default_data_collator, predict_with_generate=options, **given
+        )
+        tokens = torch.stack(trainer.predict(rows))
+    return [float(token) for token in tokens.flatten()]
+
+
 #: Framework → script → (cell, largest difference that is allowed, relative).
 CELLS: dict[str, dict[str, tuple[Cell, float]]] = {
     "Trainer": {
@@ -237,6 +253,7 @@ CELLS: dict[str, dict[str, tuple[Cell, float]]] = {
         "Adafactor": (trainer(sizes=FULL, changes={**ONCE, "optim": "adafactor"}), 2e-6),
     },
     "Tutorial": TUTORIALS,
+    "planner.Trainer": {"predictions that are generated": (generated, 0.0)},
     "accelerate": {
         "accumulation, clipping": (accelerate_loop(own_loss=False), 2e-6),
         "own loss, accumulation, clipping": (accelerate_loop(), 2e-6),
@@ -245,8 +262,10 @@ CELLS: dict[str, dict[str, tuple[Cell, float]]] = {
         "two models against each other": (adversaries, 2e-6),
     },
     "Lightning": {
-        "accumulation, clipping, a short last batch": (lightning_logged(), 2e-6),
-        "bf16": (lightning_logged(precision="bf16-mixed"), 1e-2),
+        "accumulation, clipping, a short last batch": (lightning_logged(own_loss=False), 2e-6),
+        "own loss, accumulation, clipping": (lightning_logged(), 2e-6),
+        "bf16": (lightning_logged(own_loss=False, precision="bf16-mixed"), 1e-2),
+        "ZeRO 3": (lightning_logged(fix={"zero": 3}), 2e-6),
         "resumed on another mesh": (lightning_resumed, 2e-6),
     },
 }

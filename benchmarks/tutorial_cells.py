@@ -246,7 +246,7 @@ def watched(mesh: str | None, folder: str) -> list[float]:
                  "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "short_loss"},
     )  # fmt: skip
     seen = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Gradients)).seen
-    return [*logged(trainer), *(seen if mesh != "pp=2" else [])]
+    return [*logged(trainer), *seen]
 
 
 def weighted(kind: Any) -> Any:

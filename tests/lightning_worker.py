@@ -16,10 +16,10 @@ from tests.tracing import traced_once
 def main() -> None:
     folder = Path(task())
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    first = lightning_script("dp=2", str(folder / "dp"), sizes=FULL, max_epochs=1)
+    first = lightning_script("pp=2", str(folder / "pp"), sizes=FULL, max_epochs=1, own_loss=False)
     path = first.checkpoint_callback.best_model_path
     second = lightning_script("tp=2", str(folder / "tp"), sizes=FULL, resume=str(folder / "stock.ckpt"))
-    logged = {"dp=2": first, "resumed on tp=2": second}
+    logged = {"pp=2": first, "resumed on tp=2": second}
     answer({"path": path, **{name: runner.lightning_module.logged for name, runner in logged.items()}})
 
 

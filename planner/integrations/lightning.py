@@ -35,16 +35,13 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
     """Lightning's modules on a plan: dp, tp, cp, ZeRO and recomputation are the plan's choice.
 
     Processes are started from outside (``torchrun``), with ``devices=1`` and no other strategy. ``training_step``
-    differentiates its own loss, which must be on every rank: no pipeline is planned.
+    differentiates its own loss, so no pipeline is chosen; under one that ``mesh`` has it must be the module's loss.
 
     Args:
         mesh: as in ``planner.compile``; None for the mesh that is best for the processes there are.
         plan_options: other arguments of ``planner.compile``: ``fix``, ``constraints``, ``memory_limit``, …
         modules: names of the attributes of the ``LightningModule`` that are planned, each called as a whole; None for
             all its modules that have parameters.
-
-    Raises:
-        ValueError: for a mesh with a pipeline.
     """
 
     def __init__(
@@ -68,13 +65,7 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
         target = None if mesh is None else read_target(mesh)
         if not isinstance(target, MeshShape):
             return mesh
-        fixed = fixed_axes(axis_sizes(target), self.plan_options.get("fix"))
-        if fixed["pp"] > 1:
-            raise ValueError(
-                f"pp={fixed['pp']}: training_step differentiates its own loss, which must be on every rank; leave the "
-                "pipeline out, or train with planner.Trainer or transformers' Trainer"
-            )
-        self.plan_options["fix"] = fixed
+        self.plan_options["fix"] = fixed_axes(axis_sizes(target), self.plan_options.get("fix"))
         return None
 
     # -- processes ------------------------------------------------------------------------------------------------
@@ -160,6 +151,8 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
                 raise ValueError(f"precision={self.precision_plugin.precision!r}: plans compute in bf16 (bf16-mixed)")
             self.precision_plugin = Precision()
             self.plan_options.setdefault("precision", "bfloat16")
+        if (self.plan_options.get("fix") or {}).get("pp", 1) > 1 and type(self.precision_plugin) is Precision:
+            self.precision_plugin = _ClippingStages(self.parts)
 
     def model_to_device(self) -> None:
         """Nothing: shards are brought to their device when they are planned."""
@@ -182,9 +175,7 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state that the optimizer would have on one process."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        state = inner.state_dict()
-        return {**state, "state": {number: _whole(entry) for number, entry in state["state"].items()}}
+        return self.parts.optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep the state until the first step, when there is a plan to cut it by."""
@@ -206,5 +197,12 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
 Strategy = PlannedStrategy
 
 
-def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in entry.items()}
+class _ClippingStages(Precision):  # type: ignore[misc]
+    """Clips gradients by the norm of whole modules, of which a rank has a stage."""
+
+    def __init__(self, parts: PlannedParts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        self._parts.clip_grad_norm_(getattr(optimizer, "optimizer", optimizer), clip_val)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.checkpoint import load_optimizer
+from runtime.checkpoint import load_optimizer, whole_optimizer_state
 from runtime.module.parallel_module import ParallelModule
 from runtime.state.owned import Owned
 
@@ -87,9 +88,37 @@ class PlannedParts:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """As ``runtime.checkpoint.load_optimizer``, for an optimizer over parameters of any of the parts."""
+        load_optimizer(_Together(self._parts_of(optimizer)), optimizer, state)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """As ``runtime.checkpoint.whole_optimizer_state``."""
+        return whole_optimizer_state(_Together(self._parts_of(optimizer)), optimizer)
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Clip by the norm of all gradients of an optimizer's parts, also where each rank has those of a stage.
+
+        Raises:
+            ValueError: if the optimizer has not all parameters of a part that are trained.
+        """
+        parts = self._parts_of(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        parts = {name: part for name, part in self._parts.items() if any(id(own) in held for own in part.parameters())}
-        load_optimizer(_Together(parts), optimizer, state)
+        for name, part in parts.items():
+            if any(one.requires_grad and id(one) not in held for one in part.parameters()):
+                raise ValueError(
+                    f"the optimizer has some parameters of {name!r} only: with a pipeline gradients are clipped by the "
+                    "norm of a whole module, so give it all of them, or clip in none"
+                )
+        norms = [part.clip_grad_norm_(math.inf) for part in parts.values()]
+        scale = float((max_norm / (torch.stack(norms).square().sum().sqrt() + 1e-6)).clamp(max=1.0))
+        for part in parts.values():
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def _parts_of(self, optimizer: torch.optim.Optimizer) -> dict[str, ParallelModule]:
+        """Those of which an optimizer has parameters."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return {name: part for name, part in self._parts.items() if any(id(own) in held for own in part.parameters())}
 
 
 class _Together:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from runtime.agreement.ranks_together import gathered, together
 from runtime.checkpoint.manager import Owner
@@ -70,6 +71,36 @@ def load_optimizer(
     requested, options = together(fitted)
     put_state(requested, optimizer)
     put_groups(optimizer, options)
+
+
+def whole_optimizer_state(parallel: Owner, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The ``state_dict()`` that the optimizer would have on one process, on every rank; all must call this together.
+
+    What ``load_optimizer`` reads: whole tensors, parameters numbered as the original model has them.
+    """
+    owned = named_alike(parallel.owned(), parallel.state_names)
+    places = {name: place for place, name in enumerate(parallel.state_names)}
+    groups = merged_groups(gathered(groups_of(owned, optimizer)))
+    names = {id(piece.tensor): piece.name for piece in owned}
+    state = {
+        names[id(local_of(parameter))]: {key: _whole(value) for key, value in entry.items()}
+        for parameter, entry in optimizer.state.items()
+    }
+    held = gathered(sorted(state))
+    if any(some != held[0] for some in held):  # stages of a pipeline
+        state = {name: entry for part in gathered(state) for name, entry in part.items()}
+    in_order = [sorted(group.names, key=lambda name: places.get(name, len(places))) for group in groups]
+    numbers = {name: number for number, name in enumerate(name for some in in_order for name in some)}
+    return {
+        "state": {numbers[name]: state[name] for name in sorted(state, key=lambda name: numbers[name])},
+        "param_groups": [
+            {**group.options, "params": [numbers[name] for name in some]} for group, some in zip(groups, in_order)
+        ],
+    }
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _read(path: str | Path) -> Any:
