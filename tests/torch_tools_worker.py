@@ -329,8 +329,6 @@ def main() -> None:
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
-
-
         result["recomputed"] = recomputed_on_a_mesh()
     answer(result)
 
