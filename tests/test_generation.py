@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, MambaConfig, MambaForCausalLM
 
 import planner
+from passes.capture import capture
+from passes.ir.types import MeshShape
 from passes.torch_compat.operators import TorchDispatchMode
 from planner.serving_plan import fastest, plan_serving
+from planner.sharding_ilp.constraints import dividing
 from runtime.generation.hugging_face_loop import check_generates
 from tests.generation_cases import generated, model_named, prompt_of, training_batch
 from tests.ranks import run_on_ranks
@@ -96,3 +100,16 @@ def test_serving_is_priced_above_its_bound() -> None:
     assert planned.cache_bytes == 4 * 2 * 4 * 4 * 9 * 8 * 2 // 8
     cut = dataclasses.replace(planned, weight_bytes=planned.weight_bytes // 2)
     assert fastest([planned, cut]) is cut  # as fast, and smaller
+
+
+def test_a_demand_on_all_inputs_leaves_out_those_that_it_cannot_cut() -> None:
+    """As a trainer pins all samples to ranks, and the program of a token has a position beside them."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            return x * position
+
+    graph = capture(Scaled(), kwargs={"x": torch.randn(4, 3), "position": torch.tensor(2.0)})
+    demand = {"input:*": {"dp": "S(0)"}}
+    assert dividing(graph, demand, MeshShape(("dp",), (2,))) == {"input:x": {"dp": "S(0)"}}
+    assert dividing(graph, demand, MeshShape(("dp",), (3,))) == {}

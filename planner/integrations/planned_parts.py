@@ -68,7 +68,8 @@ class PlannedParts:
         """The original's state dict, with whole tensors, on every rank."""
         whole = {f"{part}.{name}": tensor for part, parallel in self._parts.items()
                  for name, tensor in parallel.full_state_dict().items()}  # fmt: skip
-        return {name: whole.get(name, value) for name, value in module.state_dict().items()}
+        own = {name: value for name, value in module.state_dict().items() if name.partition(".")[0] not in self._parts}
+        return own | whole  # of a part that is a pipeline's, a rank's own state dict has a stage alone
 
     def load_full_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Take a state dict of the original.

@@ -85,22 +85,30 @@ def match(graph: Graph, pattern: str) -> Matched:
 
 
 def dividing(graph: Graph, demands: Demands, mesh: MeshShape) -> Demands:
-    """``demands`` but for those that would cut an input of ``graph`` into parts that are not equal."""
+    """``demands`` but for those on inputs of ``graph`` that lack the dim, or that it would cut into unequal parts."""
     shapes = {value.name: value.shape for value in graph.inputs}
-    return {
-        pattern: {
-            axis: demand
-            for axis, demand in by_axis.items()
-            if not any(_is_uneven(demand, shapes[name], mesh.size(axis)) for name in match(graph, pattern).inputs)
-        }
-        for pattern, by_axis in demands.items()
-    }
+    keys = {value.name: ".".join(map(str, path)) for path, value in zip(graph.input_paths, graph.inputs)}
+    kept: dict[str, dict[str, Any]] = {}
+    for pattern, by_axis in demands.items():
+        inputs = match(graph, pattern).inputs
+        for axis, demand in by_axis.items():
+            sizes = {name: _sizes_cut(demand, shapes[name]) for name in inputs}
+            if any(some and all(size % mesh.size(axis) for size in some) for some in sizes.values()):
+                continue
+            lacking = [name for name in inputs if sizes[name] == []]
+            others = [f"input:{keys[name]}" for name in inputs if name not in lacking]
+            for one in others if lacking else [pattern]:
+                kept.setdefault(one, {})[axis] = demand
+    return kept
 
 
-def _is_uneven(demand: Any, shape: tuple[int, ...], num_ranks: int) -> bool:
+def _sizes_cut(demand: Any, shape: tuple[int, ...]) -> list[int] | None:
+    """Sizes of the dims that a demand's alternatives cut, of those that there are; None if one of them cuts nothing."""
     texts = [demand] if isinstance(demand, str) else list(demand)
     dims = [shard_dim(parse_type(text)) if re.fullmatch(r"S\(\d+\)", text) else None for text in texts]
-    return all(dim is not None and dim < len(shape) and shape[dim] % num_ranks != 0 for dim in dims)
+    if any(dim is None for dim in dims):
+        return None
+    return [shape[dim] for dim in dims if dim is not None and dim < len(shape)]
 
 
 def _select(names: Mapping[str, str], pattern: str) -> tuple[str, ...]:
