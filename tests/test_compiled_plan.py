@@ -31,7 +31,10 @@ def test_checkpoints_inside_a_model_are_planned_as_recomputation(ranks: dict[str
     assert ranks["checkpoints"]["error"] <= 1e-9
 
 
-def test_a_plan_that_recomputes_nothing_refuses_checkpoints(ranks: dict[str, Any]) -> None:
+def test_checkpoints_are_planned_on_a_given_mesh_if_inputs_show_them_before_the_first_call(
+    ranks: dict[str, Any],
+) -> None:
+    assert "recompute='full'" in ranks["checkpoints"]["on mesh"]
     assert "fix={'recompute': 'full'}" in ranks["checkpoints"]["refusal"]
 
 

@@ -257,6 +257,7 @@ def unlike_arguments_are_refused() -> bool:
         "differ in the plan": lambda: planner.compile(built(seed=0), "tp=2", plan=path),
         "differ in option fuse: False on rank 1, True": lambda: planner.compile(built(0), **PLANS[0], fuse=rank == 0),
         "differ in the mesh: dp=2 on rank 1, tp=2 on rank 0": lambda: planner.compile(built(0), ["tp=2", "dp=2"][rank]),
+        "differ in the mesh: a whole step on pp=2 on rank 1": lambda: planner.compile(built(0), ["tp=2", "pp=2"][rank]),
         "differ in option example_inputs": lambda: planner.compile(
             built(seed=0), "tp=2", example_inputs=token_batch(length=6 + rank)
         ),

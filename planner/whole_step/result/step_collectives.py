@@ -32,6 +32,7 @@ from planner.whole_step.result.unit_collectives import (
     BACKWARD,
     FORWARD,
     Axes,
+    Below,
     SavedLocals,
     Sent,
     gathers_in_backward,
@@ -159,9 +160,11 @@ class _Counter:
         uses: dict[tuple[int | None, int, tuple[str, ...]], list[bool]] = {}
         for stage in stages:
             for unit, block in self._units(stage):
+                below = {name: (root, path) for root, path, name in unit.states}
                 for names, zero in self._groups(unit, first, table):
                     key = (None if len(names) == 1 and names[0] in table.held_together else stage.index, zero, names)
-                    again = zero == GATHERED_PER_USE and self._gathers_again(block, names)
+                    own = {below[name] for name in names if name in below}
+                    again = zero == GATHERED_PER_USE and self._gathers_again(block, own)
                     uses.setdefault(key, []).append(again)
         sharded = self._sharded()
         for (_, zero, names), again_in in uses.items():
@@ -186,10 +189,10 @@ class _Counter:
         blocks = [repeat for repeat in repeats for _ in repeat.block.roots]
         yield from itertools.zip_longest(stage.all_units, blocks)
 
-    def _gathers_again(self, block: Repeat | None, names: Sequence[str]) -> bool:
+    def _gathers_again(self, block: Repeat | None, weights: Collection[Below]) -> bool:
         if not self.trains or block is None or block.policy is None:
             return False
-        return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute, names)
+        return gathers_in_backward(self.saved_by_autograd.of_unit(block), block.policy.recompute, weights)
 
     def _trained(self, unit: StageUnit) -> dict[str, tuple[str, ...]]:
         """The trained weights of a unit, with the axes over which their gradients are summed."""

@@ -90,18 +90,22 @@ def _own(compute: Compute, mesh: MeshShape, phase: str) -> Iterator[Sent]:
             yield Sent(item.collective, axis, phase, num_bytes)
 
 
+#: A weight of a unit as in ``StageUnit.states``: the index of the block's root, and the path below it.
+Below = tuple[int, str]
+
+
 @dataclass(frozen=True)
 class SavedLocals:
     """What autograd saves of the operators of a unit.
 
     Attributes:
         brought: conversions with a collective whose results are saved, and the conversions that lead to them.
-        weights: paths of the parameters that are saved as they were gathered.
+        weights: the parameters that are saved as they were gathered.
         last: index in the unit of the last operator with a saved tensor; −1 if there is none.
     """
 
     brought: tuple[Convert, ...]
-    weights: frozenset[str]
+    weights: frozenset[Below]
     last: int
 
     @staticmethod
@@ -158,7 +162,7 @@ class _Storages:
 
     def __init__(self) -> None:
         self.brought: dict[Local, Convert] = {}
-        self.weight: dict[Local, str] = {}
+        self.weight: dict[Local, Below] = {}
 
     def converted(self, convert: Convert) -> None:
         if convert.forward:
@@ -169,7 +173,7 @@ class _Storages:
     def computed(self, compute: Compute, activations: Activations) -> None:
         for local in compute.inputs:
             if local.state is not None:
-                self.weight[local] = local.state.path
+                self.weight[local] = (local.state.root or 0, local.state.path)
         for output in compute.outputs:
             root = activations.roots.get(output.value.name, output.value.name)
             if root != output.value.name:
@@ -183,7 +187,7 @@ class _Storages:
         if source in self.brought:
             self.brought[view] = self.brought[source]
         if source.state is not None:
-            self.weight[view] = source.state.path
+            self.weight[view] = (source.state.root or 0, source.state.path)
         elif source in self.weight:
             self.weight[view] = self.weight[source]
 
@@ -197,9 +201,9 @@ def sent_again(operations: Sequence[Operation], axes: Axes, saved_locals: SavedL
         yield from (sent._replace(phase=BACKWARD) for sent in _forward(operation, axes))
 
 
-def gathers_in_backward(saved_locals: SavedLocals, policy: str, names: Collection[str]) -> bool:
-    """Whether the backward pass of a unit gathers again the weights ``names``, which are freed together after each use:
+def gathers_in_backward(saved_locals: SavedLocals, policy: str, weights: Collection[Below]) -> bool:
+    """Whether the backward pass of a unit gathers again ``weights``, which are freed together after each use:
     without recomputation only if it reads one of them."""
     if policy in ("none", "regather"):
-        return not saved_locals.weights.isdisjoint(names)
+        return not saved_locals.weights.isdisjoint(weights)
     return saved_locals.last >= 0
