@@ -20,7 +20,7 @@ from passes.plan import Plan
 from planner.checkpointed_models import CheckpointedModel, enables_checkpoints, refuse_checkpoints
 from planner.engine_under_another_plan import ModelReplanner
 from planner.extensions import load_extensions
-from planner.first_call import planned_at_first_call
+from planner.later_planning import is_step_on_axes, planned_later
 from planner.planning import as_cluster, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
@@ -117,8 +117,8 @@ def compile(
     options |= {"loss_fn": loss_fn, "cluster": cluster, "optimizer": optimizer if isinstance(optimizer, str) else None}
     if example_inputs is not None or batch_size is not None:
         options |= {"example_inputs": example_inputs, "batch_size": batch_size, "seq_len": seq_len}
-    elif plan is None and (mesh is None or _is_step_on_axes(model, mesh, options)):
-        parallel = _planned_later(model, mesh, options)
+    elif plan is None and (mesh is None or is_step_on_axes(model, mesh, options)):
+        parallel = planned_later(model, mesh, options, engine_for)
         return in_place_of(model, parallel, optimizer, replanner)
     if mesh is None:
         mesh = process_group_as_cluster() if plan is None else plan
@@ -130,48 +130,6 @@ def compile(
             raise
         engine = make(fix={"recompute": "full"})
     return in_place_of(model, ParallelModule(engine), optimizer, replanner)
-
-
-def _is_step_on_axes(model: nn.Module, mesh: Target, options: Mapping[str, Any]) -> bool:
-    """Whether a mesh is given by sizes of axes, and other options or the model ask for a whole step."""
-
-    def axes_of_step() -> MeshShape | None:
-        refuse_unsupported(model)
-        target = read_target(mesh)
-        asks = options.get("precision") is not None or enables_checkpoints(model)
-        return target if isinstance(target, MeshShape) and (asks or plans_step(target, options)) else None
-
-    ranks = ranks_of(mesh)
-    axes = ranks.together(axes_of_step)
-    # What comes next is compared in full, but by other messages.
-    ranks.check_alike({"the mesh": "one without a whole step" if axes is None else f"a whole step on {axes}"})
-    return axes is not None
-
-
-def _planned_later(model: nn.Module, mesh: Target | None, options: dict[str, Any]) -> ParallelModule:
-    """A parallel module whose step is planned at its first call: on axes of given sizes, or (None) the best."""
-    target = None if mesh is None else read_target(mesh)
-    if isinstance(target, MeshShape):
-        _check_alike_on_axes(model, target, options)
-    fix, hardware = options.pop("fix", None), options.pop("cluster")
-    if isinstance(target, MeshShape):
-        fix = fixed_axes(
-            axis_sizes(target), {"recompute": "full"} if fix is None and enables_checkpoints(model) else fix
-        )
-    devices = process_group_as_cluster()
-    if hardware is not None:
-        devices = as_cluster(hardware, num_devices=devices.num_devices)
-    return planned_at_first_call(model, devices, partial(engine_for, **options), options["loss_fn"], fix)
-
-
-def _check_alike_on_axes(model: nn.Module, target: MeshShape, options: Mapping[str, Any]) -> None:
-    """Compare and check now what is planned later."""
-    own = ("constraints", "memory_limit", "precision", "fuse", "loss_fn", "cluster", "optimizer")
-    compared = {name: value for name, value in options.items() if name != "loss_fn"}
-    check_compiled_alike(
-        ranks_of(target), model, target=target, plan=None, loss_fn=options["loss_fn"], options=compared
-    )
-    check_options({name: value for name, value in options.items() if name not in own}, step=True)
 
 
 @torch.random.fork_rng(devices=[])  # a script draws afterwards what it draws without a plan
