@@ -172,6 +172,43 @@ class CapacityLoop(ExpertLoop):
         return result
 
 
+class DroppingHitLoop(ExpertLoop):
+    """One expert a token; a sample's tokens beyond its experts' capacity are dropped; experts by name (Switch)."""
+
+    capacity = 1
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__(size, inner, num_experts, k)
+        self.experts: Any = nn.ModuleDict({f"expert_{i}": FeedForward(size, inner) for i in range(num_experts)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(x).softmax(-1).max(-1)
+        one_hot = F.one_hot(chosen, len(self.experts))
+        one_hot = one_hot * (one_hot.cumsum(-2) <= self.capacity)
+        return self.dropping(x, scores, one_hot).view_as(x)
+
+    def dropping(self, x: torch.Tensor, scores: torch.Tensor, one_hot: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        masks, scores = one_hot.view(-1, 1, len(self.experts)).permute(2, 1, 0), scores.view(-1, 1)
+        result = torch.zeros_like(rows)
+        for index in torch.greater(masks.sum(dim=(-1, -2)), 0).nonzero():
+            choice, token = torch.where(masks[index].squeeze(0))
+            result.index_add_(0, token, self.experts[f"expert_{index[0]}"](rows[token]) * scores[token, choice, None])
+        return result
+
+
+class DroppingColumnLoop(DroppingHitLoop):
+    """The same by columns of one-hot rows; tokens that are dropped stay as they are."""
+
+    def dropping(self, x: torch.Tensor, scores: torch.Tensor, one_hot: torch.Tensor) -> torch.Tensor:
+        result = x.clone()
+        for index, expert in enumerate(self.experts.values()):
+            mask = one_hot[:, :, index].bool()
+            if mask.any():
+                result[mask] = scores[mask][:, None] * expert(x[mask])
+        return result
+
+
 class MaskedLoop(ExpertLoop):
     """A loop over modules: every expert sees every token, and weighs those that are not its own with zero."""
 
@@ -302,6 +339,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "gpt-oss eager": lambda: language_model("GptOss", "eager"),
     "loop": lambda: ByHand(ExpertLoop),
     "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
+    "dropping loops": lambda: ByHand(DroppingHitLoop, DroppingColumnLoop),
     "masked loop": lambda: ByHand(MaskedLoop),
     "dense": lambda: ByHand(DenseExperts, ScoredInputs, OffsetDenseExperts),
     "one-hot": lambda: ByHand(OneHotDispatch),

@@ -253,3 +253,42 @@ def test_control_flow_operators_are_refused() -> None:
 def test_autocast_inside_the_model_is_refused() -> None:
     with pytest.raises(CaptureError, match="switches autocast on"):
         capture(Reads("autocast"), args=(torch.ones(4, 4),))
+
+
+class OnlyInEager(nn.Module):
+    """Makes what its next line needs only while it is not compiled, and names a layer by an input's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer_{index}": nn.Linear(4, 4) for index in range(3)})
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones_like(x)
+        y: torch.Tensor = self.layers[f"layer_{index[0]}"](x)
+        return y * mask[:, :4]  # type: ignore[index]
+
+
+def test_a_model_that_fails_on_its_compiled_path_is_captured_on_its_eager_one() -> None:
+    """A number of a tensor in a text is its value, as in eager."""
+    is_compiling = torch.compiler.is_compiling
+    graph = capture(OnlyInEager(), args=(torch.ones(2, 4), torch.tensor([1])))
+    assert {state.path for state in graph.states} == {"layers.layer_1.weight", "layers.layer_1.bias"}
+    assert [reading.expected for reading in graph.guards.readings] == [1]
+    assert torch.compiler.is_compiling is is_compiling
+
+
+class ConvertsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(torch.float32)
+        return self.router(x.float())  # type: ignore[no-any-return]
+
+
+def test_a_module_that_converts_its_weights_is_captured_once_they_are_converted() -> None:
+    with pytest.raises(CaptureError, match=r"forward converts the weights of Linear for good.*call forward once"):
+        capture(ConvertsItself().double(), args=(torch.ones(2, 4),))
+    assert capture(ConvertsItself(), args=(torch.ones(2, 4),)).states

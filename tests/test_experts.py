@@ -43,7 +43,14 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
     assert not [node.op for node in graph.nodes if any(word in node.op for word in MIXING)]
 
 
-@pytest.mark.parametrize(("name", "shapes"), [("loops", [(8, 6, 16)] * 2), ("dense", [(8, 6, 16), (8, 6, 2, 16)])])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("loops", [(8, 6, 16)] * 2),
+        ("dense", [(8, 6, 16), (8, 6, 2, 16)]),
+        ("dropping loops", [(8, 6, 16)] * 2),
+    ],
+)
 def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(
     name: str, shapes: list[tuple[int, ...]]
 ) -> None:
@@ -123,10 +130,14 @@ def test_a_product_of_means_that_both_have_gradients_is_refused_in_micro_batches
     [
         ("loop", {"ep": 2, "tp": 2}, None),
         ("gpt-oss", {"ep": 2, "tp": 2}, {"zero": 3, "recompute": "selective"}),
+        ("dropping loops", {"ep": 2, "pp": 2}, {"num_microbatches": 2}),
     ],
 )
 def test_experts_train_as_on_one_device(name: str, mesh: dict[str, int], fix: dict[str, Any] | None) -> None:
-    """What is gathered again for the backward pass is counted, too: tokens and ids that travelled are not."""
+    """What is gathered again for the backward pass is counted, too: tokens and ids that travelled are not.
+
+    Tokens that are dropped do not travel: exchanges may carry less than planned.
+    """
     options: dict[str, Any] = {} if fix is None else {"fix": fix}
     report = planner.verify(family_model(name), mesh, batch=family_batch(), steps=1, **options)
     assert report.ok, report.table()

@@ -177,13 +177,23 @@ def _dropped(at: fx.Node, tokens: RoutedTokens, rows: fx.Node) -> fx.Node:
     """``rows`` without those of no expert: their scores, where there are any, are zero."""
     if tokens.valid is None:
         return rows
-    kept = insert(at, aten.unsqueeze.default, (tokens.valid, -1))
     if rows.target is aten.mul.Tensor:
         factors: list[Any] = list(rows.args)
         for place, factor in enumerate(factors):
-            if isinstance(factor, fx.Node) and shape(factor) == shape(kept):
-                zero = insert(at, aten.zeros_like.default, (factor,))
-                factors[place] = insert(at, aten.where.self, (kept, factor, zero))
+            scores = _scores(factor, tokens)
+            if scores is not None:
+                zero = insert(at, aten.zeros_like.default, (scores,))
+                counted = insert(at, aten.where.self, (tokens.valid, scores, zero))
+                factors[place] = insert(at, aten.unsqueeze.default, (counted, tokens.num_token_dims + 1))
                 return insert(at, aten.mul.Tensor, tuple(factors))
     zero = insert(at, aten.zeros_like.default, (rows,))
-    return insert(at, aten.where.self, (kept, rows, zero))
+    return insert(at, aten.where.self, (insert(at, aten.unsqueeze.default, (tokens.valid, -1)), rows, zero))
+
+
+def _scores(factor: Any, tokens: RoutedTokens) -> fx.Node | None:
+    """The scores [*tokens, K] of which a factor of the rows is ``scores[..., None]``; None if it is not."""
+    if not isinstance(factor, fx.Node) or factor.target is not aten.unsqueeze.default:
+        return None
+    scores, dim = factor.args
+    rank = tokens.num_token_dims + 1
+    return scores if dim in (-1, rank) and shape(scores) == shape(tokens.ids) else None  # type: ignore[arg-type, return-value]

@@ -19,7 +19,7 @@ class ExpertMask(NamedTuple):
     Attributes:
         source: the tensor that all experts' masks are made of.
         form: "equal": ``ids == expert``; "any": whether any choice, along the last dim, is so; "one_hot": entry
-            ``expert`` of one-hot rows that were brought to be ``[experts, …]``.
+            ``expert`` of one-hot rows that were brought to be ``[experts, …]``; "column": that along the last dim.
         expert: its number.
     """
 
@@ -84,7 +84,9 @@ def routed_tokens(
     if form == "any":
         rank += 1
     rest = [dim for dim in range(rank) if dim not in token_dims]
-    choices = _of_one_hot(at, source) if form == "one_hot" else _Choices(source, None, tuple(range(rank)))
+    choices: _Choices | None = _Choices(source, None, tuple(range(rank)))
+    if form in ("one_hot", "column"):
+        choices = _of_one_hot(at, source, is_column=form == "column")
     if choices is None or len(rest) > 1 or len(choices.dims) != rank:
         return None
     ids, valid = choices.ids, choices.counted
@@ -134,8 +136,9 @@ def _entry_of_one_hot(mask: fx.Node) -> ExpertMask | None:
         if node.target in _COMPARED_WITH_ZERO and node.args[1] != 0:
             return None
         node = node.args[0]
-    if node.target is aten.select.int and node.args[1] == 0:
-        return ExpertMask(node.args[0], "one_hot", node.args[2])
+    if node.target is aten.select.int:
+        form = {0: "one_hot", len(shape(node)): "column"}.get(node.args[1])
+        return None if form is None else ExpertMask(node.args[0], form, node.args[2])
     if node.target is aten.index.Tensor and len(node.args[1]) == 1:
         number = _number(node.args[1][0])
         return None if number is None else ExpertMask(node.args[0], "one_hot", number)
@@ -149,12 +152,13 @@ def _number(index: Any) -> int | None:
     return None
 
 
-def _of_one_hot(at: fx.Node, masks: fx.Node) -> _Choices | None:
+def _of_one_hot(at: fx.Node, masks: fx.Node, *, is_column: bool) -> _Choices | None:
     """The ids that one-hot rows were made of, and which of them were not multiplied by zero."""
-    order = _order(masks)
+    rank = len(shape(masks))
+    order = [rank - 1, *range(rank - 1)] if is_column else _order(masks)
     if order is None:
         return None
-    node: Any = masks.args[0]
+    node: Any = masks if is_column else masks.args[0]
     last = order[0]
     if last != len(shape(node)) - 1:
         return None

@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from passes.canonicalise import canonicalise, inline_regions
 from passes.capture.convert import Source, convert
 from passes.capture.draws import number_draws
+from passes.capture.eager_path import compiled_or_eager
 from passes.capture.export import export
 from passes.capture.flat_call import FlatCall, LossFunction
 from passes.capture.forward_hooks import announced_hooks
@@ -142,20 +143,24 @@ def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
     return graph, trace.call
 
 
-def _trace(
+def _trace(model: nn.Module, *, picked: PickedRows | None = None, **options: Any) -> _Trace:
+    """The exported program of a call on a copy of the model, on the path that it takes when compiled or in eager."""
+    return compiled_or_eager(lambda rows: _trace_path(model, **options, picked=rows), picked or PickedRows())
+
+
+def _trace_path(
     model: nn.Module,
     *,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     loss_fn: LossFunction | None,
     training: bool | None,
+    picked: PickedRows,
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
     open_dims: OpenDims | None = None,
-    picked: PickedRows | None = None,
 ) -> _Trace:
-    """The exported program of a call on a copy of the model."""
     stand_ins = StandIns(device_of(model), with_symbols=open_dims is not None)
     call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
     refuse_inputs(call.tensors)
@@ -164,7 +169,6 @@ def _trace(
         copied.train(training)
     paths = {id(module): name for name, module in copied.named_modules()}
     buffers = dict(model.named_buffers()) if buffer_values is None else buffer_values
-    picked = PickedRows() if picked is None else picked
     call.reads = ValueReads(
         call.tensors if values is None else values, buffers, paths, whole=not repeats, picked=picked
     )

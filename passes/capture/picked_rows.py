@@ -64,6 +64,10 @@ class PickedRows:
     _last_place: str = ""
     _places: dict[int, tuple[torch.Tensor, int, str]] = field(default_factory=dict)
 
+    def fresh(self) -> PickedRows:
+        """The same numbers for another trace, of which nothing is noted yet."""
+        return PickedRows(self.first, self.step, self.idle, self.left_out)
+
     def _is_idle(self, number: int) -> bool:
         return self.idle > 0 and number % self.idle == 0
 

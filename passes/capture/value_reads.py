@@ -133,6 +133,10 @@ class ValueReads:
         with stand_ins:
             return _without_data(self._values.results[question.step])
 
+    def is_settled(self, tensor: torch.Tensor) -> bool:
+        """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
+        return self._subgraphs is not None and self._subgraphs.is_settled(tensor)
+
     def error_check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
         """What ``flag`` has to be for the model to raise no error, and where it asks.
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +108,10 @@ def intercepted_functions(intercept: Callable[[Apply, Any, tuple[Any, ...], dict
 
 @contextlib.contextmanager
 def idle_conversions() -> Iterator[None]:
-    """On this thread, ``module.to(...)`` that changes no tensor leaves them alone: export's own cannot be swapped."""
+    """On this thread, ``module.to(...)`` that changes no tensor leaves them alone: export's own cannot be swapped.
+
+    One that changes any raises RuntimeError, which says what to do.
+    """
     original = nn.Module._apply
     tracing = threading.get_ident()
 
@@ -115,6 +120,11 @@ def idle_conversions() -> Iterator[None]:
             tensors = (*self.parameters(), *self.buffers())
             if all(function(tensor) is tensor for tensor in tensors):
                 return self
+            raise RuntimeError(
+                f"forward converts the weights of {type(self).__name__} for good (module.to), so that the first call "
+                "would train other parameters than it was given: convert them before (call forward once, or "
+                "module.to(…) there)"
+            )
         return original(self, function, *args, **kwargs)
 
     nn.Module._apply = apply  # type: ignore[assignment, method-assign]
@@ -122,6 +132,48 @@ def idle_conversions() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+class CompilingFlags:
+    """``torch.compiler.is_compiling`` and ``is_exporting`` as code outside of torch sees them on this thread.
+
+    Args:
+        seen: False: they say that nothing is compiled, as in eager; True: as torch sets them.
+
+    Attributes:
+        asked: whether such code has asked.
+    """
+
+    _NAMES = ("is_compiling", "is_exporting")
+    _TORCH = str(Path(torch.__file__).parent)
+
+    def __init__(self, *, seen: bool) -> None:
+        self.asked = False
+        self._seen = seen
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """A context in which they are."""
+        originals = {name: getattr(torch.compiler, name) for name in self._NAMES}
+        tracing = threading.get_ident()
+
+        def answered_by(original: Callable[[], bool]) -> Callable[[], bool]:
+            def flag() -> bool:
+                asks = sys._getframe(1).f_code.co_filename
+                if threading.get_ident() != tracing or asks.startswith(self._TORCH):
+                    return original()
+                self.asked = True
+                return self._seen and original()
+
+            return flag
+
+        for name, original in originals.items():
+            setattr(torch.compiler, name, answered_by(original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(torch.compiler, name, original)
 
 
 @contextlib.contextmanager

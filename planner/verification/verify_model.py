@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from planner.verification.rounding import judged_by_rounding
 from planner.verification.training_run import Results, TrainingCase, compare, run_alone, run_sharded
 from planner.verification.verify_report import VerifyReport
 from planner.whole_step.candidates.demands import asks_for_step, fixed_axes
+from runtime.execution.expert_load import DroppedTokens
 from runtime.execution.rank_mapping import VirtualPlaces
+from runtime.kernels.routing_listeners import listening
 from runtime.mesh.communication_counter import CommunicationCounter
 from runtime.mesh.layout import VirtualLayout, virtual_ranks
 
@@ -131,14 +134,14 @@ def verify(
             loss_fn=loss_fn,
             example_inputs=training.batch,
         )
-        counter = CommunicationCounter(layout.device_mesh)
+        counter, drops = CommunicationCounter(layout.device_mesh), DroppedTokens()
         results = run_sharded(
             parallel,
             training,
             subject.alone,
             like=single,
             whole=lambda value: _whole(value, layout),
-            first_step=counter,
+            first_step=_counting(counter, drops),
         )
         disagreement = parallel._state.disagreement()
     return VerifyReport(
@@ -150,7 +153,14 @@ def verify(
         counter.collectives,
         parallel.source,
         subject.note,
+        drops_tokens=drops.any,
     )
+
+
+@contextlib.contextmanager
+def _counting(counter: CommunicationCounter, drops: DroppedTokens) -> Iterator[None]:
+    with counter, listening(drops.note):
+        yield
 
 
 @dataclass(frozen=True)

@@ -95,3 +95,20 @@ def chunk_begins(graph: StageGraph) -> None:
     """Tell those who count that a chunk begins to run a micro-batch."""
     for recorder in _recorders:
         recorder.begin(graph)
+
+
+class DroppedTokens:
+    """Whether any token went to no expert.
+
+    Attributes:
+        any: so far.
+    """
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def note(self, expert_ids: torch.Tensor, num_experts: int) -> None:
+        """Look at the experts of one operator's tokens, of every rank where all run in one process."""
+        goes_nowhere = (expert_ids.detach() < 0) | (expert_ids.detach() >= num_experts)
+        on_ranks = getattr(goes_nowhere, "_local_tensors", {0: goes_nowhere})
+        self.any = self.any or any(bool(flags.any()) for flags in on_ranks.values())
