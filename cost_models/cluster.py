@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_models import live
-from cost_models.cluster_format import format_cluster, parse_cluster
+from cost_models.cluster_format import REORDER, SLOWEST, format_cluster, parse_cluster
 from cost_models.cluster_graph import num_parts, whole_graph
 from cost_models.fields import check_finite, suggest
 from cost_models.files import read_toml
@@ -29,13 +29,15 @@ class Cluster:
     """Devices in rank order, and the levels of links that join them, innermost first.
 
     Made by ``parse``, ``from_toml``, ``from_dict``, ``from_device_mesh`` or ``uniform``. ``groups`` says which device
-    each rank has (one group unless the cluster is mixed). ``profile``: what was measured, if it was.
+    each rank has (one group unless the cluster is mixed). ``profile``: what was measured, if it was. ``unequal``: what
+    different devices are planned as, one of ``cost_models.cluster_format.UNEQUAL``.
     """
 
     name: str
     groups: tuple[DeviceGroup, ...]
     levels: tuple[LinkLevel, ...]
     profile: Profile | None = None
+    unequal: str = REORDER
 
     @property
     def num_devices(self) -> int:
@@ -54,6 +56,18 @@ class Cluster:
             if group.device not in devices:
                 devices.append(group.device)
         return tuple(devices)
+
+    @property
+    def has_unequal_devices(self) -> bool:
+        """Whether stages of a pipeline may be told apart by their devices: there are several kinds, none of them linked
+        directly to others, and they do not all count as the slowest."""
+        return len(self.kinds) > 1 and self.unequal != SLOWEST and not self.has_direct_links
+
+    def peak_flops(self, dtype: str) -> float:
+        """Operations per second of all devices at their peak; each at the slowest's where all count as the slowest."""
+        if not self.has_unequal_devices:
+            return self.device.peak_flops(dtype) * self.num_devices
+        return sum(group.device.peak_flops(dtype) * group.count for group in self.groups)
 
     @property
     def has_direct_links(self) -> bool:
@@ -101,7 +115,7 @@ class Cluster:
             if remaining:
                 groups.append(DeviceGroup(group.device, min(remaining, group.count)))
                 remaining -= groups[-1].count
-        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels), self.profile)
+        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels), self.profile, self.unequal)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -109,12 +123,15 @@ class Cluster:
 
         A preset may be followed by sizes of its levels, outermost first: ``dgx-h100`` is one node of 8, ``dgx-h100:32``
         32 such nodes, ``dgx-h100:2x4`` two nodes of which 4 GPUs are used; ``cpu-local:4`` is one host with 4 devices.
+        Several with ``+`` between them are one cluster of unequal devices: ``dgx-a100-80g:2+dgx-v100-32g:2``.
 
         Raises:
             ValueError: if the preset is not known, the sizes are malformed, or the file is.
         """
         if text.endswith(".toml"):
             return Cluster.from_toml(text)
+        if "+" in text:
+            return _side_by_side(text, [Cluster.parse(part.strip()) for part in text.split("+")])
         name, colon, sizes = text.partition(":")
         if name not in preset_names():
             hint = suggest(name, preset_names())
@@ -155,7 +172,7 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (also valid TOML, see ``cost_models.cluster_format``)."""
-        return format_cluster(self.name, self.groups, self.levels, self.profile)
+        return format_cluster(self.name, self.groups, self.levels, self.profile, self.unequal)
 
     @staticmethod
     def from_device_mesh(mesh: DeviceMesh) -> Cluster:
@@ -191,6 +208,33 @@ class Cluster:
     def graph(self) -> networkx.DiGraph:
         """The cluster as a ``networkx`` graph: every device, switch and link, see ``cost_models.cluster_graph``."""
         return whole_graph(self.name, self.groups, self.levels)
+
+
+def _side_by_side(name: str, parts: list[Cluster]) -> Cluster:
+    """Clusters of the same nodes' size on one network: at each level all count on the slowest's links, and each part has
+    its own among its devices."""
+    inner_sizes = {tuple(level.group_size for level in part.levels[:-1]) for part in parts}
+    if len(inner_sizes) > 1 or any(part.has_direct_links or part.profile is not None for part in parts):
+        raise ValueError(
+            f"cannot join {name!r}: expected presets with equally many devices a node, linked by switches; write a file"
+            " with [[devices]] for others"
+        )
+    total = sum(part.num_devices for part in parts)
+
+    def whole(part: Cluster, names: tuple[str, ...]) -> tuple[LinkLevel, ...]:
+        levels = tuple(replace(level, name=each) for level, each in zip(part.levels, names))
+        return (*levels[:-1], replace(levels[-1], group_size=total))
+
+    names = tuple(level.name for level in parts[0].levels)
+    by_part = [whole(part, names) for part in parts]
+    slowest = tuple(min(same, key=lambda level: level.bandwidth / level.shared_by) for same in zip(*by_part))
+    slowest = tuple(
+        replace(level, latency=max(each.latency for each in same)) for level, same in zip(slowest, zip(*by_part))
+    )
+    groups = [
+        DeviceGroup(group.device, group.count, levels) for part, levels in zip(parts, by_part) for group in part.groups
+    ]
+    return Cluster(name, tuple(groups), slowest)
 
 
 def _resized(data: dict[str, Any], text: str, sizes: str) -> dict[str, Any]:

@@ -47,6 +47,12 @@
     latency = 22e-6
     bandwidth = 1e9
 
+A cluster of unequal devices has several ``[[devices]]``, each with a ``count`` and maybe with ``[[devices.levels]]``: the
+levels as they are among these devices alone, where theirs are faster than ``[[levels]]``, which are then those of the
+slowest. ``unequal = "reorder"`` (the default: stages of a pipeline may lie on different devices, in the order that is
+fastest), ``"in-order"`` (the same with ranks as they stand in the file) or ``"slowest"`` (every device counts as the
+slowest), see ``cost_models.unequal_devices``.
+
 Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes and
 overlap_slowdown may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that cost nothing. A
 preset file may also have a ``[match]`` table, see ``cost_models.live``.
@@ -105,7 +111,9 @@ from cost_models.measured_profile import Profile, format_profile, parse_profile
 from cost_models.topology import expand_topology
 from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
-_TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile")
+_TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile", "unequal")
+#: What unequal devices are planned as, the default first.
+UNEQUAL = REORDER, IN_ORDER, SLOWEST = ("reorder", "in-order", "slowest")
 _DEVICE_KEYS = (
     "name", "flops", "memory_bytes", "memory_bandwidth", "launch_overhead", "reserved_bytes", "overlap_slowdown",
     "efficiency",
@@ -118,8 +126,8 @@ _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
 
-def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None]:
-    """Name, devices in rank order, link levels and profile of a cluster written as in the module docstring.
+def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None, str]:
+    """Name, devices in rank order, link levels, profile and ``unequal`` of a cluster written as in the module docstring.
 
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
@@ -128,23 +136,35 @@ def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLe
     check_keys(table, _TOP_KEYS, "the cluster")
     levels = _parse_levels(get_tables(table, "levels", "the cluster"))
     profile = parse_profile(table["profile"]) if "profile" in table else None
-    return get_text(table, "name", "the cluster"), _parse_devices(table, levels[-1].group_size), levels, profile
+    unequal = table.get("unequal", REORDER)
+    if unequal not in UNEQUAL:
+        raise ValueError(f"unequal must be one of {', '.join(UNEQUAL)}, got {shown(unequal)}")
+    return get_text(table, "name", "the cluster"), _parse_devices(table, levels), levels, profile, unequal
 
 
 def format_cluster(
-    name: str, groups: tuple[DeviceGroup, ...], levels: tuple[LinkLevel, ...], profile: Profile | None = None
+    name: str,
+    groups: tuple[DeviceGroup, ...],
+    levels: tuple[LinkLevel, ...],
+    profile: Profile | None = None,
+    unequal: str = REORDER,
 ) -> dict[str, Any]:
     """The inverse of ``parse_cluster``: dicts, lists, strings and numbers only."""
     data: dict[str, Any] = {"name": name}
     if len(groups) == 1:
         data["device"] = _format_device(groups[0].device)
     else:
-        data["devices"] = [{"count": group.count, **_format_device(group.device)} for group in groups]
-    data["levels"] = []
-    inner = 1
-    for level in levels:
-        data["levels"].append(_format_level(level, level.group_size // inner))
-        inner = level.group_size
+        data["devices"] = [
+            {
+                "count": group.count,
+                **_format_device(group.device),
+                **({"levels": _format_levels(group.levels)} if group.levels else {}),
+            }
+            for group in groups
+        ]
+    if unequal != REORDER:
+        data["unequal"] = unequal
+    data["levels"] = _format_levels(levels)
     if profile is not None:
         data["profile"] = format_profile(profile)
     return data
@@ -163,6 +183,11 @@ def _format_device(device: Device) -> dict[str, Any]:
     if device.efficiency:
         data["efficiency"] = format_efficiency(device.efficiency)
     return data
+
+
+def _format_levels(levels: tuple[LinkLevel, ...]) -> list[dict[str, Any]]:
+    inner_sizes = (1, *(level.group_size for level in levels))
+    return [_format_level(level, level.group_size // inner) for level, inner in zip(levels, inner_sizes)]
 
 
 def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
@@ -199,7 +224,8 @@ def _format_level(level: LinkLevel, size: int) -> dict[str, Any]:
     return data
 
 
-def _parse_devices(table: Table, num_devices: int) -> tuple[DeviceGroup, ...]:
+def _parse_devices(table: Table, levels: tuple[LinkLevel, ...]) -> tuple[DeviceGroup, ...]:
+    num_devices = levels[-1].group_size
     if ("device" in table) == ("devices" in table):
         raise ValueError("the cluster needs either one [device] table or several [[devices]] with a count each")
     if "device" in table:
@@ -209,8 +235,13 @@ def _parse_devices(table: Table, num_devices: int) -> tuple[DeviceGroup, ...]:
     groups = []
     for index, device in enumerate(get_tables(table, "devices", "the cluster")):
         where = f"devices[{index}]"
-        check_keys(device, ("count", *_DEVICE_KEYS), where)
-        groups.append(DeviceGroup(_parse_device(device, where), get_count(device, "count", where)))
+        check_keys(device, ("count", "levels", *_DEVICE_KEYS), where)
+        own_levels = _parse_levels(get_tables(device, "levels", where)) if "levels" in device else ()
+        if own_levels and [(each.name, each.group_size) for each in own_levels] != [
+            (each.name, each.group_size) for each in levels
+        ]:
+            raise ValueError(f"{where}.levels must have the names and sizes of the cluster's levels, one for each")
+        groups.append(DeviceGroup(_parse_device(device, where), get_count(device, "count", where), own_levels))
     total = sum(group.count for group in groups)
     if total != num_devices:
         raise ValueError(f"the counts of [[devices]] add up to {total}, but the levels join {num_devices} devices")

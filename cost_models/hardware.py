@@ -76,10 +76,15 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """``count`` devices of one kind, consecutive in rank order."""
+    """``count`` devices of one kind, consecutive in rank order.
+
+    ``levels``: the cluster's levels with the links that these devices have among themselves, where they have better
+    ones than the cluster's, which are those of the slowest devices.
+    """
 
     device: Device
     count: int
+    levels: tuple[LinkLevel, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ def received(problem: StageProblem, shares: tuple[float, float]) -> list[float]:
     for cut in range(1, problem.num_chunks):
         if ranks[cut] == ranks[cut - 1]:
             continue
-        runs = [run for run, chunks in zip(problem.runs, allowed) if cut in chunks]
-        total[ranks[cut]] += shares[0] * min(run.receive_forward for run in runs)
-        total[ranks[cut - 1]] += shares[1] * min(run.receive_backward for run in runs)
+        runs = [run for run, chunks in enumerate(allowed) if cut in chunks]
+        here, before = problem.runs_on(ranks[cut]), problem.runs_on(ranks[cut - 1])
+        total[ranks[cut]] += shares[0] * min(here[run].receive_forward for run in runs)
+        total[ranks[cut - 1]] += shares[1] * min(before[run].receive_backward for run in runs)
     return total

@@ -49,7 +49,8 @@ class RankTable:
         bare = [chunk for chunk in self.chunks if chunk not in {chunk for chunk, _ in ends_on_rank}]
         fixed = [*ends_on_rank, *((chunk, run) for chunk in bare)]
         self.least = len(bare)
-        runs = [problem.runs[index] for index in {run, *(index for _, index in ends_on_rank)}]
+        self.runs = problem.runs_on(rank)
+        runs = [self.runs[index] for index in {run, *(index for _, index in ends_on_rank)}]
         floor = max(min(choice.costs.peak_bytes for choice in entry.choices) for entry in runs)
         peaks = {choice.costs.peak_bytes for entry in runs for choice in entry.choices}
         levels = sorted(peak for peak in peaks if peak >= floor) if math.isfinite(self.limit) else [math.inf]
@@ -71,7 +72,7 @@ class RankTable:
 
     def _options(self, slot: tuple[int, int], level: float, held: Sequence[float]) -> Options:
         chunk, run = slot
-        choices = self.problem.runs[run].choices
+        choices = self.runs[run].choices
         bounded = math.isfinite(self.limit)
         return options_of(choices, self.seconds, peak=level, held=held[chunk], bounded=bounded)
 
@@ -100,12 +101,12 @@ class RankTable:
         ends = [unit for unit in placed if unit[1] != self.run]
         seconds = dict.fromkeys(self.chunks, 0.0)
         for chunk, run, choice in ends:
-            seconds[chunk] += self.seconds(self.problem.runs[run].choices[choice].costs)
+            seconds[chunk] += self.seconds(self.runs[run].choices[choice].costs)
         spread: list[tuple[int, int, int]] = []
         for _, run, choice in (unit for unit in placed if unit[1] == self.run):
             empty = [chunk for chunk in self.chunks if not any(unit[0] == chunk for unit in (*ends, *spread))]
             chunk = min(empty or self.chunks, key=lambda place: seconds[place])
-            seconds[chunk] += self.seconds(self.problem.runs[run].choices[choice].costs)
+            seconds[chunk] += self.seconds(self.runs[run].choices[choice].costs)
             spread.append((chunk, run, choice))
         return ends + spread
 

@@ -41,12 +41,14 @@ class _Ranks:
         self.received = received(problem, weights.receive)
         self.run_of = [index for index, run in enumerate(problem.runs) for _ in range(run.count)]
         self.peaks = sorted({choice.costs.peak_bytes for run in problem.runs for choice in run.choices})
-        self.cache: dict[tuple[float, float, _Stretch], list[Front]] = {}
+        kinds = list(dict.fromkeys(problem.rank_runs))
+        self.kinds = [kinds.index(runs) for runs in problem.rank_runs] or [0] * problem.num_ranks
+        self.cache: dict[tuple[float, float, int, _Stretch], list[Front]] = {}
 
     def fronts(self, rank: int, stretch: _Stretch) -> list[Front]:
         """One front for each level of peaks."""
         held, limit = self.held[rank], self.problem.memory[rank]
-        key = (held, limit, stretch)
+        key = (held, limit, self.kinds[rank], stretch)
         if key in self.cache:
             return self.cache[key]
         bounded = math.isfinite(limit)
@@ -57,7 +59,7 @@ class _Ranks:
         else:
             run, count = stretch[-1]
             shorter = (*stretch[:-1], (run, count - 1)) if count > 1 else stretch[:-1]
-            choices = self.problem.runs[run].choices
+            choices = self.problem.runs_on(rank)[run].choices
             fronts_by_level = [
                 front.with_unit(
                     (rank, run),

@@ -2,6 +2,20 @@
 
 Units are what a pipeline may not cut. Equal units in a row are one run with a count, so a model of 126 layers is three
 runs (embedding, layers, head) whatever the number of layers.
+
+**Unequal ranks.** Where ranks have different devices, ``rank_runs`` has the runs as each rank r would run them: the same
+units and choices c, other seconds f[r,c], b[r,c] … and received seconds. Then in every formula of
+``planner.pipeline_ilp.stage_ilp`` the figures of a unit in chunk k are those on rank r(k), and
+
+    runs: each figure the least over all ranks,   min_r f[r,c],  min_r b[r,c],  …
+
+is a relaxation: with one chunk a rank and a whole backward pass (``UNEQUAL_SCHEDULES``) the step
+
+    (m-1)·max_r (f[r] + b[r]) + Σ_r (f[r] + b[r]) + tail + update
+
+falls with no figure, since a second of backward shortens the tail by at most the second that it adds to the sum, and
+memory does not depend on the device. So whatever bounds the relaxation bounds the problem. Loads, tables, segments and
+the program itself take each rank's own figures. Other schedules are refused: their fill is that of equal ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +31,8 @@ from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 Assignment = tuple[tuple[tuple[int, int, int], ...], ...]
 #: Relative slack of a memory limit: what sums of bytes may be off by.
 ROUNDING = 1e-9
+#: Schedules whose closed form holds where ranks are unequal: one chunk a rank, backward passes whole.
+UNEQUAL_SCHEDULES = ("1f1b", "gpipe")
 #: Marks a figure that must be equal for one choice to dominate another.
 SAME = 2
 
@@ -70,6 +86,7 @@ class StageProblem:
 
     Attributes:
         memory: bytes usable on each pipeline rank (may be infinite).
+        rank_runs: of unequal ranks, by rank, what each of ``runs`` costs there; ``runs`` is then ``least_of`` them.
     """
 
     runs: tuple[UnitRun, ...]
@@ -78,6 +95,7 @@ class StageProblem:
     num_chunks: int
     num_microbatches: int
     memory: tuple[float, ...]
+    rank_runs: tuple[tuple[UnitRun, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for an inconsistent problem."""
@@ -97,6 +115,22 @@ class StageProblem:
                 )
         if not self.runs:
             raise ValueError("a stage problem needs at least one run of units")
+        if self.rank_runs:
+            self._check_unequal()
+
+    def _check_unequal(self) -> None:
+        if self.schedule not in UNEQUAL_SCHEDULES or self.num_chunks != self.num_ranks:
+            raise ValueError(
+                f"schedule {self.schedule!r} with {self.num_chunks} chunks on {self.num_ranks} unequal ranks: expected "
+                f"one chunk a rank under {' or '.join(UNEQUAL_SCHEDULES)}"
+            )
+        shapes = {tuple((run.count, len(run.choices)) for run in runs) for runs in (self.runs, *self.rank_runs)}
+        if len(self.rank_runs) != self.num_ranks or len(shapes) > 1:
+            raise ValueError("rank_runs: expected the same units and choices on every rank, once for each rank")
+
+    def runs_on(self, rank: int) -> tuple[UnitRun, ...]:
+        """The runs with what they cost on a rank."""
+        return self.rank_runs[rank] if self.rank_runs else self.runs
 
     @property
     def num_units(self) -> int:
@@ -135,7 +169,29 @@ class StageProblem:
 def folded(problem: StageProblem) -> StageProblem:
     """The problem with all its runs folded."""
     split = SCHEDULES[problem.schedule].splits_all
+    if problem.rank_runs:
+        rank_runs = tuple(tuple(run.folded for run in runs) for runs in problem.rank_runs)
+        return replace(problem, runs=least_of(rank_runs), rank_runs=rank_runs)
     return replace(problem, runs=tuple(run.folded_split if split else run.folded for run in problem.runs))
+
+
+def least_of(rank_runs: Sequence[Sequence[UnitRun]]) -> tuple[UnitRun, ...]:
+    """Runs with the least of each figure over all ranks: a relaxation, see the module docstring."""
+    names = [figure.name for figure in fields(LayerCosts)]
+
+    def choice(options: tuple[UnitChoice, ...]) -> UnitChoice:
+        costs = LayerCosts(**{name: min(getattr(option.costs, name) for option in options) for name in names})
+        return replace(options[0], costs=costs)
+
+    return tuple(
+        replace(
+            alike[0],
+            choices=tuple(map(choice, zip(*(run.choices for run in alike), strict=True))),
+            receive_forward=min(run.receive_forward for run in alike),
+            receive_backward=min(run.receive_backward for run in alike),
+        )
+        for alike in zip(*rank_runs, strict=True)
+    )
 
 
 def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
@@ -156,15 +212,16 @@ def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
 def as_step(problem: StageProblem, assignment: Assignment) -> PipelineStep:
     """The pipeline that ``assignment`` describes."""
     ranks = problem.ranks
-    chunks = [
-        ChunkCosts(layers=tuple((problem.runs[run].choices[choice].costs, count) for run, choice, count in groups))
-        for groups in assignment
-    ]
+    chunks = []
+    for rank, groups in zip(ranks, assignment):
+        runs = problem.runs_on(rank)
+        chunks.append(ChunkCosts(layers=tuple((runs[run].choices[choice].costs, n) for run, choice, n in groups)))
     for chunk in range(1, len(chunks)):
         if ranks[chunk] != ranks[chunk - 1]:
-            run_of_cut = problem.runs[assignment[chunk][0][0]]
-            chunks[chunk] = replace(chunks[chunk], receive_forward=run_of_cut.receive_forward)
-            chunks[chunk - 1] = replace(chunks[chunk - 1], receive_backward=run_of_cut.receive_backward)
+            cut = assignment[chunk][0][0]
+            received, returned = problem.runs_on(ranks[chunk])[cut], problem.runs_on(ranks[chunk - 1])[cut]
+            chunks[chunk] = replace(chunks[chunk], receive_forward=received.receive_forward)
+            chunks[chunk - 1] = replace(chunks[chunk - 1], receive_backward=returned.receive_backward)
     return PipelineStep(
         schedule=problem.schedule,
         num_microbatches=problem.num_microbatches,
@@ -186,15 +243,20 @@ def relabelled(assignment: Assignment, original: Sequence[Sequence[int]]) -> Ass
 def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, ...], ...]]:
     """The problem without dominated choices, and for each run the original index of each remaining choice.
 
-    A choice is dominated if another one beats or equals it in every figure.
+    A choice is dominated if another one beats or equals it in every figure (on every rank).
     """
     better = _directions(problem)
-    indices_by_run = tuple(_undominated(run.choices, better) for run in problem.runs)
-    runs = tuple(
-        replace(run, choices=tuple(run.choices[index] for index in indices))
-        for run, indices in zip(problem.runs, indices_by_run)
-    )
-    return replace(problem, runs=runs), indices_by_run
+    by_rank = list(dict.fromkeys(problem.rank_runs)) or [problem.runs]
+    indices_by_run = tuple(_undominated([run.choices for run in alike], better) for alike in zip(*by_rank))
+
+    def remaining(runs: Sequence[UnitRun]) -> tuple[UnitRun, ...]:
+        return tuple(
+            replace(run, choices=tuple(run.choices[index] for index in indices))
+            for run, indices in zip(runs, indices_by_run)
+        )
+
+    rank_runs = tuple(map(remaining, problem.rank_runs))
+    return replace(problem, runs=remaining(problem.runs), rank_runs=rank_runs), indices_by_run
 
 
 def _directions(problem: StageProblem) -> dict[str, int]:
@@ -222,10 +284,14 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
-def _undominated(choices: Sequence[UnitChoice], better: Mapping[str, int]) -> tuple[int, ...]:
-    keys = [tuple(getattr(choice.costs, name) for name, sign in better.items() if sign == SAME) for choice in choices]
+def _undominated(by_rank: Sequence[Sequence[UnitChoice]], better: Mapping[str, int]) -> tuple[int, ...]:
+    """Indices of the choices that no other dominates; ``by_rank``: the same choices on ranks that differ."""
+    same, signs = ({name: sign for name, sign in better.items() if (sign == SAME) == is_same} for is_same in (1, 0))
+    choices = list(zip(*by_rank))
+    keys = [tuple(getattr(choice.costs, name) for choice in ranks for name in same) for ranks in choices]
     values = [
-        tuple(sign * getattr(choice.costs, name) for name, sign in better.items() if sign != SAME) for choice in choices
+        tuple(sign * getattr(choice.costs, name) for choice in ranks for name, sign in signs.items())
+        for ranks in choices
     ]
 
     def beats(first: int, second: int) -> bool:

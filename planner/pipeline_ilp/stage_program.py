@@ -123,7 +123,8 @@ def build_stage_program(problem: StageProblem, *, load_bound: float) -> StagePro
     stage = StageProgram(problem, second=(load_bound or 1.0) / REFERENCE)
     add_units(stage)
     add_order(stage)
-    if problem.runs[0].count > 1 and len({choice.costs.reduce_step for choice in problem.runs[0].choices}) > 1:
+    first = problem.runs_on(problem.ranks[0])[0]
+    if first.count > 1 and len({choice.costs.reduce_step for choice in first.choices}) > 1:
         add_first(stage)
     forward, backward = add_streams(stage)
     add_pipeline(stage, forward, backward, load_bound)
@@ -150,7 +151,7 @@ def add_units(stage: StageProgram) -> None:
     allowed = spans(problem)
     for chunk in range(problem.num_chunks):
         moves = []
-        for index, run in enumerate(problem.runs):
+        for index, run in enumerate(problem.runs_on(problem.ranks[chunk])):
             if chunk not in allowed[index]:
                 continue
             for choice, option in enumerate(run.choices):
@@ -201,7 +202,8 @@ def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
 
 
 def _may_have_tail(problem: StageProblem) -> bool:
-    return any(choice.costs.reduce_step > 0 for run in problem.runs for choice in run.choices)
+    every_run = (run for runs in (problem.rank_runs or (problem.runs,)) for run in runs)
+    return any(choice.costs.reduce_step > 0 for run in every_run for choice in run.choices)
 
 
 def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Linear]) -> None:
@@ -212,9 +214,10 @@ def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Line
         if ranks[chunk] == ranks[chunk - 1]:
             continue
         runs = [run for run in range(len(problem.runs)) if chunk in allowed[run]]
-        costs = {(problem.runs[run].receive_forward, problem.runs[run].receive_backward) for run in runs}
-        if len(costs) == 1:
-            received, returned = costs.pop()
+        here, before_it = problem.runs_on(ranks[chunk]), problem.runs_on(ranks[chunk - 1])
+        costs = {run: (here[run].receive_forward, before_it[run].receive_backward) for run in runs}
+        if len(set(costs.values())) == 1:
+            received, returned = costs[runs[0]]
             forward[chunk].constant += received / stage.second
             backward[chunk - 1].constant += returned / stage.second
             continue
@@ -225,8 +228,8 @@ def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Line
             for before in (other for other in runs if other < run):
                 count = float(problem.runs[before].count)
                 stage.row(stage.units(chunk, before).add(Linear([(column, count)])), upper=count)
-            forward[chunk].terms.append((column, problem.runs[run].receive_forward / stage.second))
-            backward[chunk - 1].terms.append((column, problem.runs[run].receive_backward / stage.second))
+            forward[chunk].terms.append((column, costs[run][0] / stage.second))
+            backward[chunk - 1].terms.append((column, costs[run][1] / stage.second))
 
 
 def add_pipeline(stage: StageProgram, forward: Sequence[Linear], backward: Sequence[Linear], load_bound: float) -> None:
@@ -301,7 +304,8 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
         if any(figures.reduce_step > figures.backward for figures in costs):
             stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(backward_of_rank, -1.0).add(before, -1.0))
         before.add(backward_of_rank, problem.num_ranks / problem.num_chunks)
-    reductions = [choice.costs.reduce_step / stage.second for choice in problem.runs[0].choices]
+    first_run = problem.runs_on(problem.ranks[0])[0]
+    reductions = [choice.costs.reduce_step / stage.second for choice in first_run.choices]
     if len(set(reductions)) == 1:
         stage.at_least(tail, Linear([], reductions[0]))
         return
@@ -312,7 +316,8 @@ def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
 def add_update(stage: StageProgram) -> None:
     """(update): the slowest rank's optimizer update and gathering of the updated parameters."""
     problem = stage.problem
-    if not any(c.costs.update_step or c.costs.gather_step for run in problem.runs for c in run.choices):
+    every_run = (run for runs in (problem.rank_runs or (problem.runs,)) for run in runs)
+    if not any(c.costs.update_step or c.costs.gather_step for run in every_run for c in run.choices):
         return
     update = stage.program.variable(1.0)
     for chunks in chunks_of(problem):
