@@ -211,7 +211,7 @@ class Cluster:
 
 
 def _side_by_side(name: str, parts: list[Cluster]) -> Cluster:
-    """Clusters of the same nodes' size on one network: at each level all count on the slowest's links, and each part has
+    """Clusters of equally large nodes on one network: at each level all count on the slowest's links, and each part has
     its own among its devices."""
     inner_sizes = {tuple(level.group_size for level in part.levels[:-1]) for part in parts}
     if len(inner_sizes) > 1 or any(part.has_direct_links or part.profile is not None for part in parts):

@@ -47,12 +47,6 @@
     latency = 22e-6
     bandwidth = 1e9
 
-A cluster of unequal devices has several ``[[devices]]``, each with a ``count`` and maybe with ``[[devices.levels]]``: the
-levels as they are among these devices alone, where theirs are faster than ``[[levels]]``, which are then those of the
-slowest. ``unequal = "reorder"`` (the default: stages of a pipeline may lie on different devices, in the order that is
-fastest), ``"in-order"`` (the same with ranks as they stand in the file) or ``"slowest"`` (every device counts as the
-slowest), see ``cost_models.unequal_devices``.
-
 Ranks are numbered node after node. Every number must be positive (latencies, launch_overhead, reserved_bytes and
 overlap_slowdown may be 0) and, in a file, finite: only ``Cluster.uniform`` has devices and links that cost nothing. A
 preset file may also have a ``[match]`` table, see ``cost_models.live``.
@@ -73,6 +67,12 @@ of known shape by itself: of ``cost_models.matmul_kernel.MatmulKernel`` (matmul,
 { a = 1, b = "switch", bandwidth = 6e9, latency = 2e-6 }]``, where numbers are the parts that it joins, in rank order,
 texts switches; what a link does not say is the level's. ``[topology]`` writes such levels, see
 ``cost_models.topology``.
+
+**Unequal devices.** Several ``[[devices]]`` with a ``count`` each may differ. Each may have ``[[devices.levels]]``, the
+levels as they are among these devices alone where theirs are faster than ``[[levels]]``, which are then those of the
+slowest. ``unequal`` says what they are planned as: ``"reorder"`` (the default: stages of a pipeline may lie on
+different devices, in the order that is fastest), ``"in-order"`` (the same with ranks as they stand in the file) or
+``"slowest"`` (every device counts as the slowest), see ``cost_models.unequal_devices``.
 
 **Levels.** Without ``protocols`` a collective costs ``latency`` once, whatever the number of steps, and its bytes at
 the full bandwidth: the α-β model. A protocol has its own latency, a latency of each step, and the share of the
@@ -127,7 +127,7 @@ _RATES = (*ITEM_SIZE, TFLOAT32)
 
 
 def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None, str]:
-    """Name, devices in rank order, link levels, profile and ``unequal`` of a cluster written as in the module docstring.
+    """Name, devices in rank order, link levels, profile and ``unequal`` of a cluster, see the module docstring.
 
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.

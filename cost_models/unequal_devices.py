@@ -106,7 +106,7 @@ def _parts(cluster: Cluster) -> list[tuple[tuple[DeviceGroup, ...], range]]:
 
 def _permuted(level: LinkLevel, parts: Sequence[range]) -> LinkLevel:
     """The level with its exceptions where their groups come to lie if ``parts`` are the old ranks in the new order."""
-    new_group = {}
+    new_group: dict[int, int] = {}
     for position, rank in enumerate(itertools.chain.from_iterable(parts)):
         new_group.setdefault(rank // level.group_size, position // level.group_size)
     exceptions = sorted(

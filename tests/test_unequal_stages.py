@@ -18,7 +18,7 @@ NUM_PROBLEMS = 21
 
 
 def mixed_problem(seed: int) -> StageProblem:
-    """Two or three ranks of two kinds of devices, five to seven units in up to three runs, two or three choices each."""
+    """Two or three ranks of two kinds of devices, five or six units in up to three runs, two or three choices."""
     draw = random.Random(seed)
     ranks, m = draw.choice((2, 3)), draw.choice((3, 4, 8))
     counts = draw.choice(((1, 4, 1), (5,), (2, 3), (1, 3, 1)))
@@ -54,7 +54,8 @@ def mixed_problem(seed: int) -> StageProblem:
 def unit_figures(draw: random.Random) -> LayerCosts:
     forward = draw.uniform(0.5, 2.0)
     return LayerCosts(
-        forward=forward, backward=2 * forward * draw.uniform(0.8, 1.4), gather_forward=draw.choice((0.0, forward * 1.2)),
+        forward=forward, backward=2 * forward * draw.uniform(0.8, 1.4),
+        gather_forward=draw.choice((0.0, forward * 1.2)),
         gather_backward=draw.choice((0.0, forward)), reduce_backward=draw.choice((0.0, forward * 1.5)),
         reduce_step=draw.choice((0.0, 9 * forward)), update_step=draw.uniform(0.0, 0.5),
         gather_step=draw.choice((0.0, 0.4)), state_bytes=draw.uniform(2.0, 12.0), saved_bytes=draw.uniform(0.5, 6.0),

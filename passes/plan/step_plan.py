@@ -75,6 +75,14 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class StageDevice:
+    """Of unequal devices, those of a pipeline rank: their name, and the bytes that the plan may take on each."""
+
+    name: str
+    memory_limit: float
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """Predicted seconds of one step: the closed form by part, and what the simulator says.
 
@@ -122,6 +130,7 @@ class StepPlan:
             there are none, or the optimizer's time is not predicted.
         forward_passes: how often a step computes forward; 2 where a pass without gradients first counts what the loss
             needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
+        stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.
     """
 
     axes: dict[str, int]
@@ -142,6 +151,7 @@ class StepPlan:
     headroom: float = 0.0
     interval: tuple[float, float] | None = None
     forward_passes: int = 1
+    stage_devices: tuple[StageDevice, ...] = ()
 
     @property
     def sample_groups(self) -> int:
@@ -165,6 +175,10 @@ class StepPlan:
             num_ranks=self.axes.get("pp", 1),
             chunks=tuple(chunk.costs for chunk in self.chunks),
         )
+
+    def memory_limit_of(self, rank: int) -> float:
+        """Bytes that were allowed on each device of a pipeline rank."""
+        return self.stage_devices[rank].memory_limit if self.stage_devices else self.memory_limit
 
     @property
     def decides_units(self) -> bool:

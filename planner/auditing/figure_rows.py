@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cost_models.step import LayerCosts
 from passes.plan import ConversionPlan, Plan
-from passes.plan.step_plan import RankMemory
+from passes.plan.step_plan import RankMemory, StepPlan
 from passes.plan.text_tables import format_bytes
 from planner.auditing.audit_report import BYTES, NUMBER, SECONDS, SHARE, AuditRow, compared, unchecked
 from planner.auditing.repriced_step import RepricedStep, reprice
@@ -55,7 +55,7 @@ def _time_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow
     exposed = max(rank.exposed_seconds for rank in report.ranks)
     yield compared("exposed communication", costs.exposed, _ratio(exposed, report.seconds), SHARE, least=1.0)
     flops, cluster = model_flops(subject.graph), subject.cluster
-    peak = cluster.device.peak_flops(compute_dtype(subject.graph)) * subject.plan.step.num_devices
+    peak = cluster.peak_flops(compute_dtype(subject.graph))
     yield compared("model flops", costs.flops, flops, NUMBER)
     yield compared("utilisation", costs.utilisation, _ratio(flops, report.seconds * peak), SHARE)
     samples = batch_size_of(subject.graph)
@@ -132,19 +132,27 @@ def _worst(rows: Sequence[AuditRow], of_what: str) -> AuditRow:
 
 
 def _limit_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow]:
-    """The memory limit, and whether the fullest rank keeps it if the search had to."""
-    step, usable = subject.plan.step, subject.cluster.device.usable_bytes
-    demanded = subject.plan.certificate.demands.get("memory_limit")
-    if step.decides_units:
-        limit = (usable if demanded is None else min(usable, demanded)) * (1.0 - step.headroom)
-    else:
-        limit = usable if demanded is None else demanded
-    yield compared("memory limit", step.memory_limit, limit, BYTES)
+    """The memory limit, and whether the fullest rank keeps it if the search had to; of unequal devices each its own."""
+    step, demanded = subject.plan.step, subject.plan.certificate.demands.get("memory_limit")
+    limits = [_limit(usable, demanded, step) for usable in priced.usable] or [
+        _limit(subject.cluster.device.usable_bytes, demanded, step)
+    ]
+    yield compared("memory limit", step.memory_limit, max(limits), BYTES)
+    for rank, (claimed, limit) in enumerate(zip(step.stage_devices, limits)):
+        yield compared(f"memory limit of rank {rank}", claimed.memory_limit, limit, BYTES)
     if step.decides_units or demanded is not None:
-        fullest = max(priced.memory)
-        fits = fullest <= limit * (1.0 + 1e-9)
-        why = "" if fits else "the fullest rank holds more"
-        yield AuditRow("memory limit kept", f"at most {format_bytes(limit)}", fullest, BYTES, fits, why)
+        by_rank = limits if len(limits) > 1 else limits * len(priced.memory)
+        kept = [used <= limit * (1.0 + 1e-9) for used, limit in zip(priced.memory, by_rank, strict=True)]
+        why = "" if all(kept) else "the fullest rank holds more"
+        most = f"at most {format_bytes(max(limits))}"
+        yield AuditRow("memory limit kept", most, max(priced.memory), BYTES, all(kept), why)
+
+
+def _limit(usable: float, demanded: float | None, step: StepPlan) -> float:
+    """Bytes that a plan may take on a device with ``usable`` bytes."""
+    if not step.decides_units:
+        return usable if demanded is None else demanded
+    return (usable if demanded is None else min(usable, demanded)) * (1.0 - step.headroom)
 
 
 def _conversion_row(claimed: Iterable[ConversionPlan], counted: Iterable[ConversionPlan]) -> AuditRow:

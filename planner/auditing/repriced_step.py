@@ -24,6 +24,7 @@ from cost_models.schedules import SCHEDULES, rank_of_chunk
 from cost_models.simulator import StepReport, simulate
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 from cost_models.step_time import StepSeconds, chunks_of_ranks, layer_sum, peak_in_flight, step_memory, step_seconds
+from cost_models.unequal_devices import device_kinds, kinds_of_stages, view
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
 from passes.plan import Plan
@@ -60,6 +61,7 @@ class RepricedStep:
         units: figures of the model's units, None on a given mesh; ``unit_of_layer``: by chunk and layer of ``step``,
             the place of its unit among them.
         extrapolation: how far prices reach beyond what was measured; None where nothing was.
+        usable: of unequal devices, by pipeline rank the memory that tensors can use on each.
     """
 
     seconds: StepSeconds
@@ -70,6 +72,7 @@ class RepricedStep:
     units: UnitPrices | None = None
     unit_of_layer: tuple[tuple[int, ...], ...] = ()
     extrapolation: Extrapolation | None = None
+    usable: tuple[float, ...] = ()
 
     def simulated(self) -> StepReport:
         """The same step played by the simulator."""
@@ -85,7 +88,13 @@ def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     """
     if not plan.step.decides_units:
         return _on_mesh(graph, plan, cluster)
-    return _StepPricer(graph, plan, plan.step, cluster).run()
+    pricer = _StepPricer(graph, plan, plan.step, cluster)
+    if cluster.has_unequal_devices:
+        kinds, layout = device_kinds(cluster), pricer.layout
+        stages = kinds_of_stages(kinds, num_stages=layout.pipeline, stride=layout.stride(PIPELINE))
+        seen = {stage: _StepPricer(graph, plan, plan.step, view(cluster, kinds, stage)) for stage in set(stages)}
+        pricer.on_ranks = [seen[stage] for stage in stages]
+    return pricer.run()
 
 
 def _on_mesh(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
@@ -135,6 +144,9 @@ class _StepPricer:
         joins_ends = SCHEDULES[self.schedule].placement == "vee"
         self.states = self.units.states(tied_apart=self.tied_apart, joins_ends=joins_ends)
         self.layers: dict[tuple[int, str, int], LayerCosts] = {}
+        self.usable_bytes = cluster.device.usable_bytes
+        #: By pipeline rank of unequal devices, what prices units there; else this does.
+        self.on_ranks: list[_StepPricer] = []
         self._groups: dict[int, list[tuple[int, GroupPlan]]] = defaultdict(list)
 
     def _prices(self) -> BatchPrices:
@@ -154,8 +166,9 @@ class _StepPricer:
         placed = tuple(tuple(unit for unit, _ in self._groups[index]) for index in range(len(chunks)))
         parts = tuple(self._parts(step, memory))
         return RepricedStep(
-            step_seconds(step), memory, parts, step, self.walked, self.units, placed, self.extrapolation
-        )
+            step_seconds(step), memory, parts, step, self.walked, self.units, placed, self.extrapolation,
+            usable=tuple(each.usable_bytes for each in self.on_ranks),
+        )  # fmt: skip
 
     # -- memory by part -----------------------------------------------------------------------------------------
 
@@ -188,7 +201,8 @@ class _StepPricer:
                     unit, copy = unit + 1, 0
                 self._check(group, unit, copy)
                 first = unit if not layers else first
-                layers.append((self._layer(unit, group), group.count))
+                pricer = self.on_ranks[planned.rank] if self.on_ranks else self
+                layers.append((pricer._layer(unit, group), group.count))
                 self._groups[index].append((unit, group))
                 copy += group.count
             yield first, ChunkCosts(layers=tuple(layers))
@@ -218,7 +232,8 @@ class _StepPricer:
         for index in range(1, len(linked)):
             if planned[index].rank != planned[index - 1].rank:
                 num_bytes = self.units.entering_bytes(chunks[index][0])
-                seconds = self.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE)
+                ends = [self.on_ranks[planned[end].rank] for end in (index, index - 1)] if self.on_ranks else [self]
+                seconds = max(end.links.axes.p2p_seconds(num_bytes=num_bytes, axis=PIPELINE) for end in ends)
                 forward = seconds * self.step.forward_passes
                 linked[index] = dataclasses.replace(linked[index], receive_forward=forward)
                 linked[index - 1] = dataclasses.replace(linked[index - 1], receive_backward=seconds)

@@ -3,8 +3,8 @@
 Units are what a pipeline may not cut. Equal units in a row are one run with a count, so a model of 126 layers is three
 runs (embedding, layers, head) whatever the number of layers.
 
-**Unequal ranks.** Where ranks have different devices, ``rank_runs`` has the runs as each rank r would run them: the same
-units and choices c, other seconds f[r,c], b[r,c] … and received seconds. Then in every formula of
+**Unequal ranks.** Where ranks have different devices, ``rank_runs`` has the runs as each rank r would run them: the
+same units and choices c, other seconds f[r,c], b[r,c] … and received seconds. Then in every formula of
 ``planner.pipeline_ilp.stage_ilp`` the figures of a unit in chunk k are those on rank r(k), and
 
     runs: each figure the least over all ranks,   min_r f[r,c],  min_r b[r,c],  …

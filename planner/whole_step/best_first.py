@@ -17,20 +17,17 @@ from dataclasses import replace
 from typing import Any
 
 from cost_models import Cluster
-from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.stage_bounds import memory_shortfall
 from planner.pipeline_ilp.stage_ilp import CUTOFF, bound_within_memory, quick_bound, solve_stages
-from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
 from planner.solvers.linear import EFFORT_LIMIT, OPTIMAL, SECOND, TIME_LIMIT, UNPROVED
+from planner.whole_step.candidate_problems import CandidateProblems
 from planner.whole_step.candidates.candidates import Candidate, Family, families
 from planner.whole_step.candidates.demands import Demands
-from planner.whole_step.candidates.mesh_layout import ORDERS, Links, MeshLayout
-from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
+from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
-from planner.whole_step.costs.unit_choices import StageSetting, unit_runs
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
-from planner.whole_step.result.search_progress import INTERVAL, SEARCHING, Progress, Report
+from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, Reporter
 from planner.whole_step.search_entry import SearchEntry
 
 #: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
@@ -50,20 +47,18 @@ PLAIN = ("1f1b", "interleaved_1f1b")
 DIVE_EFFORT, STAGE_EFFORT = 0.25 * SECOND, SECOND
 
 
-class Search:
+class Search(CandidateProblems):
     """Best-first search over all candidates of one model on one cluster."""
 
     def __init__(
         self, level_one: LevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
     ) -> None:
-        self.level_one, self.cluster, self.demands, self.progress = level_one, cluster, demands, progress
+        super().__init__(level_one, cluster, demands)
+        self.reporter = Reporter(progress)
         self.counts: Counter[str] = Counter()
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[StepSolution] = []
-        self.links: dict[MeshLayout, Links] = {}
-        self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
         self.order = itertools.count()
-        self.told = (0.0, float("inf"))
         self.least = float("inf")
         self.finished: set[Candidate] = set()
         self.diving = False
@@ -71,7 +66,6 @@ class Search:
         self.time_limit = demands.seconds_of(level_one.num_experts)
         self.max_programs = demands.programs_of(level_one.num_experts)
         self.stage_programs, self.shardings_before = 0.0, level_one.num_programs
-        self.memory = self._memory()
         self.bounds = Bounds(level_one, demands.training)
 
     def run(self) -> Outcome:
@@ -203,12 +197,9 @@ class Search:
 
     def _tell(self, heap: list[SearchEntry]) -> None:
         """Report progress, now and then and at every better plan."""
-        now, best = time.monotonic(), self.solutions[0].seconds if self.solutions else float("inf")
-        if self.progress is None or (best == self.told[1] and now - self.told[0] < INTERVAL):
-            return
-        self.told = (now, best)
-        self.progress(
-            Report(
+        best = self.solutions[0].seconds if self.solutions else float("inf")
+        self.reporter.tell(
+            lambda: Report(
                 SEARCHING,
                 candidate=str(self.solutions[0].candidate) if self.solutions else "",
                 seconds=best,
@@ -216,13 +207,9 @@ class Search:
                 solved=self.counts["solved"],
                 left=sum(entry.bound < best for entry in heap),
                 num_devices=self.cluster.num_devices,
-            )
+            ),
+            seconds=best,
         )
-
-    def _memory(self) -> float:
-        device = self.cluster.device.usable_bytes
-        limit = device if self.demands.memory_limit is None else min(device, self.demands.memory_limit)
-        return limit * (1.0 - self.demands.headroom)
 
     def _cutoff(self) -> float:
         """The seconds that a candidate must beat."""
@@ -260,7 +247,7 @@ class Search:
             if recompute == float("inf"):
                 self._lacks(candidate, self.bounds.missing)
                 continue
-            bound = candidate.bound(self.bounds.whole(candidate.cut) + recompute)
+            bound = self.step_bound(candidate, self.bounds.whole(candidate.cut) + recompute)
             yield SearchEntry(bound, next(self.order), candidate, recompute=recompute)
 
     def _is_possible(self, candidate: Candidate) -> bool:
@@ -299,7 +286,11 @@ class Search:
 
     def _bound(self, entry: SearchEntry, seconds: float) -> float:
         """Lower bound of the step if a micro-batch takes ``seconds`` beside recomputation."""
-        return entry.candidate.bound(seconds + entry.recompute)
+        return self.step_bound(entry.candidate, seconds + entry.recompute)
+
+    def step_bound(self, candidate: Candidate, seconds: float) -> float:
+        """Lower bound of a candidate's step if one micro-batch takes ``seconds``, as level 1 counts them."""
+        return candidate.bound(seconds)
 
     def _scale(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         yield self._next(entry, self._bound(entry, self.bounds.scaled(entry.candidate.cut)))
@@ -307,7 +298,9 @@ class Search:
     def _gather(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
-        seconds = self.bounds.zero(candidate, self._links(candidate.layout), self.memory, self.setting(candidate).zero)
+        seconds = self.bounds.zero(
+            candidate, self.links_on(candidate.layout), self.memory, self.setting(candidate).zero
+        )
         if seconds == float("inf"):
             self._lacks(candidate, self.bounds.missing)
             return
@@ -318,7 +311,9 @@ class Search:
         if again > entry.bound:
             yield replace(entry, bound=again)  # other candidates have tightened the bound meanwhile
             return
-        least = self.bounds.by_axis(entry.candidate.cut, self._cutoff() / entry.candidate.bound(1.0) - entry.recompute)
+        least = self.bounds.by_axis(
+            entry.candidate.cut, self._cutoff() / self.step_bound(entry.candidate, 1.0) - entry.recompute
+        )
         if least == float("inf"):
             self.counts["cannot be divided"] += 1
             return
@@ -404,46 +399,3 @@ class Search:
 
     def _add(self, solution: StepSolution) -> None:
         self.solutions = with_solution(self.solutions, solution)[: max(8, self.demands.num_alternatives)]
-
-    def _links(self, layout: MeshLayout) -> Links:
-        if layout not in self.links:
-            self.links[layout] = Links.of(self.cluster, layout)
-        return self.links[layout]
-
-    def setting(self, candidate: Candidate) -> StageSetting:
-        """Where the units of ``candidate`` run."""
-        layout, demands = candidate.layout, self.demands
-        return StageSetting(
-            layout=layout,
-            links=self._links(layout),
-            num_microbatches=candidate.num_microbatches,
-            forward_passes=self.level_one.forward_passes(candidate.num_microbatches),
-            tied_apart=layout.pipeline > 1,
-            ends_together=SCHEDULES[candidate.schedule].placement == "vee",
-            training=demands.training,
-            recompute=demands.among("recompute", POLICIES),
-            zero=demands.among("zero", ZERO_STAGES),
-        )
-
-    def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
-        """The sharding of one candidate, see ``LevelOne.sharded``."""
-        return self.level_one.sharded(candidate.cut, candidate.layout, self._links(candidate.layout), weight=weight)
-
-    def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
-        """The stage problem of one candidate under one sharding."""
-        return StageProblem(
-            runs=self._runs(candidate, sharded),
-            schedule=candidate.schedule,
-            num_ranks=candidate.layout.pipeline,
-            num_chunks=candidate.num_chunks,
-            num_microbatches=candidate.num_microbatches,
-            memory=(self.memory,) * candidate.layout.pipeline,
-        )
-
-    def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
-        """The chain of units with all choices, cached for all schedules with the same setting."""
-        setting = self.setting(candidate)
-        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.ends_together)
-        if key not in self.runs:
-            self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
-        return self.runs[key][1]

@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.unequal_devices import orders
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.step_plan import CHUNKED_LOSS
@@ -21,19 +22,21 @@ from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import Demands, is_number
 from planner.whole_step.candidates.expert_layouts import data_experts
-from planner.whole_step.candidates.infeasible import infeasible
+from planner.whole_step.candidates.infeasible import infeasible, infeasible_on_unequal
 from planner.whole_step.candidates.mesh_layout import divisors
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.longer_blocks import UnlikeCopies, longer_blocks
 from planner.whole_step.costs.sharding import ShardingSpace
+from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
-from planner.whole_step.result.plan_of_solution import Judged, extract, judge
+from planner.whole_step.result.plan_of_solution import Judged, extract, judge, with_bound
 from planner.whole_step.result.search_progress import ANALYSING, Progress, Report
 from planner.whole_step.result.uniform_plans import plainer
+from planner.whole_step.unequal_search import check_unequal, search_of
 
 #: Objectives of ``plan_step``.
 OBJECTIVES = ("time", "devices", "memory")
@@ -76,6 +79,7 @@ def plan_step(
         ValueError: if nothing fits or meets the demands; the message says what is missing and what would help.
     """
     check_objective(objective, target_seconds)
+    check_unequal(cluster, demands, objective)
     with no_collection():
         planner = _Planner(graph, demands, pins, progress)
         if objective == "devices":
@@ -122,11 +126,34 @@ class _Planner:
             self.space.unconverted = self.step_units.logits  # what is demanded must be possible
 
     def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
-        level_one = level_one or LevelOne(cluster, self.space, self.step_units)
-        search = Search(level_one, cluster, demands, progress=self.progress)
+        level_one = level_one or level_one_of(cluster, self.space, self.step_units)
+        search = search_of(level_one, cluster, demands, progress=self.progress)
         return search, search.run()
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
+        """The fastest plan; on unequal devices in any order along the pipeline."""
+        possible = list(orders(cluster))
+        return self.fastest_in_order(cluster, demands) if len(possible) == 1 else self.fastest_of(possible, demands)
+
+    def fastest_of(self, clusters: list[Cluster], demands: Demands) -> Plan:
+        """The fastest plan on any of the clusters, which differ in the order of their devices."""
+        share = dataclasses.replace(demands, time_limit=demands.seconds_of(self.space.num_experts) / len(clusters))
+        outcomes: list[Outcome] = []
+        plans: list[Plan] = []
+        for cluster in clusters:
+            search, outcome = self.search(cluster, share)
+            outcomes.append(outcome)
+            if outcome.solutions:
+                plans.append(self.chosen(cluster, share, search, outcome))
+        if not plans:
+            raise infeasible_on_unequal(clusters[0], outcomes)
+        best = min(plans, key=lambda plan: plan.step.costs.simulated)
+        unsolved = [outcome.bound for outcome in outcomes if not outcome.solutions]
+        plan = with_bound(best, min([*unsolved, *(plan.certificate.bound for plan in plans)]))
+        self.solutions[id(plan)] = plan, self.solutions[id(best)][1]
+        return plan
+
+    def fastest_in_order(self, cluster: Cluster, demands: Demands) -> Plan:
         search, outcome = self.search(cluster, demands)
         if not outcome.solutions:
             raise infeasible(search, outcome)
@@ -134,14 +161,17 @@ class _Planner:
 
     def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
         """``fastest``, or None if nothing fits, without working out what would help."""
-        search, outcome = self.search(cluster, demands)
-        return self.chosen(cluster, demands, search, outcome) if outcome.solutions else None
+        plans = []
+        for ordered in orders(cluster):
+            search, outcome = self.search(ordered, demands)
+            plans += [self.chosen(ordered, demands, search, outcome)] if outcome.solutions else []
+        return min(plans, key=lambda plan: plan.step.costs.simulated, default=None)
 
     def chosen(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> Plan:
         """The plan of a search's best solution, or of a search with longer blocks if that is faster."""
         best = self.chosen_of(cluster, demands, search, outcome)
         unlike = UnlikeCopies(search)
-        if not unlike.may_gain(outcome):
+        if cluster.has_unequal_devices or not unlike.may_gain(outcome):
             return best
         for blocks in longer_blocks(self.space.runs, unlike.num_variables):
             rest = search.remaining(demands)
@@ -195,7 +225,7 @@ class _Planner:
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome, best: Judged, others: list[Judged]
     ) -> Judged:
         """``best``, or a solution in less memory: within half the gap, still proved, no slower than an expert."""
-        experts = [expert.report.seconds for expert in data_experts(search.level_one, cluster, demands)]
+        experts = [expert.report.seconds for expert in _data_experts(search, cluster, demands)]
         tie = 1.0 + demands.gap / 2
         proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
         slowest = min(best.solution.seconds * tie, proved)
@@ -210,7 +240,7 @@ class _Planner:
         near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
         plain = [judge(each) for solved in judged for each in plainer(solved.solution)]
-        experts = list(data_experts(search.level_one, cluster, demands))
+        experts = list(_data_experts(search, cluster, demands))
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]
@@ -245,6 +275,12 @@ class _Planner:
                 continue
             best, high = less, min(middle, max(rank.total for rank in less.step.memory))
         return best
+
+
+def _data_experts(search: Search, cluster: Cluster, demands: Demands) -> Iterator[Judged]:
+    """Experts' layouts that divide only data; on unequal devices, for which there are none, nothing."""
+    if not cluster.has_unequal_devices:
+        yield from data_experts(search.level_one, cluster, demands)
 
 
 def _best(judged: list[Judged], bound: float) -> Judged:

@@ -78,6 +78,11 @@ class Demands:
         default = EXPERT_PROGRAMS if num_experts > 1 else math.inf
         return default if self.max_programs is None else self.max_programs
 
+    def memory_on(self, usable_bytes: float) -> float:
+        """Bytes that a plan may take on a device of which tensors can have ``usable_bytes``."""
+        limit = usable_bytes if self.memory_limit is None else min(usable_bytes, self.memory_limit)
+        return limit * (1.0 - self.headroom)
+
     def allows(self, name: str, value: Any) -> bool:
         return value in self.fixed.get(name, (value,)) and value not in self.forbidden.get(name, ())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from cost_models import Cluster
 from passes.plan.step_plan import RankMemory
 from planner.pipeline_ilp.stage_problem import as_step
-from planner.solvers.linear import EFFORT_LIMIT, TIME_LIMIT
+from planner.solvers.linear import EFFORT_LIMIT, STOPPED, TIME_LIMIT
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.conflicts import conflict
 from planner.whole_step.candidates.mixed_samples import mixed_samples
@@ -48,6 +51,25 @@ def infeasible(search: Search, outcome: Outcome) -> ValueError:
         )
     helpful = "; or ".join(relaxations(search, nearest, looks=looks))
     return ValueError(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
+
+
+def infeasible_on_unequal(cluster: Cluster, outcomes: Sequence[Outcome]) -> ValueError:
+    """The error for searches on unequal devices, in every order, that found nothing."""
+    stopped = [outcome.status for outcome in outcomes if outcome.status in STOPPED]
+    shortfalls = [(missing, str(each)) for outcome in outcomes for each, missing in outcome.shortfalls.items()]
+    if stopped:
+        return ValueError(f"no plan was found on {cluster.name!r} before the {stopped[0]}: allow more")
+    if not shortfalls:
+        return ValueError(
+            f"no way to divide batch, sequence and tensors over the {cluster.num_devices} unequal devices of "
+            f"{cluster.name!r} meets the demands: loosen fix, forbid or constraints"
+        )
+    missing, candidate = min(shortfalls)
+    return ValueError(
+        f"no plan fits in the memory of the unequal devices of {cluster.name!r}: {candidate} comes closest, and lacks "
+        f"at least {size_text(missing)} on one of them; allow recompute=full and zero=3, smaller micro-batches, or "
+        "take more devices"
+    )
 
 
 def _what_is_missing(search: Search, nearest: Closest) -> str:

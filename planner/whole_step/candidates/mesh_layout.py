@@ -6,8 +6,9 @@ neighbours. Two orders in which every axis crosses the same links are one layout
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cost_models import Cluster, CostModel
@@ -102,12 +103,22 @@ class Links:
 
     @staticmethod
     def of(cluster: Cluster, layout: MeshLayout) -> Links:
-        merged = _merged(layout, (DATA, CONTEXT, EXPERT))
-        slowest = cluster.levels[-1].slowest_link(cluster.num_devices)
-        samples = slowest if layout.group > 1 else (0.0, math.inf)
-        group = CostModel(cluster, merged)
-        of_experts = group if layout.expert == 1 else CostModel(cluster, _merged(layout, (DATA, CONTEXT)))
-        return Links(CostModel(cluster, layout.sizes), group, samples, of_experts)
+        return Links.made_by(functools.partial(CostModel, cluster), sample_link(cluster), layout)
+
+    @staticmethod
+    def made_by(
+        cost_model: Callable[[dict[str, int]], CostModel], sample_link: tuple[float, float], layout: MeshLayout
+    ) -> Links:
+        """The links with the prices that ``cost_model`` makes for axis sizes; ``sample_link``: see ``samples``."""
+        samples = sample_link if layout.group > 1 else (0.0, math.inf)
+        group = cost_model(_merged(layout, (DATA, CONTEXT, EXPERT)))
+        of_experts = group if layout.expert == 1 else cost_model(_merged(layout, (DATA, CONTEXT)))
+        return Links(cost_model(layout.sizes), group, samples, of_experts)
+
+
+def sample_link(cluster: Cluster) -> tuple[float, float]:
+    """(latency, bandwidth) of the outermost links."""
+    return cluster.levels[-1].slowest_link(cluster.num_devices)
 
 
 def _merged(layout: MeshLayout, axes: Collection[str]) -> dict[str, int]:

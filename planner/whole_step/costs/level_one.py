@@ -147,12 +147,20 @@ class LevelOne:
             return None
         context, tensor = (size, 1) if cut.context > 1 else (1, size)
         layout = MeshLayout(1, self.cluster.num_devices // size // cut.expert, context, tensor, expert=cut.expert)
-        if layout not in self._links:
-            self._links[layout] = Links.of(self.cluster, layout)
+        links = self.links_on(layout)
         if self.may_be_better_elsewhere(cut):
-            links = replace(self._links[layout], axes=BestPlacedCostModel(self.cluster, layout.sizes))
+            links = replace(links, axes=BestPlacedCostModel(self.cluster, layout.sizes))
             return self._sharded_at((cut, "best", layout.group > 1), cut, layout, links, weight=0.0)
-        return self.sharded(cut, layout, self._links[layout])
+        return self.sharded(cut, layout, links)
+
+    def links_on(self, layout: MeshLayout) -> Links:
+        """The prices of a layout."""
+        if layout not in self._links:
+            self._links[layout] = self._priced(layout)
+        return self._links[layout]
+
+    def _priced(self, layout: MeshLayout) -> Links:
+        return Links.of(self.cluster, layout)
 
     def least_of_experts(self, cut: Cut) -> float:
         """Least seconds of one micro-batch in experts and the exchange of their tokens, on the best links there are;
@@ -161,9 +169,7 @@ class LevelOne:
         if self.cluster.num_devices % devices:
             return math.inf
         layout = MeshLayout(1, self.cluster.num_devices // devices, cut.context, cut.tensor, expert=cut.expert)
-        if layout not in self._links:
-            self._links[layout] = Links.of(self.cluster, layout)
-        links = self._links[layout]
+        links = self.links_on(layout)
         if self.cluster.has_direct_links:
             links = replace(links, axes=BestPlacedCostModel(self.cluster, layout.sizes))
         return least_of_experts(self.space, cut, batch_prices(links, mixes=True))
@@ -186,7 +192,7 @@ class LevelOne:
         key = (cut, place)
         if key not in self._beside:
             spread = MeshLayout(1, self.cluster.num_devices // cut.context // tensor, cut.context, tensor)
-            prices = batch_prices(Links.of(self.cluster, spread), mixes=True)
+            prices = batch_prices(self.links_on(spread), mixes=True)
             variant = Shardings(self.space, cut, prices, along=along.variant).variant()
             self.solved += 1
             self._beside[key] = 0.0 if variant is None else Sharded(self.space, self.step_units, variant).between

@@ -36,6 +36,21 @@ class StageSetting:
 
 
 @dataclass(frozen=True)
+class RankPrices:
+    """What the units of a pipeline rank are priced with: the setting, and their figures on its devices."""
+
+    setting: StageSetting
+    figures: Sequence[UnitFigures]
+
+    @property
+    def figures_on_rank(self) -> Sequence[UnitFigures]:
+        """The figures as choices have them: with tied parameters in each unit that uses them from another rank."""
+        if not self.setting.tied_apart:
+            return self.figures
+        return with_tied_copies(self.figures, ends_together=self.setting.ends_together)
+
+
+@dataclass(frozen=True)
 class _Zero:
     """Costs of one ZeRO stage for a unit, whatever is recomputed: seconds, bytes of state, bytes of temporaries."""
 

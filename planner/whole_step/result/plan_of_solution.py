@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cost_models import Cluster
@@ -15,7 +15,7 @@ from cost_models.step_interval import step_interval
 from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
-from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StepCosts, StepPlan
+from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StageDevice, StepCosts, StepPlan
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
 from planner.sharding_ilp.plan_of_assignment import make_plan
@@ -55,8 +55,8 @@ def extract(
     constraints: Mapping[str, Any],
 ) -> Plan:
     """The plan of ``best``; ``others`` are its runners-up."""
-    solution = best.solution
-    sharded, candidate = solution.sharded, solution.candidate
+    solution, candidate = best.solution, best.solution.candidate
+    sharded = search.in_plan(candidate, solution.sharded)
     certificate = Certificate(
         objective=solution.seconds,
         bound=float(min(outcome.bound, solution.seconds)),
@@ -79,8 +79,29 @@ def extract(
     )
     layout = candidate.layout
     mesh = MeshShape(variant.cut.mesh.names, tuple(layout.sizes[axis] for axis in variant.cut.mesh.names))
-    plan = dataclasses.replace(plan, mesh=mesh, notes=(*plan.notes, *_uncalibrated(cluster)))
+    notes = (*plan.notes, *_uncalibrated(cluster), *_unequal(search, cluster))
+    plan = dataclasses.replace(plan, mesh=mesh, notes=notes)
     return dataclasses.replace(plan, collectives=step_collectives(search.level_one.space.graph, plan))
+
+
+def with_bound(plan: Plan, bound: float) -> Plan:
+    """A plan whose certificate has another lower bound, in seconds."""
+    objective = plan.certificate.objective
+    gap = max(0.0, (objective - bound) / objective) if objective else 0.0
+    return dataclasses.replace(
+        plan, certificate=dataclasses.replace(plan.certificate, bound=min(bound, objective), gap=gap)
+    )
+
+
+def _unequal(search: Search, cluster: Cluster) -> Iterator[str]:
+    """What there is to say of unequal devices: which ranks have which."""
+    if not cluster.has_unequal_devices:
+        return
+    first, ranks = 0, []
+    for group in cluster.groups:
+        ranks.append(f"ranks {first}–{first + group.count - 1} on {group.device.name}")
+        first += group.count
+    yield f"start the processes in this order: {', '.join(ranks)}; costs of one micro-batch are the slowest device's"
 
 
 def _splits_copies_alike(search: Search) -> bool:
@@ -117,9 +138,10 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         compiled=demands.compiled,
         costs=costs,
         memory=memory_by_rank(search, best.solution, best.step),
-        memory_limit=search.memory,
+        memory_limit=max([limit for _, limit in search.device_limits(candidate)], default=search.memory),
         headroom=demands.headroom,
         forward_passes=search.level_one.forward_passes(candidate.num_microbatches),
+        stage_devices=tuple(StageDevice(*each) for each in search.device_limits(candidate)),
         interval=step_interval(costs.simulated, cluster.groups, cluster.profile) if is_trained else None,
         search={name: int(count) for name, count in sorted(counts.items())},
         alternatives=tuple(_alternative(other) for other in others),
@@ -128,17 +150,18 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
 
 def _chunks(search: Search, best: Judged) -> tuple[ChunkPlan, ...]:
     problem, assignment = best.solution.problem, best.solution.assignment
-    setting = search.setting(best.solution.candidate)
+    on_ranks = search.on_ranks(best.solution.candidate, best.solution.sharded)
     num_done = [0] * len(problem.runs)
     chunk_plans = []
     for chunk, groups in enumerate(assignment):
         plans, parts = [], []
+        prices = on_ranks[problem.ranks[chunk]]
         for run, choice, count in groups:
             recompute, zero = problem.runs[run].choices[choice].label
             first = _unit_name(best, run, num_done[run])
             plans.append(GroupPlan(first, num_done[run], count, recompute, _zero_stage((recompute, zero))))
             num_done[run] += count
-            parts.append(seconds_by_cause(best.solution.sharded.figures[run], (recompute, zero), setting))
+            parts.append(seconds_by_cause(prices.figures_on_rank[run], (recompute, zero), prices.setting))
         rank = rank_of_chunk(problem.schedule, chunk, num_ranks=problem.num_ranks, num_chunks=problem.num_chunks)
         chunk_plans.append(ChunkPlan(rank, tuple(plans), best.step.chunks[chunk], tuple(parts)))
     return tuple(chunk_plans)
@@ -158,7 +181,7 @@ def _costs(search: Search, best: Judged) -> StepCosts:
     flops = model_flops(search.level_one.space.graph)
     cluster = search.cluster
     dtype = compute_dtype(search.level_one.space.graph)
-    peak = cluster.device.peak_flops(dtype) * cluster.num_devices
+    peak = cluster.peak_flops(dtype)
     return StepCosts(
         seconds=seconds.total,
         pipeline=seconds.pipeline,

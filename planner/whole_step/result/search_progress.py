@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,3 +42,19 @@ class Report:
 
 
 Progress = Callable[[Report], None]
+
+
+class Reporter:
+    """Reports a search now and then, and at every better plan."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+        self._last = (0.0, float("inf"))
+
+    def tell(self, report: Callable[[], Report], *, seconds: float) -> None:
+        """Report if the best plan's ``seconds`` are new, or the last report is ``INTERVAL`` seconds old."""
+        now = time.monotonic()
+        if self.progress is None or (seconds == self._last[1] and now - self._last[0] < INTERVAL):
+            return
+        self._last = (now, seconds)
+        self.progress(report())

@@ -1,0 +1,79 @@
+"""What candidates of a step search are priced with: links, shardings, settings and stage problems."""
+
+from __future__ import annotations
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
+from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
+from planner.whole_step.costs.level_one import LevelOne, Sharded
+from planner.whole_step.costs.unit_choices import RankPrices, StageSetting, unit_runs
+
+
+class CandidateProblems:
+    """The problems of all candidates of one model on one cluster."""
+
+    def __init__(self, level_one: LevelOne, cluster: Cluster, demands: Demands) -> None:
+        self.level_one, self.cluster, self.demands = level_one, cluster, demands
+        self.memory = demands.memory_on(cluster.device.usable_bytes)
+        self.links: dict[MeshLayout, Links] = {}
+        self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
+
+    def links_on(self, layout: MeshLayout) -> Links:
+        """The prices of a layout."""
+        if layout not in self.links:
+            self.links[layout] = Links.of(self.cluster, layout)
+        return self.links[layout]
+
+    def setting(self, candidate: Candidate) -> StageSetting:
+        """Where the units of ``candidate`` run."""
+        layout, demands = candidate.layout, self.demands
+        return StageSetting(
+            layout=layout,
+            links=self.links_on(layout),
+            num_microbatches=candidate.num_microbatches,
+            forward_passes=self.level_one.forward_passes(candidate.num_microbatches),
+            tied_apart=layout.pipeline > 1,
+            ends_together=SCHEDULES[candidate.schedule].placement == "vee",
+            training=demands.training,
+            recompute=demands.among("recompute", POLICIES),
+            zero=demands.among("zero", ZERO_STAGES),
+        )
+
+    def sharded(self, candidate: Candidate, weight: float = 0.0) -> Sharded | None:
+        """The sharding of one candidate, see ``LevelOne.sharded``."""
+        return self.level_one.sharded(candidate.cut, candidate.layout, self.links_on(candidate.layout), weight=weight)
+
+    def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
+        """The stage problem of one candidate under one sharding."""
+        return StageProblem(
+            runs=self._runs(candidate, sharded),
+            schedule=candidate.schedule,
+            num_ranks=candidate.layout.pipeline,
+            num_chunks=candidate.num_chunks,
+            num_microbatches=candidate.num_microbatches,
+            memory=(self.memory,) * candidate.layout.pipeline,
+        )
+
+    def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
+        """By pipeline rank, what units cost there; ranks are alike."""
+        return (RankPrices(self.setting(candidate), sharded.figures),) * candidate.layout.pipeline
+
+    def in_plan(self, candidate: Candidate, sharded: Sharded) -> Sharded:
+        """The sharding at the prices of one micro-batch that a plan tells."""
+        return sharded
+
+    def device_limits(self, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+        """Of unequal devices, by pipeline rank, which they are and the bytes that a plan may take on each."""
+        return ()
+
+    def _runs(self, candidate: Candidate, sharded: Sharded) -> tuple[UnitRun, ...]:
+        """The chain of units with all choices, cached for all schedules with the same setting."""
+        setting = self.setting(candidate)
+        key = (id(sharded), setting.layout, setting.num_microbatches > 1, setting.ends_together)
+        if key not in self.runs:
+            self.runs[key] = (sharded, unit_runs(sharded.figures, setting))
+        return self.runs[key][1]

@@ -1,0 +1,171 @@
+"""The search of whole steps on unequal devices: each pipeline rank has what its own devices take.
+
+Layouts, micro-batches and schedules are searched as on equal devices, under bounds in weighted seconds
+(``planner.whole_step.costs.stage_devices``). A stage whose ranks are of one kind is priced on it; one that has several
+kinds counts all as the slowest, so that what is found is never slower than if the whole cluster did. Layouts whose
+stages differ are planned under the schedules whose closed form holds for them (``UNEQUAL_SCHEDULES``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from cost_models import Cluster
+from cost_models.schedules import SCHEDULES
+from planner.pipeline_ilp.stage_problem import UNEQUAL_SCHEDULES, StageProblem, UnitRun, least_of
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.candidates import Candidate, Family
+from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.costs.level_one import LevelOne, Sharded, batch_prices
+from planner.whole_step.costs.stage_devices import WeightedLevelOne, repriced
+from planner.whole_step.costs.unit_choices import RankPrices, unit_runs
+from planner.whole_step.result.search_progress import Progress
+from planner.whole_step.search_entry import SearchEntry
+
+
+def search_of(level_one: LevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None) -> Search:
+    """The search of one model on a cluster, whatever its devices."""
+    if isinstance(level_one, WeightedLevelOne):
+        return UnequalSearch(level_one, cluster, demands, progress=progress)
+    return Search(level_one, cluster, demands, progress=progress)
+
+
+def check_unequal(cluster: Cluster, demands: Demands, objective: str) -> None:
+    """Refuse what cannot be right on unequal devices.
+
+    Raises:
+        ValueError: for an objective or a schedule that is for equal devices; it says what is for unequal ones.
+    """
+    if not cluster.has_unequal_devices:
+        return
+    instead = 'or count all as the slowest (unequal = "slowest" in the cluster file, --unequal slowest)'
+    if objective == "devices":
+        raise ValueError(
+            f"objective='devices' takes the first devices of a cluster, and those of {cluster.name!r} are unequal: "
+            f"plan for the devices that you would take, {instead}"
+        )
+    schedules = demands.among("schedule", SCHEDULES)
+    if not set(schedules) & set(UNEQUAL_SCHEDULES):
+        raise ValueError(
+            f"schedule={', '.join(schedules)} is for stages on equal devices, and those of {cluster.name!r} are "
+            f"unequal: allow {' or '.join(UNEQUAL_SCHEDULES)}, {instead}"
+        )
+    if 1 not in demands.fixed.get("chunks_per_rank", (1,)) or not demands.allows("chunks_per_rank", 1):
+        raise ValueError(
+            f"chunks_per_rank: stages on unequal devices hold one chunk each, and those of {cluster.name!r} are "
+            f"unequal: allow 1, {instead}"
+        )
+
+
+class UnequalSearch(Search):
+    """``Search`` where devices differ."""
+
+    def __init__(
+        self, level_one: WeightedLevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
+    ) -> None:
+        super().__init__(level_one, cluster, demands, progress=progress)
+        self.devices = level_one.devices
+        self.heaviest = max(level_one.weights)
+        #: No device holds more, for bounds of all layouts; ``problem`` has the limit of each rank.
+        self.memory = max(
+            demands.memory_on(self.devices.usable_bytes((index,))) for index in range(len(self.devices.kinds))
+        )
+        self._repriced: dict[tuple[object, ...], tuple[Sharded, Sharded]] = {}
+
+    def step_bound(self, candidate: Candidate, seconds: float) -> float:
+        """The same from weighted seconds: those of the fill are divided by the largest weight."""
+        ranks, m = candidate.layout.pipeline, candidate.num_microbatches
+        row = SCHEDULES[candidate.schedule]
+        if row.fill != (1, 1, 1):
+            return seconds * m / ranks
+        divisor = candidate.chunks_per_rank if row.divided else 1
+        return seconds * ((m - 1 / divisor) / ranks + 1 / (divisor * self.heaviest))
+
+    def problem(self, candidate: Candidate, sharded: Sharded) -> StageProblem:
+        """The stage problem of one candidate under one sharding, with each rank's own seconds and memory."""
+        stages = self.devices.of_stages(candidate.layout)
+        by_kinds = {
+            stage: unit_runs(prices.figures, prices.setting)
+            for stage, prices in zip(stages, self.on_ranks(candidate, sharded))
+        }
+        rank_runs = _with_slower_ends([by_kinds[stage] for stage in stages]) if len(by_kinds) > 1 else ()
+        return StageProblem(
+            runs=least_of(rank_runs) if rank_runs else by_kinds[stages[0]],
+            schedule=candidate.schedule,
+            num_ranks=candidate.layout.pipeline,
+            num_chunks=candidate.num_chunks,
+            num_microbatches=candidate.num_microbatches,
+            memory=tuple(self.demands.memory_on(self.devices.usable_bytes(stage)) for stage in stages),
+            rank_runs=rank_runs,
+        )
+
+    def on_ranks(self, candidate: Candidate, sharded: Sharded) -> tuple[RankPrices, ...]:
+        """By pipeline rank, what units cost on its devices."""
+        setting, layout = self.setting(candidate), candidate.layout
+        prices = {}
+        for stage in self.devices.of_stages(layout):
+            if stage not in prices:
+                links = self.devices.links(layout, stage)
+                figures = self._on_links(sharded, candidate, links, stage).figures
+                prices[stage] = RankPrices(replace(setting, links=links), figures)
+        return tuple(prices[stage] for stage in self.devices.of_stages(layout))
+
+    def in_plan(self, candidate: Candidate, sharded: Sharded) -> Sharded:
+        """The sharding at the prices of the slowest device, as a plan tells those of one micro-batch."""
+        return self._on_links(sharded, candidate, Links.of(self.cluster, candidate.layout), None)
+
+    def device_limits(self, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+        """By pipeline rank, its devices and the bytes that a plan may take on each."""
+        stages = self.devices.of_stages(candidate.layout)
+        return tuple(
+            (self.devices.name(stage), self.demands.memory_on(self.devices.usable_bytes(stage))) for stage in stages
+        )
+
+    def _on_links(self, sharded: Sharded, candidate: Candidate, links: Links, stage: frozenset[int] | None) -> Sharded:
+        """``sharded`` at the prices of ``links``, of a stage of these kinds."""
+        key = (id(sharded), candidate.layout, stage)
+        if key not in self._repriced:
+            mixes = candidate.cut.pieces == candidate.layout.data or not self.level_one.micro_batches
+            self._repriced[key] = sharded, repriced(sharded, batch_prices(links, mixes=mixes))
+        return self._repriced[key][1]
+
+    def links_on(self, layout: MeshLayout) -> Links:
+        """The prices of a layout in weighted seconds."""
+        return self.level_one.links_on(layout)
+
+    def _members(self, family: Family) -> Iterator[SearchEntry]:
+        if len(set(self.devices.of_stages(family.layout))) == 1:
+            yield from super()._members(family)
+            return
+        for entry in super()._members(_of_unequal_stages(family)):
+            if entry.candidate.schedule in UNEQUAL_SCHEDULES:
+                yield entry
+
+
+def _of_unequal_stages(family: Family) -> Family:
+    """The family without schedules that are for equal stages."""
+    demands: Any = family.demands
+    schedules = frozenset(demands.among("schedule", UNEQUAL_SCHEDULES))
+    fixed = {**demands.fixed, "schedule": schedules, "chunks_per_rank": frozenset((1,))}
+    return replace(family, demands=replace(demands, fixed=fixed))
+
+
+def _with_slower_ends(by_rank: list[tuple[UnitRun, ...]]) -> tuple[tuple[UnitRun, ...], ...]:
+    """Runs in which what passes a boundary between two ranks takes as long as on the slower one's links."""
+    slower = []
+    for rank, runs in enumerate(by_rank):
+        before, after = by_rank[max(0, rank - 1)], by_rank[min(rank + 1, len(by_rank) - 1)]
+        slower.append(
+            tuple(
+                replace(
+                    run,
+                    receive_forward=max(run.receive_forward, behind.receive_forward),
+                    receive_backward=max(run.receive_backward, ahead.receive_backward),
+                )
+                for run, behind, ahead in zip(runs, before, after, strict=True)
+            )
+        )
+    return tuple(slower)
