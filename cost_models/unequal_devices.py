@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import Cluster
-from cost_models.cluster_format import REORDER, SLOWEST
+from cost_models.cluster_format import IN_ORDER, REORDER, SLOWEST
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel
 
 #: Runs of equal devices up to which all orders are tried; of more, the order is that of the cluster.
@@ -90,6 +90,20 @@ def orders(cluster: Cluster) -> Iterator[Cluster]:
         if (groups, levels) not in seen:
             seen.append((groups, levels))
             yield replace(cluster, groups=groups, levels=levels)
+
+
+def in_order(cluster: Cluster) -> Cluster:
+    """The cluster with ranks on the devices that they have, as of processes that run."""
+    return replace(cluster, unequal=IN_ORDER) if cluster.unequal == REORDER and len(cluster.kinds) > 1 else cluster
+
+
+def refuse_unequal(cluster: Cluster, what: str) -> None:
+    """Raise ValueError for ``what`` (a sentence's subject) that reads all devices as alike, if they are not."""
+    if cluster.has_unequal_devices:
+        raise ValueError(
+            f"{what} is for equal devices, and those of {cluster.name!r} are unequal: count all as the slowest "
+            '(unequal = "slowest" in the cluster file, --unequal slowest)'
+        )
 
 
 def _parts(cluster: Cluster) -> list[tuple[tuple[DeviceGroup, ...], range]]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models import Cluster
+from cost_models.unequal_devices import in_order
 from passes.capture import refuse_unsupported
 from passes.ir.graph import Graph
 from passes.ir.types import MeshShape
@@ -276,7 +277,7 @@ def plan_on_devices(
             "(or batch_size, and seq_len, for a Hugging Face model)"
         )
     if isinstance(target, Cluster):
-        cluster: Cluster | None = target
+        cluster: Cluster | None = in_order(target)  # the processes are on their devices already
         needed = options.get("num_devices") or target.num_devices
         requested_axes = dict(fix or {})
     else:

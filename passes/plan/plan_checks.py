@@ -110,6 +110,8 @@ def check_step(plan: PlanData) -> None:
             raise ValueError(f"step: axis {name!r} has size {step.axes[name]}, but {size} in mesh {plan.mesh}")
     if step.interval is not None and not 0.0 <= step.interval[0] <= step.interval[1] < math.inf:
         raise ValueError(f"step.interval: expected two finite seconds in order, got {step.interval}")
+    if step.stage_devices and len(step.stage_devices) != step.axes["pp"]:
+        raise ValueError(f"step.stage_devices: {len(step.stage_devices)} for {step.axes['pp']} pipeline ranks")
     if not step.decides_units:
         _check_one_chunk(step)
         return

@@ -27,6 +27,7 @@ class _Line:
 
 def stage_table(step: StepPlan, blocks: Sequence[BlockPlan]) -> str:
     """One line for every group of units, in model order; what is alike from chunk to chunk is told once."""
+    lines = _merged(_lines(step.chunks))
     rows = [
         [
             format_numbers(line.ranks),
@@ -36,9 +37,13 @@ def stage_table(step: StepPlan, blocks: Sequence[BlockPlan]) -> str:
             line.forward,
             line.backward,
         ]
-        for line in _merged(_lines(step.chunks))
+        for line in lines
     ]
-    header = ("rank", "units", "recompute", "ZeRO", "forward", "backward")
+    header = ["rank", "units", "recompute", "ZeRO", "forward", "backward"]
+    if step.stage_devices:
+        header.append("device")
+        for row, line in zip(rows, lines):
+            row.append(", ".join(dict.fromkeys(step.stage_devices[rank].name for rank in line.ranks)))
     return format_table("Stages, in model order (seconds of one micro-batch)", header, rows)
 
 
@@ -126,11 +131,12 @@ def memory_table(step: StepPlan) -> str:
     """Bytes of every rank by part; ranks whose parts read the same in one line."""
     lines: dict[tuple[str, ...], list[int]] = {}
     for rank, memory in enumerate(step.memory):
-        lines.setdefault(_memory_cells(memory, step.memory_limit), []).append(rank)
+        lines.setdefault(_memory_cells(memory, step.memory_limit_of(rank)), []).append(rank)
     rows = [[format_numbers(ranks), *cells] for cells, ranks in lines.items()]
     header = ("rank", "parameters", "gradients", "optimizer", "activations", "transient", "total", "full")
     kept_free = f", beside {step.headroom:.1%} for the allocator, communicators, CUDA graphs" if step.headroom else ""
-    limit = f"limit {format_bytes(step.memory_limit)}{kept_free}"
+    limits = dict.fromkeys(format_bytes(device.memory_limit) for device in step.stage_devices)
+    limit = f"limit {' or '.join(limits) or format_bytes(step.memory_limit)}{kept_free}"
     return format_table(f"Memory of one device of each rank ({limit})", header, rows)
 
 

@@ -176,6 +176,18 @@ class StepPlan:
             chunks=tuple(chunk.costs for chunk in self.chunks),
         )
 
+    @property
+    def fullest_rank(self) -> int:
+        """The pipeline rank that takes most of what it may (where that has no bound, most bytes)."""
+        return max(
+            range(len(self.memory)),
+            key=lambda rank: (self.memory[rank].total / (self.memory_limit_of(rank) or 1.0), self.memory[rank].total),
+        )
+
+    def rank_name(self, rank: int) -> str:
+        """A pipeline rank's number, of unequal devices with theirs: ``1 (NVIDIA V100 SXM2 32GB)``."""
+        return f"{rank} ({self.stage_devices[rank].name})" if self.stage_devices else str(rank)
+
     def memory_limit_of(self, rank: int) -> float:
         """Bytes that were allowed on each device of a pipeline rank."""
         return self.stage_devices[rank].memory_limit if self.stage_devices else self.memory_limit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
 from passes.plan.plan_data import PlanData
-from passes.plan.stage_table import memory_table, stage_table
+from passes.plan.stage_table import format_numbers, memory_table, stage_table
 from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
 from passes.plan.text_tables import (
     format_bytes,
@@ -62,10 +63,10 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         schedule = f"{step.schedule}{chunks}; " if step.axes.get("pp", 1) > 1 else ""
         lines.append(f"{schedule}recompute {', '.join(step.recompute)}; ZeRO {', '.join(map(str, step.zero))}")
-    fullest = max(step.memory, key=lambda memory: memory.total)
-    share = (
-        f" of {format_bytes(step.memory_limit)} ({fullest.total / step.memory_limit:.0%})" if step.memory_limit else ""
-    )
+    fullest, limit = step.memory[step.fullest_rank], step.memory_limit_of(step.fullest_rank)
+    share = f" of {format_bytes(limit)} ({fullest.total / limit:.0%})" if limit else ""
+    if step.stage_devices:
+        lines.append(f"stages on {', '.join(_stages_on_devices(step))}")
     most, _ = _largest_parts(fullest)[0]
     lines.append(f"fullest device {format_bytes(fullest.total)}{share}, most of it {most}")
     lines += [
@@ -73,6 +74,15 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
         for other in step.alternatives[:BRIEF_ALTERNATIVES]
     ]
     return "\n".join(lines) + "\n"
+
+
+def _stages_on_devices(step: StepPlan) -> Iterator[str]:
+    """Ranks that follow each other on equal devices: ``0–1: NVIDIA A100 SXM 80GB (24 units)``."""
+    units = {chunk.rank: sum(group.count for group in chunk.groups) for chunk in step.chunks}
+    names = [device.name for device in step.stage_devices]
+    for name, ranks in itertools.groupby(range(len(names)), key=names.__getitem__):
+        together = list(ranks)
+        yield f"{format_numbers(together)}: {name} ({' + '.join(str(units[rank]) for rank in together)} units)"
 
 
 def _brief_links(plan: PlanData, step: StepPlan) -> Iterator[str]:
@@ -220,9 +230,9 @@ def _why(plan: PlanData, step: StepPlan) -> Iterator[str]:
 
 
 def _memory_reason(step: StepPlan) -> str:
-    rank = max(range(len(step.memory)), key=lambda each: step.memory[each].total)
+    rank = step.fullest_rank
     memory = step.memory[rank]
-    full = memory.total / step.memory_limit if step.memory_limit else 0.0
+    full = memory.total / step.memory_limit_of(rank) if step.memory_limit else 0.0
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest_parts(memory))
     where = f"rank {rank} is" if len(step.memory) > 1 else "each device is"
     verdict = (

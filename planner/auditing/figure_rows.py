@@ -55,7 +55,8 @@ def _time_rows(subject: AuditSubject, priced: RepricedStep) -> Iterator[AuditRow
     exposed = max(rank.exposed_seconds for rank in report.ranks)
     yield compared("exposed communication", costs.exposed, _ratio(exposed, report.seconds), SHARE, least=1.0)
     flops, cluster = model_flops(subject.graph), subject.cluster
-    peak = cluster.peak_flops(compute_dtype(subject.graph))
+    dtype, step = compute_dtype(subject.graph), subject.plan.step
+    peak = cluster.peak_flops(dtype) if step.stage_devices else cluster.device.peak_flops(dtype) * step.num_devices
     yield compared("model flops", costs.flops, flops, NUMBER)
     yield compared("utilisation", costs.utilisation, _ratio(flops, report.seconds * peak), SHARE)
     samples = batch_size_of(subject.graph)

@@ -89,7 +89,7 @@ def reprice(graph: Graph, plan: Plan, cluster: Cluster) -> RepricedStep:
     if not plan.step.decides_units:
         return _on_mesh(graph, plan, cluster)
     pricer = _StepPricer(graph, plan, plan.step, cluster)
-    if cluster.has_unequal_devices:
+    if plan.step.stage_devices:
         kinds, layout = device_kinds(cluster), pricer.layout
         stages = kinds_of_stages(kinds, num_stages=layout.pipeline, stride=layout.stride(PIPELINE))
         seen = {stage: _StepPricer(graph, plan, plan.step, view(cluster, kinds, stage)) for stage in set(stages)}

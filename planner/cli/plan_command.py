@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cost_models.cluster_format import UNEQUAL
 from cost_models.files import check_writable
 from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
+from cost_models.unequal_devices import refuse_unequal
 from planner.cli.freeze_command import run_training_timeline
 from planner.cli.island_command import refuse_island_options, run_island_plan
 from planner.cli.shared_options import (
@@ -46,7 +49,16 @@ def add_plan(commands: Any) -> None:
         commands, "plan", help="decide how a model is trained on a cluster, offline", examples=list(_EXAMPLES)
     )
     add_model_arguments(parser)
-    parser.add_argument("--cluster", help="PRESET[:NODES] or a TOML file (default: this machine's processors)")
+    parser.add_argument(
+        "--cluster",
+        help="PRESET[:NODES], several with + between them, or a TOML file (default: this machine's processors)",
+    )
+    parser.add_argument(
+        "--unequal",
+        choices=UNEQUAL,
+        help="what unequal devices are planned as: stages on different devices, their order being chosen (reorder) or "
+        "as the cluster says (in-order), or all as the slowest (default: as the cluster file says, else reorder)",
+    )
     parser.add_argument("--memory", metavar="GIB", help="bound on each device (default: its memory)")
     parser.add_argument(
         "--pin",
@@ -293,6 +305,10 @@ def _where(options: argparse.Namespace) -> dict[str, Any]:
     shape = None if options.mesh is None else as_mesh_shape(options.mesh)
     num_devices = (options.devices or 1) if shape is None else shape.num_devices
     cluster = as_cluster(options.cluster, num_devices=num_devices)
+    if options.unequal is not None:
+        cluster = replace(cluster, unequal=options.unequal)
+    if options.compare or options.layout:
+        refuse_unequal(cluster, "the price of other layouts beside the plan")
     where = {"cluster": cluster, "mesh": shape}
     forbids_choice = any("=" in text for text in options.forbid)
     if shape is None or forbids_choice or asks_for_step(shape.names, said(_step_options(options))):

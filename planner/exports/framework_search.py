@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from planner.exports.framework import Framework, inexpressible
@@ -83,6 +84,7 @@ def plan_for(
     Raises:
         ValueError: if the demands contradict the framework, or no plan of it fits.
     """
+    refuse_unequal(cluster, f"a search within what {framework.title} can say")
     space = BaselineSpace(graph, config=config, compiled=demands.compiled)
     tensor = framework.splitter if framework.splitter and space.roles(framework.splitter) is not None else None
     level_one = space.level_one(tensor, cluster)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_models import Cluster
+from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph, Node
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
@@ -132,6 +133,7 @@ def explain(
     with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn) as graph:
         names = operators_named(graph, name)
         cluster = Cluster.from_dict(dict(plan.cluster))
+        refuse_unequal(cluster, "what other strategies would cost")
         return _Explainer(graph, plan, cluster).reasons(name, names, everything=everything)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import Device, LinkLevel
+from cost_models.unequal_devices import refuse_unequal
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_table
@@ -154,8 +155,9 @@ def robustness(
         raise ValueError(
             "the plan is on a given mesh, where nothing but shardings was searched: plan a whole step (without --mesh)"
         )
+    cluster = Cluster.from_dict(dict(plan.cluster))
+    refuse_unequal(cluster, "robustness")
     with graph_of_plan(plan, model, example_inputs=example_inputs, loss_fn=loss_fn) as graph:
-        cluster = Cluster.from_dict(dict(plan.cluster))
         rivals = _Rivals(graph, plan, cluster, time_limit)
         return tuple(
             rivals.break_even(figure, larger=larger) for figure in figures_of(cluster) for larger in (False, True)

@@ -30,7 +30,7 @@ def write_trace(plan: Plan, path: str | Path) -> None:
 def trace_events(plan: Plan, report: StepReport) -> Iterator[dict[str, Any]]:
     """Events of all ranks in order of rank and time."""
     for rank in range(len(report.ranks)):
-        yield from track_names(rank, f"pipeline rank {rank}")
+        yield from track_names(rank, f"pipeline rank {plan.step.rank_name(rank)}")
     for event in report.timeline or ():
         yield span_event(event.rank, event.stream, event.label, event.start, event.end - event.start)
     for curve in memory_curves(plan, report):

@@ -27,7 +27,7 @@ from planner.whole_step.candidates.mesh_layout import ORDERS
 from planner.whole_step.costs.candidate_bounds import Bounds
 from planner.whole_step.costs.level_one import LevelOne, Sharded
 from planner.whole_step.result.outcome import Outcome, StepSolution, with_solution
-from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, Reporter
+from planner.whole_step.result.search_progress import SEARCHING, Progress, Report, SearchTeller
 from planner.whole_step.search_entry import SearchEntry
 
 #: Prices of a byte in the sharding ILP, as multiples of (seconds / bytes of the fastest); later ones if memory binds.
@@ -54,7 +54,7 @@ class Search(CandidateProblems):
         self, level_one: LevelOne, cluster: Cluster, demands: Demands, *, progress: Progress | None = None
     ) -> None:
         super().__init__(level_one, cluster, demands)
-        self.reporter = Reporter(progress)
+        self.teller = SearchTeller(progress)
         self.counts: Counter[str] = Counter()
         self.shortfalls: dict[Candidate, float] = {}
         self.solutions: list[StepSolution] = []
@@ -198,7 +198,7 @@ class Search(CandidateProblems):
     def _tell(self, heap: list[SearchEntry]) -> None:
         """Report progress, now and then and at every better plan."""
         best = self.solutions[0].seconds if self.solutions else float("inf")
-        self.reporter.tell(
+        self.teller.tell(
             lambda: Report(
                 SEARCHING,
                 candidate=str(self.solutions[0].candidate) if self.solutions else "",

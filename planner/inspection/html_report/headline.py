@@ -38,8 +38,8 @@ def _cards(plan: Plan, price: float | None) -> Iterator[Card]:
     yield Card("Model flops utilisation", f"{costs.utilisation:.1%}", f"{costs.flops:.4g} flops a step")
     axes = ", ".join(f"{axis}={size}" for axis, size in step.axes.items())
     yield Card("Devices", f"{step.num_devices:,}", f"{axes} of {plan.cluster.get('name', 'an unnamed cluster')}")
-    fullest = max(memory.total for memory in step.memory)
-    share = f"{fullest / step.memory_limit:.1%} of {format_bytes(step.memory_limit)}" if step.memory_limit else ""
+    fullest, limit = step.memory[step.fullest_rank].total, step.memory_limit_of(step.fullest_rank)
+    share = f"{fullest / limit:.1%} of {format_bytes(limit)}" if limit else ""
     yield Card("Fullest device", format_bytes(fullest), share)
     yield Card("Gap", f"{certificate.gap:.2%}", f"no plan takes less than {format_seconds(certificate.bound)}")
     if price is not None:

@@ -25,11 +25,15 @@ def memory_section(plan: Plan, report: StepReport) -> ReportSection:
         totals = [sum(amounts) for amounts in zip(*curve.parts.values())]
         peak = totals.index(max(totals))
         cells = [format_bytes(curve.parts[part][peak]) for part in PARTS]
-        rows.append([str(curve.rank), *cells, format_bytes(totals[peak]), _share(totals[peak], plan.step.memory_limit)])
-    fullest = max(curves, key=lambda curve: curve.peak_bytes)
+        limit = plan.step.memory_limit_of(curve.rank)
+        name = plan.step.rank_name(curve.rank)
+        rows.append([name, *cells, format_bytes(totals[peak]), _share(totals[peak], limit)])
+    fullest = max(
+        curves, key=lambda curve: (curve.peak_bytes / (plan.step.memory_limit_of(curve.rank) or 1.0), curve.peak_bytes)
+    )
     summary = (
         f"Rank {fullest.rank} is the fullest: {format_bytes(fullest.peak_bytes)} of the "
-        f"{format_bytes(plan.step.memory_limit)} that tensors may take."
+        f"{format_bytes(plan.step.memory_limit_of(fullest.rank))} that tensors may take."
     )
     return ReportSection(
         summary,
@@ -72,7 +76,8 @@ def _chart(plan: Plan, source: Any, most: float) -> Any:
     chart.varea_stack(list(PARTS), x="seconds", color=colours, source=source, legend_label=list(PARTS))
     if plan.step.memory_limit < float("inf"):
         limit = plan.step.memory_limit / _GIB
-        chart.hspan(y=[limit], line_dash="dashed", line_color=COLOURS["red"])
+        limits = sorted({device.memory_limit / _GIB for device in plan.step.stage_devices} or {limit})
+        chart.hspan(y=limits, line_dash="dashed", line_color=COLOURS["red"])
         chart.y_range.start, chart.y_range.end = 0.0, 1.05 * max(limit, most / _GIB)
     return with_legend_below(chart)
 

@@ -29,7 +29,7 @@ def pipeline_section(plan: Plan, report: StepReport) -> ReportSection:
     step = plan.step
     rows = [
         [
-            str(rank),
+            step.rank_name(rank),
             format_seconds(played.compute_seconds),
             format_seconds(played.exposed_seconds),
             format_seconds(played.bubble_seconds),

@@ -44,7 +44,7 @@ class Report:
 Progress = Callable[[Report], None]
 
 
-class Reporter:
+class SearchTeller:
     """Reports a search now and then, and at every better plan."""
 
     def __init__(self, progress: Progress | None) -> None:
