@@ -209,6 +209,14 @@ class DroppingColumnLoop(DroppingHitLoop):
         return result
 
 
+class PassingLoop(HitLoop):
+    """A loop in which the last expert gives its rows back (LongCat)."""
+
+    def __init__(self, size: int, inner: int, num_experts: int, k: int) -> None:
+        super().__init__(size, inner, num_experts, k)
+        self.experts[-1] = nn.Identity()
+
+
 class MaskedLoop(ExpertLoop):
     """A loop over modules: every expert sees every token, and weighs those that are not its own with zero."""
 
@@ -340,6 +348,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "loop": lambda: ByHand(ExpertLoop),
     "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
     "dropping loops": lambda: ByHand(DroppingHitLoop, DroppingColumnLoop),
+    "passing loop": lambda: ByHand(PassingLoop),
     "masked loop": lambda: ByHand(MaskedLoop),
     "dense": lambda: ByHand(DenseExperts, ScoredInputs, OffsetDenseExperts),
     "one-hot": lambda: ByHand(OneHotDispatch),

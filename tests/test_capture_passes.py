@@ -78,6 +78,7 @@ def test_views_become_reshapes_with_all_sizes() -> None:
         (lambda y: y[..., 2:], ["aten.slice.Tensor"]),
         (lambda y: y[:, :, :], []),
         (lambda y: y.movedim(0, -1), ["aten.permute.default"]),
+        (lambda y: torch.cat([y, y.new_ones(2, 1, 8)], 1), [f"aten.{op}.default" for op in ("ones", "expand", "cat")]),
         (lambda y: y.sum(0, keepdim=True).repeat(4, 1, 1), ["aten.sum.dim_IntList", "aten.expand.default"]),
     ],
 )

@@ -49,6 +49,7 @@ def test_experts_of_a_layer_are_one_operator_on_batch_and_sequence(name: str) ->
         ("loops", [(8, 6, 16)] * 2),
         ("dense", [(8, 6, 16), (8, 6, 2, 16)]),
         ("dropping loops", [(8, 6, 16)] * 2),
+        ("passing loop", [(8, 6, 16)] * 2),
     ],
 )
 def test_loops_over_experts_and_experts_that_compute_all_tokens_are_one_operator_each(

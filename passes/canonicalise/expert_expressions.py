@@ -224,6 +224,18 @@ class ExpertRows:
         return insert(at, aten.add.Tensor, (product, each))
 
 
+def row_operators_of(rows: fx.Node, mask: fx.Node) -> tuple[object, ...]:
+    """The operators, each one once, that lead from the rows that a mask picks to ``rows``."""
+    picked, order = _depending_on(mask), dict[fx.Node, None]()
+    stack = [rows]
+    while stack:
+        node = stack.pop()
+        if node in picked and node not in order:
+            order[node] = None
+            stack += _operands(node)
+    return tuple(node.target for node in order)
+
+
 def _depending_on(mask: fx.Node) -> set[fx.Node]:
     """Everything that is computed of the rows that a mask, or the same mask flat, picks."""
     masks = [mask, *(user for user in mask.users if root_of(user) is mask)]

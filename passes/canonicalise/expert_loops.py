@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from passes.canonicalise.dead_code import drop_dead_code
-from passes.canonicalise.expert_expressions import ExpertRows, MaskPlaces, places_of, root_of, same_value
+from passes.canonicalise.expert_expressions import (
+    ExpertRows,
+    MaskPlaces,
+    places_of,
+    root_of,
+    row_operators_of,
+    same_value,
+)
 from passes.canonicalise.expert_masks import ExpertMask, RoutedTokens, expert_mask, routed_tokens
 from passes.canonicalise.fx import argument, aten, calls, insert, shape
 from passes.ir.errors import CaptureError
@@ -128,18 +135,31 @@ def _replace_chain(chain: Sequence[_Write]) -> None:
         groups.setdefault(key, []).append((mask._replace(source=source), write))
     total = chain[0].base
     for group in groups.values():
-        added = _with_group(total, group, at=chain[-1].node)
-        if added is None:
-            return
-        total = added
+        for run in _alike_runs(sorted(group, key=lambda entry: entry[0].expert)):
+            added = _with_group(total, run, at=chain[-1].node)
+            if added is None:
+                return
+            total = added
     chain[-1].node.replace_all_uses_with(total)
 
 
-def _with_group(base: fx.Node, group: Sequence[tuple[ExpertMask, _Write]], *, at: fx.Node) -> fx.Node | None:
-    """``base`` and what the experts of one choice write to it; None if it cannot be computed so."""
-    in_order = sorted(group, key=lambda entry: entry[0].expert)
+def _alike_runs(in_order: Sequence[tuple[ExpertMask, _Write]]) -> list[list[tuple[ExpertMask, _Write]]]:
+    """Experts in their order, those behind each other whose expressions are of the same operators together."""
+    runs: list[list[tuple[ExpertMask, _Write]]] = []
+    last: object = None
+    for mask, write in in_order:
+        operators = row_operators_of(write.rows, root_of(write.places.mask))
+        if not runs or operators != last:
+            runs.append([])
+        runs[-1].append((mask, write))
+        last = operators
+    return runs
+
+
+def _with_group(base: fx.Node, in_order: Sequence[tuple[ExpertMask, _Write]], *, at: fx.Node) -> fx.Node | None:
+    """``base`` and what some experts of one choice write to it; None if it cannot be computed so."""
     masks, writes = [mask for mask, _ in in_order], [write for _, write in in_order]
-    if [mask.expert for mask in masks] != list(range(len(masks))):
+    if [mask.expert - masks[0].expert for mask in masks] != list(range(len(masks))):
         return None
     roots = [root_of(write.places.mask) for write in writes]
     is_flat = roots[0] is not writes[0].places.mask

@@ -76,11 +76,11 @@ def routed_tokens(
     """What the masks of all experts say together, inserted before ``at``; None if it is not known.
 
     Args:
-        masks: those of experts 0, 1, …, of one source and form.
+        masks: those of experts that follow each other, of one source and form; the first one is 0 in the ids.
         rank: how many dims each of them has.
         token_dims: which of them are dims of tokens.
     """
-    source, form, _ = masks[0]
+    source, form, first = masks[0]
     if form == "any":
         rank += 1
     rest = [dim for dim in range(rank) if dim not in token_dims]
@@ -91,6 +91,8 @@ def routed_tokens(
         return None
     ids, valid = choices.ids, choices.counted
     distinct = not rest or (choices.dims[rest[0]] == rank - 1 and _are_distinct(ids))
+    if first:
+        ids = insert(at, aten.sub.Scalar, (ids, first))
     if not _below(ids, len(masks)):
         inside = insert(at, aten.bitwise_and.Tensor, (
             insert(at, aten.ge.Scalar, (ids, 0)), insert(at, aten.lt.Scalar, (ids, len(masks)))

@@ -49,13 +49,24 @@ def replace_synonyms(module: fx.GraphModule) -> None:
             _as_like(node)
 
 
+#: A tensor of a size of its own is none of another's, whose samples it does not mix.
+_OF_SIZE: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
 def _as_like(node: fx.Node) -> None:
     source, size, *fill = node.args
     assert isinstance(source, fx.Node)
+    like = value(node)
     if tuple(size) == shape(source):  # type: ignore[arg-type]
-        dtype = value(node).dtype
         node.target, node.args = _LIKE[node.target], (source, *fill)
-        node.kwargs = {} if dtype == value(source).dtype else {"dtype": dtype}
+        node.kwargs = {} if like.dtype == value(source).dtype else {"dtype": like.dtype}
+    elif node.target in _OF_SIZE:
+        node.target, node.args = _OF_SIZE[node.target], (size, *fill)
+        node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
 def _broadcast(node: fx.Node) -> None:
