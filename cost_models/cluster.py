@@ -14,6 +14,7 @@ from cost_models.cluster_graph import num_parts, whole_graph
 from cost_models.fields import check_finite, suggest
 from cost_models.files import read_toml
 from cost_models.hardware import Device, DeviceGroup, LinkLevel, slowest_device
+from cost_models.host import Host
 from cost_models.measured_profile import Profile
 from cost_models.presets import load_preset, preset_names
 from cost_models.text import printable
@@ -30,7 +31,8 @@ class Cluster:
 
     Made by ``parse``, ``from_toml``, ``from_dict``, ``from_device_mesh`` or ``uniform``. ``groups`` says which device
     each rank has (one group unless the cluster is mixed). ``profile``: what was measured, if it was. ``unequal``: what
-    different devices are planned as, one of ``cost_models.cluster_format.UNEQUAL``.
+    different devices are planned as, one of ``cost_models.cluster_format.UNEQUAL``. ``host``: what every node has
+    beside its devices, None if nothing is said of it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
     profile: Profile | None = None
     unequal: str = REORDER
+    host: Host | None = None
 
     @property
     def num_devices(self) -> int:
@@ -115,7 +118,8 @@ class Cluster:
             if remaining:
                 groups.append(DeviceGroup(group.device, min(remaining, group.count)))
                 remaining -= groups[-1].count
-        return Cluster(f"{self.name}[:{num_devices}]", tuple(groups), tuple(levels), self.profile, self.unequal)
+        name = f"{self.name}[:{num_devices}]"
+        return Cluster(name, tuple(groups), tuple(levels), self.profile, self.unequal, self.host)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -172,7 +176,7 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (also valid TOML, see ``cost_models.cluster_format``)."""
-        return format_cluster(self.name, self.groups, self.levels, self.profile, self.unequal)
+        return format_cluster(self.name, self.groups, self.levels, self.profile, self.unequal, self.host)
 
     @staticmethod
     def from_device_mesh(mesh: DeviceMesh) -> Cluster:

@@ -26,6 +26,13 @@
     [device.efficiency.elementwise]
     bytes = [[1e6, 0.4], [1e8, 0.9]]
 
+    [host]                         # optional: memory beside the devices', see ``cost_models.host.Host``; one a node
+    memory_bytes = 512e9
+    memory_bandwidth = 100e9       # bytes/s, shared by the node's devices
+    link_bandwidth = 12e9          # bytes/s that a device's link to the host reaches, one direction
+    link_shared_by = 2             # optional: devices that share such a link
+    level = "pcie"                 # optional: the level whose groups are nodes (default: the innermost)
+
     [[levels]]                     # links, innermost first
     name = "pcie"
     size = 4                       # how many devices (or groups of the level before) one group joins
@@ -107,11 +114,12 @@ from cost_models.fields import (
     shown,
 )
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
+from cost_models.host import Host, format_host, parse_host
 from cost_models.measured_profile import Profile, format_profile, parse_profile
 from cost_models.topology import expand_topology
 from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
-_TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile", "unequal")
+_TOP_KEYS = ("name", "device", "devices", "levels", "match", "profile", "unequal", "host")
 #: What unequal devices are planned as, the default first.
 UNEQUAL = REORDER, IN_ORDER, SLOWEST = ("reorder", "in-order", "slowest")
 _DEVICE_KEYS = (
@@ -126,8 +134,10 @@ _EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
 
-def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None, str]:
-    """Name, devices in rank order, link levels, profile and ``unequal`` of a cluster, see the module docstring.
+def parse_cluster(
+    data: Any,
+) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLevel, ...], Profile | None, str, Host | None]:
+    """Name, devices in rank order, link levels, profile, ``unequal`` and host of a cluster, see the module docstring.
 
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
@@ -139,7 +149,8 @@ def parse_cluster(data: Any) -> tuple[str, tuple[DeviceGroup, ...], tuple[LinkLe
     unequal = table.get("unequal", REORDER)
     if unequal not in UNEQUAL:
         raise ValueError(f"unequal must be one of {', '.join(UNEQUAL)}, got {shown(unequal)}")
-    return get_text(table, "name", "the cluster"), _parse_devices(table, levels), levels, profile, unequal
+    host = parse_host(table["host"], levels) if "host" in table else None
+    return get_text(table, "name", "the cluster"), _parse_devices(table, levels), levels, profile, unequal, host
 
 
 def format_cluster(
@@ -148,6 +159,7 @@ def format_cluster(
     levels: tuple[LinkLevel, ...],
     profile: Profile | None = None,
     unequal: str = REORDER,
+    host: Host | None = None,
 ) -> dict[str, Any]:
     """The inverse of ``parse_cluster``: dicts, lists, strings and numbers only."""
     data: dict[str, Any] = {"name": name}
@@ -165,6 +177,8 @@ def format_cluster(
     if unequal != REORDER:
         data["unequal"] = unequal
     data["levels"] = _format_levels(levels)
+    if host is not None:
+        data["host"] = format_host(host)
     if profile is not None:
         data["profile"] = format_profile(profile)
     return data

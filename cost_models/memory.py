@@ -30,14 +30,16 @@ HEADROOM = 0.06
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a parameter's parts on one device."""
+    """Bytes of a parameter's parts on one device, and of what the device has in its host's memory."""
 
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -96,6 +98,7 @@ def zero_state_bytes(
     group_size: int,
     gradient_dtype: str | None = None,
     optimizer: str = "adamw",
+    offloaded: bool = False,
 ) -> StateBytes:
     """All parts of a trainable parameter on one of ``group_size`` devices that share its state (ZeRO).
 
@@ -109,6 +112,7 @@ def zero_state_bytes(
         dtype: that the parameter computes in.
         gradient_dtype: of the gradients that are kept from one micro-batch to the next; None for that of the stored
             parameter.
+        offloaded: the optimizer's state, with the float32 master copy of a narrow parameter, is in the host's memory.
 
     Raises:
         ValueError: for an unknown stage, dtype or optimizer, or a group of no device.
@@ -121,11 +125,12 @@ def zero_state_bytes(
     parameters, gradients, states = (shard if stage >= least else num_elements for least in (3, 2, 1))
     optimizer_state = optimizer_bytes(states, dtype, optimizer=optimizer)
     stored = dtype
-    if stage == 3 and dtype in MASTER_COPY_DTYPES and optimizer != "none":
+    if stage == 3 and dtype in MASTER_COPY_DTYPES and optimizer != "none" and not offloaded:
         stored = "float32"
         optimizer_state -= parameter_bytes(shard, stored)
+    on_device, on_host = (0, optimizer_state) if offloaded else (optimizer_state, 0)
     return StateBytes(
-        parameter_bytes(parameters, stored), gradient_bytes(gradients, gradient_dtype or stored), optimizer_state
+        parameter_bytes(parameters, stored), gradient_bytes(gradients, gradient_dtype or stored), on_device, on_host
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from runtime.module.expert_balance import balance_experts
     from runtime.module.parallel_module import ParallelModule
     from runtime.ops.random import seed
+    from runtime.parameters.offloaded_optimizer import OffloadedOptimizer
 
 #: Public name → the module that has it.
 _HOMES = {
@@ -49,6 +50,7 @@ _HOMES = {
     "FreezePolicy": "planner.changing.freeze_policy",
     "DiLoCo": "runtime.islands.outer_training",
     "Islands": "runtime.islands.island_ranks",
+    "OffloadedOptimizer": "runtime.parameters.offloaded_optimizer",
     "PackedDataset": "runtime.data.packing",
     "ParallelModule": "runtime.module.parallel_module",
     "Plan": "passes.plan",
@@ -82,6 +84,7 @@ __all__ = [
     "Elastic",
     "FreezePolicy",
     "Islands",
+    "OffloadedOptimizer",
     "PackedDataset",
     "ParallelModule",
     "Plan",

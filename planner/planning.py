@@ -53,6 +53,7 @@ def plan(
     optimizer: str = "adamw",
     gradient_dtype: str | None = None,
     compiled: bool = False,
+    offload: str = "never",
     fuse: bool = True,
     solver: str | None = None,
     write_lp: str | Path | None = None,
@@ -100,6 +101,9 @@ def plan(
             of those that were solved on the way are in any case.
         optimizer, gradient_dtype: how parameters are trained; gradients default to float32 or wider.
         compiled: price elementwise chains as the fused kernels that ``torch.compile`` makes.
+        offload: ``"optimizer"``: optimizer state is in the hosts' memory, and the optimizer runs there
+            (``planner.OffloadedOptimizer``); ``"auto"``: where nothing else fits or the step is faster for it;
+            ``"never"``. The cluster has to have a ``[host]``.
         fuse: plan and run the fused operators of ``runtime.kernels`` wherever a pattern of them is found.
         solver: who solves the integer programs: ``"HiGHS"`` (None), or any other that PuLP can call on this machine
             (``"CBC"``, ``"GUROBI"``, …). PuLP passes on no bound of theirs: with those the plan's bound rests on linear
@@ -167,6 +171,7 @@ def plan(
         time_limit=time_limit,
         max_programs=max_programs,
         solver=solver_named(solver),
+        offload=offload,
     )
     if write_lp is not None:
         check_writable(write_lp)

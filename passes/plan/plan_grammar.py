@@ -75,6 +75,7 @@ GRAMMARS: Mapping[str, tuple[Grammar, str]] = {
     "StepPlan.axes{key}": (AXIS, "the name of a mesh axis"),
     "StepPlan.schedule": (_is_schedule, "a pipeline schedule of this package, or one that was registered before"),
     "StepPlan.optimizer": (WORD, "the name of an optimizer"),
+    "StepPlan.offload": (_one_of("", "optimizer"), "'optimizer', or nothing"),
     "StepPlan.gradient_dtype": (_one_of("", *ITEM_SIZE), "a dtype"),
 }
 

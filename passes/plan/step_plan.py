@@ -61,16 +61,18 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted bytes on each device of a pipeline rank when its memory peaks."""
+    """Predicted bytes on each device of a pipeline rank when its memory peaks; ``host``: in its host's memory."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     transient: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient
 
 
@@ -131,6 +133,8 @@ class StepPlan:
         forward_passes: how often a step computes forward; 2 where a pass without gradients first counts what the loss
             needs of the whole batch (how many tokens chose each expert). Seconds forward are those of all passes.
         stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.
+        offload: ``"optimizer"``: the optimizer runs on the host, with its state in the host's memory
+            (``planner.OffloadedOptimizer``); ``""``: nothing is there.
     """
 
     axes: dict[str, int]
@@ -152,6 +156,7 @@ class StepPlan:
     interval: tuple[float, float] | None = None
     forward_passes: int = 1
     stage_devices: tuple[StageDevice, ...] = ()
+    offload: str = ""
 
     @property
     def sample_groups(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.hardware import crossed_levels
+from passes.plan.host_memory import host_lines
 from passes.plan.plan_data import PlanData
 from passes.plan.stage_table import format_numbers, memory_table, stage_table
 from passes.plan.step_plan import CALLERS, Alternative, RankMemory, StepPlan
@@ -37,6 +38,7 @@ def summarise_step(plan: PlanData, step: StepPlan) -> list[str]:
         _batch(step),
         stage_table(step, plan.blocks) if step.decides_units else "",
         memory_table(step),
+        *host_lines(plan.cluster, step),
         _time(step) if step.decides_units else "",
         format_list("Why", list(_why(plan, step))),
         _search(plan, step),
@@ -68,6 +70,7 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
     if step.stage_devices:
         lines.append(f"stages on {', '.join(_stages_on_devices(step))}")
     most, _ = _largest_parts(fullest)[0]
+    lines += host_lines(plan.cluster, step)
     lines.append(f"fullest device {format_bytes(fullest.total)}{share}, most of it {most}")
     lines += [
         f"next best, {_more(other.simulated, costs.simulated)}: {other.what}"
@@ -173,7 +176,8 @@ def _batch(step: StepPlan) -> str:
 def _training(step: StepPlan) -> str:
     if step.optimizer == CALLERS:
         return "the caller's optimizer (memory counts AdamW's state, time none), gradients in the parameters' dtypes"
-    return f"{step.optimizer}, gradients in {step.gradient_dtype or 'float32 or wider'}"
+    where = " on the host" if step.offload else ""
+    return f"{step.optimizer}{where}, gradients in {step.gradient_dtype or 'float32 or wider'}"
 
 
 def busy_seconds(step: StepPlan) -> float:

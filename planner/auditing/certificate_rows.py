@@ -66,14 +66,15 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
             time_limit=time_limit,
             **_only(demands, "memory_limit", "forbid_collectives", "forbid_replicated_matmul", "fold"),
         )
-    from planner.whole_step.candidates.demands import read_demands
+    from planner.whole_step.candidates.demands import NEVER, read_demands
     from planner.whole_step.candidates.training_options import TrainingOptions
     from planner.whole_step.plan_step import plan_step
 
     step = plan.step
     again = read_demands(
         headroom=step.headroom,
-        training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+        offload=step.offload or NEVER,
         compiled=step.compiled,
         time_limit=time_limit,
         **_only(demands, "fix", "forbid", "memory_limit", "num_alternatives", "gap"),

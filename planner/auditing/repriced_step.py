@@ -130,7 +130,7 @@ class _StepPricer:
         self.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
         self.links.axes.extrapolation = self.extrapolation
         self.schedule = "1f1b" if self.layout.pipeline == 1 else step.schedule
-        self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None)
+        self.training = TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload))
         pieces = self.layout.data * step.num_microbatches
         exchanging = {EXPERT: experts} if experts > 1 else {}
         cuts = {DATA: pieces, **exchanging, CONTEXT: self.layout.context, TENSOR: self.layout.tensor}
@@ -177,7 +177,7 @@ class _StepPricer:
         states = self.units.states(tied_apart=True)
         held = peak_in_flight(step)
         for total, chunks_of_rank in zip(totals, chunks_of_ranks(step)):
-            parts, tied = [0.0, 0.0, 0.0], set[str]()
+            parts, tied = [0.0, 0.0, 0.0, 0.0], set[str]()
             for index in chunks_of_rank:
                 for unit, group in self._groups[index]:
                     untied_states = [state for state in states[unit] if state.value.name not in tied]
@@ -185,7 +185,9 @@ class _StepPricer:
                     num_bytes = _UnitParameters(self, untied_states, group.zero).state_parts()
                     parts = [part + group.count * more for part, more in zip(parts, num_bytes)]
             saved = sum(held[index] * layer_sum(step.chunks[index], "saved_bytes") for index in chunks_of_rank)
-            yield RankMemory(parts[0], parts[1], parts[2], saved, max(0.0, total - sum(parts) - saved))
+            parameters, gradients, optimizer, on_host = parts
+            transient = max(0.0, total - (parameters + gradients + optimizer) - saved)
+            yield RankMemory(parameters, gradients, optimizer, saved, transient, on_host)
 
     # -- stages -------------------------------------------------------------------------------------------------
 
@@ -339,11 +341,22 @@ class _UnitParameters:
         return self.memory_pass(2 * self.gradients + self.whole)
 
     def update(self) -> float:
-        """4 bytes of gradient read; parameter and moments read and written in float32; 2 bytes of copy written."""
+        """4 bytes of gradient read; parameter and moments read and written in float32; 2 bytes of copy written.
+
+        On the host all devices of a node do so at once; its links carry gradient and weight down, the weight up.
+        """
         parts = {state: self.group_of(state) if self.zero else 1 for state in self.trained}
         elements = sum(self.share(state) * state.elements / parts[state] for state in self.trained)
         moments = OPTIMIZER_MOMENTS[self.pricer.step.optimizer]
-        return self.memory_pass(elements * (6 + 8 * (1 + moments))) if elements else 0.0
+        if not self.pricer.training.offload:
+            return self.memory_pass(elements * (6 + 8 * (1 + moments))) if elements else 0.0
+        host = self.pricer.links.axes.cluster.host
+        if host is None:
+            raise ValueError("the plan offloads optimizer state, but its cluster has no [host]")
+        whole = sum(self.whole_bytes(state) / parts[state] for state in self.trained)
+        node_size = host.num_devices(self.pricer.links.axes.cluster.levels)
+        over_link = 3 * whole * min(host.link_shared_by, node_size) / host.link_bandwidth
+        return over_link + elements * (6 + 8 * (1 + moments)) * node_size / host.memory_bandwidth
 
     def memory_pass(self, num_bytes: float) -> float:
         axes: CostModel = self.pricer.links.axes
@@ -351,11 +364,11 @@ class _UnitParameters:
 
     def held_bytes(self) -> float:
         buffers = [state for state in self.states if state.value.kind == "buffer"]
-        return sum(self.state_parts()) + sum(state.elements * item_size(state.value.dtype) for state in buffers)
+        return sum(self.state_parts()[:3]) + sum(state.elements * item_size(state.value.dtype) for state in buffers)
 
-    def state_parts(self) -> tuple[int, int, int]:
-        """Bytes of parameters, gradients and optimizer state, each rounded to whole ones."""
-        parts = [0.0, 0.0, 0.0]
+    def state_parts(self) -> tuple[int, int, int, int]:
+        """Bytes of parameters, gradients, optimizer state, and of what is on the host, each rounded to whole ones."""
+        parts = [0.0, 0.0, 0.0, 0.0]
         for state in self.states:
             if state.value.kind == "buffer":
                 continue
@@ -369,10 +382,11 @@ class _UnitParameters:
                 group_size=self.group_of(state),
                 gradient_dtype=self.pricer.training.gradients(state.value.dtype),
                 optimizer=self.pricer.step.optimizer,
+                offloaded=self.pricer.training.offload,
             )
-            for index, part in enumerate((held.parameters, held.gradients, held.optimizer)):
+            for index, part in enumerate((held.parameters, held.gradients, held.optimizer, held.host)):
                 parts[index] += self.share(state) * part
-        return round(parts[0]), round(parts[1]), round(parts[2])
+        return round(parts[0]), round(parts[1]), round(parts[2]), round(parts[3])
 
     def transient_bytes(self) -> float:
         """Whole gradients before they are scattered; whole parameters of this layer and the one gathered ahead."""

@@ -175,6 +175,12 @@ def _add_step_arguments(group: Any) -> None:
     group.add_argument("--alternatives", type=int, default=1, metavar="N", help="how many plans to find (default: 1)")
     group.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, …")
     group.add_argument("--gradient-dtype", metavar="DTYPE", help="of summed gradients (default: float32 or wider)")
+    group.add_argument(
+        "--offload",
+        default="never",
+        metavar="WHAT",
+        help="optimizer state in the hosts' memory: never (default), optimizer, or auto (where it is needed or pays)",
+    )
     group.add_argument("--compiled", action="store_true", help="price fused kernels, as torch.compile makes them")
 
 
@@ -294,6 +300,7 @@ def _step_options(options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": options.optimizer,
         "gradient_dtype": options.gradient_dtype,
         "compiled": options.compiled,
+        "offload": options.offload,
     }
 
 

@@ -80,12 +80,17 @@ def export(plan: Plan, framework: str) -> ExportedLayout:
     """``plan`` as the configuration of ``framework`` that runs the same layout, and what that cannot express.
 
     Raises:
-        ValueError: for a framework without a table, a plan of inference, and a plan on axes that have no counterpart.
+        ValueError: for a framework without a table, a plan of inference or one that offloads, and a plan on axes that
+            have no counterpart.
 
     Example:
         >>> print(export(Plan.load("plan.json"), "megatron").text)
     """
     table = framework_named(framework)
+    if plan.step.offload:
+        raise ValueError(
+            f"the plan has {plan.step.offload} state in the hosts' memory, which no export says: plan without offload"
+        )
     facts = PlanFacts.of(plan)
     rows = [(row, row.value(facts)) for row in table.settings]
     step = plan.step

@@ -180,6 +180,7 @@ NOT_TAKEN: Mapping[str, Any] = {
     "target_seconds": None,
     "num_alternatives": 1,
     "write_lp": None,
+    "offload": "never",
 }
 
 

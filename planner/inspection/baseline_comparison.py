@@ -13,7 +13,7 @@ from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
 from planner.inspection.plan_graph import graph_of_plan
-from planner.whole_step.candidates.demands import Demands, read_demands
+from planner.whole_step.candidates.demands import NEVER, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import (
     BASELINES,
     BaselineSpace,
@@ -132,7 +132,8 @@ def _demands(plan: Plan, max_programs: float | None) -> Demands:
     step = plan.step
     return read_demands(
         headroom=step.headroom,
-        training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
+        training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+        offload=step.offload or NEVER,
         compiled=step.compiled,
         memory_limit=plan.certificate.demands.get("memory_limit"),
         max_programs=max_programs,

@@ -95,6 +95,7 @@ def _choices(plan: Plan) -> dict[str, str]:
         "recompute": ", ".join(step.recompute),
         "ZeRO": ", ".join(map(str, step.zero)),
         "optimizer": step.optimizer,
+        "offloaded": step.offload or "nothing",
         "gradients": step.gradient_dtype or "float32 or wider",
         "kernels": "fused by torch.compile" if step.compiled else "one an operator",
     }
@@ -107,7 +108,7 @@ def _figures(first: Plan, second: Plan) -> Iterator[tuple[str, str, str, str]]:
     ours, theirs = first.step, second.step
     yield _row("step, simulated", ours.costs.simulated, theirs.costs.simulated, format_seconds)
     yield _row("samples per second", ours.costs.samples_per_second, theirs.costs.samples_per_second, "{:,.4g}".format)
-    for part in ("parameters", "gradients", "optimizer", "activations", "transient", "total"):
+    for part in ("parameters", "gradients", "optimizer", "activations", "transient", "total", "host"):
         yield _row(f"memory, {part} (most of any rank)", _most(ours, part), _most(theirs, part), format_bytes)
     yield _row("bytes in collectives, a device of every stage", sum_of_bytes(first), sum_of_bytes(second), format_bytes)
 

@@ -32,7 +32,7 @@ from planner.inspection.plan_graph import graph_of_plan
 from planner.solvers.collection import no_collection
 from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.best_first import Search
-from planner.whole_step.candidates.demands import Demands, read_demands
+from planner.whole_step.candidates.demands import NEVER, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import CappedSearch
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
@@ -182,7 +182,8 @@ class _Rivals:
             asked.get("forbid"),
             headroom=step.headroom,
             memory_limit=asked.get("memory_limit"),
-            training=TrainingOptions(step.optimizer, step.gradient_dtype or None),
+            training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
+            offload=step.offload or NEVER,
             compiled=step.compiled,
             time_limit=time_limit,
         )

@@ -51,7 +51,7 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
     ]
     update = max(0.0, played.compute_seconds - operators - sum(seconds.values()))
     causes += [
-        ("optimizer", update, "parameters, gradients and moments read and written once a step"),
+        ("optimizer", update, _update_text(step)),
         (
             "communication that nothing hides",
             played.exposed_seconds,
@@ -64,6 +64,11 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
         ),
     ]
     return tuple(WaterfallBar(*cause) for cause in causes)
+
+
+def _update_text(step: StepPlan) -> str:
+    moved = "parameters, gradients and moments read and written once a step"
+    return f"{moved}, on the host, and carried there and back" if step.offload else moved
 
 
 def busiest_rank(report: StepReport) -> int:

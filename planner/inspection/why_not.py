@@ -100,6 +100,7 @@ def why_not(
             optimizer=step.optimizer,
             gradient_dtype=step.gradient_dtype or None,
             compiled=step.compiled,
+            offload=step.offload or "never",
             fuse=plan.fusion is not None,
             time_limit=time_limit,
         )

@@ -9,7 +9,7 @@ from typing import Any
 from cost_models.fields import Table, check_keys, shown
 from cost_models.memory import HEADROOM
 from planner.solvers.pulp_solver import solver_named
-from planner.whole_step.candidates.demands import read_demands
+from planner.whole_step.candidates.demands import NEVER, read_demands
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.plan_step import check_objective
 
@@ -27,6 +27,7 @@ OPTION_FIELDS: Mapping[str, str] = {
     "optimizer": "optimizer",
     "gradient_dtype": "gradient_dtype",
     "compiled": "compiled",
+    "offload": "offload",
     "fuse": "fuse",
     "solver": "solver",
 }
@@ -95,4 +96,5 @@ def _check(options: Mapping[str, Any]) -> None:
         training=TrainingOptions(options.get("optimizer", "adamw"), options.get("gradient_dtype")),
         num_alternatives=options.get("num_alternatives", 1),
         solver=solver_named(options.get("solver")),
+        offload=options.get("offload", NEVER),
     )

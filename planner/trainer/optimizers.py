@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from passes.plan import Plan
+from runtime.parameters.offloaded_optimizer import OffloadedOptimizer
+
 #: Parameters of the model (this rank's shards) → the optimizer that trains them.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,3 +53,14 @@ def warmup_cosine(
         return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
 
     return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def on_planned_memory(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.optim.Optimizer:
+    """``optimizer``, with its state in the host's memory if the plan has it there.
+
+    Raises:
+        ValueError: for an optimizer that cannot run on the host.
+    """
+    if not plan.step.offload or isinstance(optimizer, OffloadedOptimizer):
+        return optimizer
+    return OffloadedOptimizer(optimizer)

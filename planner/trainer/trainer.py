@@ -18,7 +18,7 @@ from planner.compilation import compile
 from planner.targets import Target
 from planner.trainer import trainer_batches as batches
 from planner.trainer.evaluation import evaluate, predict
-from planner.trainer.optimizers import MakeOptimizer, default_optimizer
+from planner.trainer.optimizers import MakeOptimizer, default_optimizer, on_planned_memory
 from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
 from runtime import ops
@@ -268,7 +268,7 @@ class Trainer:
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of this rank's parameters."""
         if self._optimizer is None:
-            self._optimizer = self._make_optimizer(self.parallel.parameters())
+            self._optimizer = on_planned_memory(self._make_optimizer(self.parallel.parameters()), self.parallel.plan)
         return self._optimizer
 
     @property

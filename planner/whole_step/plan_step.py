@@ -30,6 +30,13 @@ from planner.whole_step.costs.longer_blocks import UnlikeCopies, longer_blocks
 from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.stage_devices import level_one_of
 from planner.whole_step.costs.unit_costs import StepUnits
+from planner.whole_step.offloading import (
+    fits_on_host,
+    host_too_small,
+    plan_as_demanded,
+    with_divided_state,
+    within_hosts,
+)
 from planner.whole_step.result.lighter import lightest
 from planner.whole_step.result.lp_files import write_step_programs
 from planner.whole_step.result.outcome import Outcome, StepSolution
@@ -82,13 +89,13 @@ def plan_step(
     check_unequal(cluster, demands, objective)
     with no_collection():
         planner = _Planner(graph, demands, pins, progress)
-        if objective == "devices":
-            assert target_seconds is not None
-            plan = planner.fewest_devices(cluster, target_seconds)
-        else:
-            plan = planner.least_memory(cluster) if objective == "memory" else planner.fastest(cluster, demands)
+
+        def plan_with(each: Demands) -> Plan:
+            return planner.with_demands(each).best(cluster, objective, target_seconds)
+
+        plan = plan_as_demanded(cluster, demands, objective, plan_with)
         if write_lp is not None:
-            write_step_programs(planner.solutions[id(plan)][1], write_lp)
+            write_step_programs(planner.solutions[id(plan.step)][1], write_lp)
         return plan
 
 
@@ -112,7 +119,7 @@ class _Planner:
         if progress is not None:
             progress(Report(ANALYSING))
         self.graph, self.fusion = graph, fuse(graph) if demands.compiled else None
-        #: By id, every extracted plan and its solution.
+        #: By id of its step, every extracted plan and its solution.
         self.solutions: dict[int, tuple[Plan, StepSolution]] = {}
         self.pose(None)
 
@@ -125,10 +132,23 @@ class _Planner:
         if self.demands.fixed.get("recompute") == {CHUNKED_LOSS}:
             self.space.unconverted = self.step_units.logits  # what is demanded must be possible
 
+    def with_demands(self, demands: Demands) -> _Planner:
+        """The same for demands that differ in where optimizer state is; solutions are recorded here, too."""
+        other = copy.copy(self)
+        other.demands = demands
+        return other
+
+    def best(self, cluster: Cluster, objective: str, target_seconds: float | None) -> Plan:
+        """The best plan by one of ``OBJECTIVES``."""
+        if objective == "devices":
+            assert target_seconds is not None
+            return self.fewest_devices(cluster, target_seconds)
+        return self.least_memory(cluster) if objective == "memory" else self.fastest(cluster, self.demands)
+
     def search(self, cluster: Cluster, demands: Demands, level_one: LevelOne | None = None) -> tuple[Search, Outcome]:
         level_one = level_one or level_one_of(cluster, self.space, self.step_units)
         search = search_of(level_one, cluster, demands, progress=self.progress)
-        return search, search.run()
+        return search, within_hosts(search, search.run())
 
     def fastest(self, cluster: Cluster, demands: Demands) -> Plan:
         """The fastest plan; on unequal devices in any order along the pipeline."""
@@ -149,21 +169,27 @@ class _Planner:
             raise infeasible_on_unequal(clusters[0], outcomes)
         best = min(plans, key=lambda plan: plan.step.costs.simulated)
         unsolved = [outcome.bound for outcome in outcomes if not outcome.solutions]
-        plan = with_bound(best, min([*unsolved, *(plan.certificate.bound for plan in plans)]))
-        self.solutions[id(plan)] = plan, self.solutions[id(best)][1]
-        return plan
+        return with_bound(best, min([*unsolved, *(plan.certificate.bound for plan in plans)]))
 
     def fastest_in_order(self, cluster: Cluster, demands: Demands) -> Plan:
         search, outcome = self.search(cluster, demands)
-        if not outcome.solutions:
+        if outcome.solutions:
+            return self.chosen(cluster, demands, search, outcome)
+        if not outcome.host_bytes:
             raise infeasible(search, outcome)
-        return self.chosen(cluster, demands, search, outcome)
+        divided = with_divided_state(demands)
+        if divided is None:
+            raise host_too_small(search, outcome)
+        return self.fastest(cluster, divided)
 
     def fastest_if_any(self, cluster: Cluster, demands: Demands) -> Plan | None:
         """``fastest``, or None if nothing fits, without working out what would help."""
         plans = []
         for ordered in orders(cluster):
             search, outcome = self.search(ordered, demands)
+            divided = with_divided_state(demands) if outcome.host_bytes else None
+            if divided is not None:
+                return self.fastest_if_any(cluster, divided)
             plans += [self.chosen(ordered, demands, search, outcome)] if outcome.solutions else []
         return min(plans, key=lambda plan: plan.step.costs.simulated, default=None)
 
@@ -204,7 +230,7 @@ class _Planner:
         if outcome.status != TIME_LIMIT:
             best = self.lightest(cluster, demands, search, outcome, best, others)
         plan = extract(search, outcome, best, others, cluster=cluster, constraints=self.pins)
-        self.solutions[id(plan)] = plan, best.solution
+        self.solutions[id(plan.step)] = plan, best.solution
         return plan
 
     def closer(self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome) -> tuple[Search, Outcome]:
@@ -230,7 +256,8 @@ class _Planner:
         proved = max(best.solution.seconds, outcome.bound / (1.0 - ROUNDED * PROVED))
         slowest = min(best.solution.seconds * tie, proved)
         simulated = max(best.report.seconds, min([best.report.seconds * tie, *experts]))
-        return lightest(search, best, others, slowest=slowest, simulated=simulated)
+        lighter = lightest(search, best, others, slowest=slowest, simulated=simulated)
+        return lighter if fits_on_host(search, lighter.solution) else best
 
     def judged(
         self, cluster: Cluster, demands: Demands, search: Search, outcome: Outcome
@@ -239,8 +266,8 @@ class _Planner:
         num_plans, fastest = demands.num_alternatives, outcome.solutions[0].seconds
         near = [each for each in outcome.solutions[num_plans:JUDGED] if each.seconds <= fastest * (1.0 + NEAR)]
         judged = [judge(solution) for solution in (*outcome.solutions[:num_plans], *near)]
-        plain = [judge(each) for solved in judged for each in plainer(solved.solution)]
-        experts = list(_data_experts(search, cluster, demands))
+        plain = [judge(each) for solved in judged for each in plainer(solved.solution) if fits_on_host(search, each)]
+        experts = [each for each in _data_experts(search, cluster, demands) if fits_on_host(search, each.solution)]
         best = min([_best([*judged, *plain], outcome.bound), *experts], key=lambda each: each.report.seconds)
         others = [each for each in judged if each is not best]
         further = outcome.solutions[len(judged) : len(judged) + max(0, CLOSEST - len(others))]

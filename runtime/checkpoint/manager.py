@@ -33,6 +33,7 @@ from runtime.checkpoint.rectangles_of_tensors import Content, check_pieces, name
 from runtime.checkpoint.rng import program_state, random_states, set_program_state, set_random_states
 from runtime.checkpoint.staging import HostStaging, device_of
 from runtime.launch.groups import group_of
+from runtime.parameters.offloaded_optimizer import OffloadedOptimizer, update_rule
 from runtime.state.owned import Owned
 from runtime.weight_files import named_alike
 
@@ -143,7 +144,7 @@ class CheckpointManager:
         merged = merged_groups(gathered(groups, self._group))
         training = {
             "step": step,
-            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "optimizer": None if optimizer is None else update_rule(optimizer),
             "groups": [{"options": group.options, "names": group.names} for group in merged],
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "program_random": program_state(),
@@ -246,7 +247,7 @@ class CheckpointManager:
         )
         device = self._device_for(parallel)
         with_memory(model, owned, device)
-        with_state_memory(requested, device)
+        with_state_memory(requested, "cpu" if isinstance(optimizer, OffloadedOptimizer) else device)
         together(lambda: stored.read({**model, **requested.content}, group=self._group), self._group)
         if optimizer is not None:
             put_state(requested, optimizer)
@@ -298,10 +299,10 @@ class CheckpointManager:
             raise ValueError("the checkpoint has no learning-rate schedule: load it without scheduler=")
         if optimizer is None:
             return RequestedState({}, {}), ()
-        if training["optimizer"] != type(optimizer).__name__:
+        if training["optimizer"] != update_rule(optimizer):
             raise ValueError(
                 f"the checkpoint's optimizer is {training['optimizer'] or 'not in it'}, not "
-                f"{type(optimizer).__name__}: give the same, or none"
+                f"{update_rule(optimizer)}: give the same, or none"
             )
         # Without a plan tensors are whole, and the state read for them would not be cut with them.
         getattr(parallel, "plan", None)

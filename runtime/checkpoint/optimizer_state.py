@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from runtime.checkpoint.rectangles_of_tensors import Content, Piece, names_under
 from runtime.parameters import SCALARS, ShardedParameter, local_of
+from runtime.parameters.offloaded_optimizer import MASTER, OffloadedOptimizer
 from runtime.state.owned import Owned
+from runtime.torch_compat.dtensors import local_part
 
 TENSORS = "optimizer/tensor/"
 NUMBERS = "optimizer/number/"
@@ -191,9 +193,17 @@ def put_state(requested: RequestedState, optimizer: torch.optim.Optimizer) -> No
     """Replace the optimizer's whole state by what was read."""
     optimizer.state.clear()
     for parameter, keys in requested.states.items():
-        optimizer.state[parameter] = {
-            key: _state_of(parameter, key, requested.content[full], full) for key, full in keys.items()
-        }
+        entry = {key: _state_of(parameter, key, requested.content[full], full) for key, full in keys.items()}
+        if not isinstance(optimizer, OffloadedOptimizer):
+            _take_master(parameter, entry.pop(MASTER, None))
+        optimizer.state[parameter] = entry
+
+
+@torch.no_grad()
+def _take_master(parameter: torch.Tensor, master: Any) -> None:
+    """Give a weight the bits that its master copy on a host had more of it."""
+    if isinstance(master, torch.Tensor):
+        local_of(parameter).copy_(local_part(master) if isinstance(master, DTensor) else master)
 
 
 def _state_of(parameter: torch.Tensor, key: str, piece: Piece, full: str) -> Any:

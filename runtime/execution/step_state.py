@@ -206,6 +206,7 @@ class StepState:
                     virtual_primary=self.places.layout.marks(info.is_primary(self._mesh)),
                     device_mesh=self.places.parameter_mesh(self._axes_of_pieces(info)),
                     placements=info.torch_placements(self._mesh, self._axes_of_pieces(info)),
+                    state_on_host=self.placing is not None and bool(self.placing.plan.step.offload),
                 )
             )
         return tuple(pieces)

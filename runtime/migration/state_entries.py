@@ -110,15 +110,24 @@ def held_pieces(
     for part in with_values:
         if part.tensor.grad is not None:
             pieces[StateEntry("gradient", part.name)] = Piece(part.tensor.grad.detach(), part.shape, part.offsets)
+    devices = {part.name: part.tensor.device for part in with_values}
     for number, optimizer in enumerate(optimizers):
         for full, piece in optimizer_to_save(with_values, optimizer, every_copy=True).items():
             for prefix in (TENSORS, NUMBERS):
                 if full.startswith(prefix):
                     name, _, key = full.removeprefix(prefix).rpartition("/")
-                    pieces[StateEntry("optimizer", name, number, key, prefix == NUMBERS)] = piece
+                    entry = StateEntry("optimizer", name, number, key, prefix == NUMBERS)
+                    pieces[entry] = _beside(devices.get(name), piece)
     for number, averaged in enumerate(averages):
         pieces.update(_average_pieces(with_values, averaged, number))
     return pieces
+
+
+def _beside(device: torch.device | None, piece: Piece) -> Piece:
+    """State that is kept on the host, where ranks send each other what devices hold; numbers as they are."""
+    if device is None or not piece.shape or piece.tensor.device == device:
+        return piece
+    return Piece(piece.tensor.to(device), piece.shape, piece.offsets)
 
 
 def _average_pieces(owned: Sequence[Owned], averages: Averages, number: int) -> Iterable[tuple[StateEntry, Piece]]:

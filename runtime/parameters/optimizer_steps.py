@@ -25,7 +25,7 @@ from runtime.parameters.sharded import SCALARS, ShardedParameter
 from runtime.torch_compat.dtensors import has_step_hooks, local_part, spec_of
 
 #: Each element of a parameter is updated from that element of its gradient and state, and from numbers.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         kernels.AdamW,
         torch.optim.SGD,
@@ -86,6 +86,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _drop_parameters_of_others(optimizer)
     _refuse_originals(optimizer)
     _refuse_flattening(optimizer)
+    _refuse_state_on_device(optimizer)
     if _is_elementwise(optimizer, args, kwargs):
         _lend(optimizer)
 
@@ -147,11 +148,22 @@ def _refuse_flattening(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _refuse_state_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that would keep its state on the device where the plan has it on the host."""
+    if getattr(optimizer, "keeps_state_on_host", False):
+        return
+    if any(isinstance(one, ShardedParameter) and one.state_on_host for one in _parameters_of(optimizer)):
+        raise ValueError(
+            f"the plan has optimizer state in the host's memory, and this {type(optimizer).__name__} keeps it on the "
+            "device: step planner.OffloadedOptimizer(optimizer) in its place, or plan without offload"
+        )
+
+
 def _is_elementwise(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
     """Whether nobody can tell the plain tensors from the DTensors during this step."""
     closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
     return (
-        type(optimizer) in _ELEMENTWISE
+        type(optimizer) in ELEMENTWISE
         and closure is None
         and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)

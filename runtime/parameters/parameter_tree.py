@@ -158,6 +158,7 @@ class ParameterTree:
             self._parameters[id(piece.tensor)] = shown
         elif _differs(shown, piece):
             torch.utils.swap_tensors(shown, self._made_of(piece))
+        shown.state_on_host = piece.state_on_host
         shown.refresh()
         return shown
 

@@ -42,6 +42,7 @@ class ShardedParameter(ParameterTensor):
         owner: the plain parameter that this rank's programs run on; its memory is this one's.
         planned_to_train: whether it required a gradient when the model was planned.
         of_another_rank: whether the plan, made at the first call, left it to other pipeline ranks: optimizers drop it.
+        state_on_host: whether the plan has its optimizer state in the host's memory.
         left_by_replan: whether another plan left it to other pipeline ranks: optimizers that still have it are refused.
     """
 
@@ -51,6 +52,7 @@ class ShardedParameter(ParameterTensor):
     planned_to_train: bool
     of_another_rank: bool = False
     left_by_replan: bool = False
+    state_on_host: bool = False
     _shown_gradient: DTensor | None
 
     @classmethod

@@ -25,6 +25,7 @@ class Owned:
         kind, trainable, persistent: a parameter or a buffer, whether it is trained, whether it is in the state dict.
         primary: of the ranks that hold this rectangle, this one writes it.
         virtual_primary: of virtual ranks: 1 on those for which ``primary`` holds, else 0.
+        state_on_host: whether its optimizer state is to be in the host's memory.
         device_mesh, placements: the same as DTensor says it; no mesh where one tensor is that of many virtual ranks.
     """
 
@@ -40,6 +41,7 @@ class Owned:
     virtual_primary: torch.Tensor | None = None
     device_mesh: DeviceMesh | None = None
     placements: Sequence[TorchPlacement] = ()
+    state_on_host: bool = False
 
     @property
     def counts(self) -> bool | torch.Tensor:

@@ -80,9 +80,10 @@ def _is_floating(dtype: str) -> bool:
 def precision_of(plan: Plan) -> Precision:
     """The optimizer keeps float32 masters of narrow weights unless there is none to keep them.
 
-    With the caller's own optimizer everything is in the parameter's own dtype, as it would be on one device.
+    With the caller's own optimizer everything is in the parameter's own dtype, as it would be on one device. An
+    optimizer on the host has the masters with its state there.
     """
     if plan.step.optimizer == CALLERS:
         return Precision(master=None, gradient=None)
-    master = "float32" if plan.step.optimizer != "none" else None
+    master = "float32" if plan.step.optimizer != "none" and not plan.step.offload else None
     return Precision(master=master, gradient=plan.step.gradient_dtype or "float32")

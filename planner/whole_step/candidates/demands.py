@@ -9,6 +9,7 @@ from typing import Any
 
 from cost_models.fields import suggest
 from cost_models.schedules import SCHEDULES
+from passes.plan.host_memory import OPTIMIZER
 from planner.solvers.pulp_solver import HIGHS
 from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
@@ -34,6 +35,11 @@ EXPERT_PROGRAMS = 400.0
 TIME_LIMIT, EXPERT_TIME_LIMIT = 90.0, 600.0
 
 
+#: Where ``offload`` may say that optimizer state is: on the devices, on the hosts, or wherever the step is better.
+NEVER, AUTO = "never", "auto"
+OFFLOADS = (NEVER, AUTO, OPTIMIZER)
+
+
 @dataclass(frozen=True)
 class Demands:
     """Requirements on a plan, and options of the search.
@@ -54,6 +60,7 @@ class Demands:
             again with more effort counts as so many more. Unlike ``time_limit`` it stops at the same point every time.
             None: ``EXPERT_PROGRAMS`` for a model with experts, whose bounds seldom close the gap, else no limit.
         solver: PuLP's name of the solver of integer programs.
+        offload: one of ``OFFLOADS``; what is planned for is in ``training.offload``.
     """
 
     fixed: Mapping[str, frozenset[Any]] = field(default_factory=dict)
@@ -67,6 +74,7 @@ class Demands:
     time_limit: float | None = None
     max_programs: float | None = None
     solver: str = HIGHS
+    offload: str = NEVER
 
     def seconds_of(self, num_experts: int) -> float:
         """Seconds that the search of a model with so many experts may take (1: it has none)."""
@@ -102,6 +110,7 @@ STEP_OPTIONS: Mapping[str, Any] = {
     "optimizer": "adamw",
     "gradient_dtype": None,
     "compiled": False,
+    "offload": NEVER,
 }
 
 
@@ -162,6 +171,7 @@ def read_demands(
     check_memory_limit(options.get("memory_limit"))
     check_time_limit(options.get("time_limit"))
     check_max_programs(options.get("max_programs"))
+    check_offload(options.get("offload", NEVER))
     demands = Demands(_read(fix or {}, "fix"), _read(forbid or {}, "forbid"), **options)
     for name in demands.forbidden:
         values = demands.fixed.get(name, CHOICES.get(name))
@@ -181,6 +191,12 @@ def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be at least 1, a whole number, got {value!r}")
+
+
+def check_offload(value: Any) -> None:
+    """Raise ValueError unless ``value`` says where optimizer state may be."""
+    if value not in OFFLOADS:
+        raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}, got {value!r}")
 
 
 def check_memory_limit(value: Any) -> None:

@@ -18,11 +18,13 @@ POLICIES = ("none", "regather", "selective", "full", CHUNKED_LOSS)
 class TrainingOptions:
     """How parameters are trained: the optimizer, and the dtype that gradients are summed and reduced in.
 
-    ``gradient_dtype`` None: float32 for parameters of 16 bits, else the parameter's own.
+    ``gradient_dtype`` None: float32 for parameters of 16 bits, else the parameter's own. ``offload``: whether the
+    optimizer runs on the host, with its state in the host's memory.
     """
 
     optimizer: str = "adamw"
     gradient_dtype: str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for an optimizer or dtype that nothing is known of."""

@@ -155,7 +155,7 @@ class Bounds:
                     dtype = self.training.gradients(weight.dtype)
                     parts = zero_state_bytes(
                         elements, weight.dtype, stage=stage, group_size=layout.group_of(expert=weight.expert),
-                        gradient_dtype=dtype, optimizer=self.training.optimizer,
+                        gradient_dtype=dtype, optimizer=self.training.optimizer, offloaded=self.training.offload,
                     )  # fmt: skip
                     held += (1 if weight.shared else figures.unit.count) * parts.total
                     group = int(weight.expert and layout.expert > 1)
@@ -308,7 +308,7 @@ class Bounds:
                     dtype = self.training.gradients(weight.dtype)
                     parts = zero_state_bytes(
                         weight.elements, weight.dtype, stage=3, group_size=1, gradient_dtype=dtype,
-                        optimizer=self.training.optimizer,
+                        optimizer=self.training.optimizer, offloaded=self.training.offload,
                     )  # fmt: skip
                     total += (1 if weight.shared else figures.unit.count) * parts.total
         return total

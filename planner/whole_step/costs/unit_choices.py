@@ -15,6 +15,9 @@ from planner.whole_step.candidates.training_options import ZERO_STAGES, Training
 from planner.whole_step.costs.step_prices import DATA, PIPELINE
 from planner.whole_step.costs.unit_costs import Policy, UnitFigures, Weight
 
+#: Tensors of a parameter's bytes that an optimizer on the host moves: gradient and weight down, weight up.
+CARRIED = 3
+
 
 @dataclass(frozen=True)
 class StageSetting:
@@ -189,7 +192,7 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
         gather_backward=gather if stage == 3 else 0.0,
         reduce_backward=scatter if stage >= 2 else 0.0,
         reduce_step=once + apart,
-        update_step=_update(sum(piece.elements / (piece.group if stage else 1) for piece in pieces), setting),
+        update_step=_update(pieces, stage, setting),
         gather_step=gather if stage in (1, 2) else 0.0,
         accumulate=_memory_pass(2 * gradients + whole, setting) if several and stage < 2 else 0.0,
         state_bytes=state_bytes(figures, stage, setting).total + figures.buffer_bytes,
@@ -199,7 +202,7 @@ def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
 
 def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> StateBytes:
     """Parameters, gradients and optimizer state of one copy of a unit on one device (rounded to whole bytes)."""
-    training, total = setting.training, [0.0, 0.0, 0.0]
+    training, total = setting.training, [0.0, 0.0, 0.0, 0.0]
     for weight in figures.weights:
         share = _share(weight, figures.unit.count, setting.layout.pipeline)
         if not weight.trainable:
@@ -212,8 +215,9 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
             group_size=setting.layout.group_of(expert=weight.expert),
             gradient_dtype=training.gradients(weight.dtype),
             optimizer=training.optimizer,
+            offloaded=training.offload,
         )
-        for index, part in enumerate((parts.parameters, parts.gradients, parts.optimizer)):
+        for index, part in enumerate((parts.parameters, parts.gradients, parts.optimizer, parts.host)):
             total[index] += share * part
     return StateBytes(*(round(part) for part in total))
 
@@ -266,10 +270,24 @@ def _share(weight: Weight, count: int, num_stages: int) -> float:
     return min(1.0, num_stages / count) if weight.shared else 1.0
 
 
-def _update(elements: float, setting: StageSetting) -> float:
-    """Seconds of the optimizer: gradients read; parameters and moments read and written; 16-bit copies written."""
-    moments = OPTIMIZER_MOMENTS[setting.training.optimizer]
-    return _memory_pass(elements * (4 + 8 * (1 + moments) + 2), setting) if elements else 0.0
+def _update(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> float:
+    """Seconds of the optimizer: gradients read; parameters and moments read and written; 16-bit copies written.
+
+    On the host after gradients and weights came down there, and before the weights go up again.
+    """
+    elements = sum(piece.elements / (piece.group if stage else 1) for piece in pieces)
+    if not elements:
+        return 0.0
+    touched_bytes = elements * (4 + 8 * (1 + OPTIMIZER_MOMENTS[setting.training.optimizer]) + 2)
+    if not setting.training.offload:
+        return _memory_pass(touched_bytes, setting)
+    cluster = setting.links.axes.cluster
+    assert cluster.host is not None  # ``planner.whole_step.offloading`` has refused it
+    return cluster.host.update_seconds(
+        carried_bytes=CARRIED * sum(piece.whole / (piece.group if stage else 1) for piece in pieces),
+        touched_bytes=touched_bytes,
+        num_devices=cluster.host.num_devices(cluster.levels),
+    )
 
 
 def _memory_pass(num_bytes: float, setting: StageSetting) -> float:

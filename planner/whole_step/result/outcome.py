@@ -42,13 +42,17 @@ def with_solution(solutions: Sequence[StepSolution], solution: StepSolution) -> 
 
 @dataclass
 class Outcome:
-    """The result of a search: solutions, best first, the proved bound, and counts of candidates by fate."""
+    """The result of a search: solutions, best first, the proved bound, and counts of candidates by fate.
+
+    ``host_bytes``: where devices can hold some solution but no host can, the least that its fullest host would hold.
+    """
 
     solutions: list[StepSolution]
     bound: float
     status: str
     counts: Counter[str] = field(default_factory=Counter)
     shortfalls: dict[Candidate, float] = field(default_factory=dict)
+    host_bytes: float = 0.0
 
     @property
     def gap(self) -> float:

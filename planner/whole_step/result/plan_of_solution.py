@@ -15,6 +15,7 @@ from cost_models.step_interval import step_interval
 from cost_models.step_time import peak_in_flight, step_memory, step_seconds
 from passes.ir.types import MeshShape
 from passes.plan import Certificate, Plan
+from passes.plan.host_memory import OPTIMIZER
 from passes.plan.step_plan import Alternative, ChunkPlan, GroupPlan, RankMemory, StageDevice, StepCosts, StepPlan
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.sharding_ilp.model_figures import compute_dtype, model_flops
@@ -135,6 +136,7 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         chunks=_chunks(search, best),
         optimizer=demands.training.optimizer,
         gradient_dtype=demands.training.gradient_dtype or "",
+        offload=OPTIMIZER if demands.training.offload else "",
         compiled=demands.compiled,
         costs=costs,
         memory=memory_by_rank(search, best.solution, best.step),
@@ -208,7 +210,7 @@ def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -
     figures = with_tied_copies(solution.sharded.figures)
     rank_memories = []
     for rank, total in enumerate(totals):
-        states, activations, tied = [0.0, 0.0, 0.0], 0.0, set[str]()
+        states, activations, tied = [0.0, 0.0, 0.0, 0.0], 0.0, set[str]()
         for chunk, groups in enumerate(assignment):
             if problem.ranks[chunk] != rank:
                 continue
@@ -218,10 +220,11 @@ def memory_by_rank(search: Search, solution: StepSolution, step: PipelineStep) -
                 tied.update(weight.path for weight in weights if len(weight.uses) > 1)
                 held = dataclasses.replace(figures[run], weights=weights)
                 parts = state_bytes(held, _zero_stage(option.label), setting)
-                states = [before + count * part for before, part in zip(states, _three(parts))]
+                states = [before + count * part for before, part in zip(states, _by_part(parts))]
                 activations += count * option.costs.saved_bytes * flight[chunk]
-        transient = max(0.0, total - sum(states) - activations)
-        rank_memories.append(RankMemory(states[0], states[1], states[2], activations, transient))
+        parameters, gradients, optimizer, on_host = states
+        transient = max(0.0, total - (parameters + gradients + optimizer) - activations)
+        rank_memories.append(RankMemory(parameters, gradients, optimizer, activations, transient, on_host))
     return tuple(rank_memories)
 
 
@@ -229,8 +232,8 @@ def _zero_stage(label: tuple[str, ...]) -> int:
     return int(label[1].removeprefix("zero-"))
 
 
-def _three(parts: StateBytes) -> tuple[float, float, float]:
-    return parts.parameters, parts.gradients, parts.optimizer
+def _by_part(parts: StateBytes) -> tuple[float, float, float, float]:
+    return parts.parameters, parts.gradients, parts.optimizer, parts.host
 
 
 def _alternative(judged: Judged) -> Alternative:

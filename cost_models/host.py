@@ -1,0 +1,74 @@
+"""The host of a node: memory beside the devices', and the links (PCI Express) over which devices reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.fields import as_table, check_keys, get_count, get_number, get_text
+from cost_models.hardware import LinkLevel
+
+_KEYS = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "link_shared_by", "level")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, the same for every node of a cluster.
+
+    Attributes:
+        memory_bytes: of the host's memory, all of it.
+        memory_bandwidth: bytes per second of that memory, shared by the node's devices.
+        link_bandwidth: bytes per second, one direction, that one link to the host reaches.
+        link_shared_by: how many devices share one such link.
+        level: the link level whose groups are nodes; an empty text: the innermost.
+    """
+
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_shared_by: int = 1
+    level: str = ""
+
+    def num_devices(self, levels: Sequence[LinkLevel]) -> int:
+        """Devices of one node."""
+        return next((level.group_size for level in levels if level.name == self.level), levels[0].group_size)
+
+    def update_seconds(self, *, carried_bytes: float, touched_bytes: float, num_devices: int) -> float:
+        """Seconds in which every device of a node has its optimizer run on the host, nothing beside anything else.
+
+        Args:
+            carried_bytes: over the link of each device, both directions together: they are not taken to overlap.
+            touched_bytes: that the update of each device reads and writes in the host's memory.
+            num_devices: of the node; all work at once.
+        """
+        link = self.link_bandwidth / min(self.link_shared_by, num_devices)
+        return carried_bytes / link + touched_bytes * num_devices / self.memory_bandwidth
+
+
+def parse_host(data: Any, levels: Sequence[LinkLevel]) -> Host:
+    """The table ``[host]`` of a cluster.
+
+    Raises:
+        ValueError: naming the field that is missing, unknown or malformed.
+    """
+    table = as_table(data, "host")
+    check_keys(table, _KEYS, "host")
+    level = get_text(table, "level", "host") if "level" in table else ""
+    names = [item.name for item in levels]
+    if level and level not in names:
+        raise ValueError(f"host.level must be one of the levels {', '.join(names)}, got {level!r}")
+    return Host(
+        memory_bytes=get_number(table, "memory_bytes", "host"),
+        memory_bandwidth=get_number(table, "memory_bandwidth", "host"),
+        link_bandwidth=get_number(table, "link_bandwidth", "host"),
+        link_shared_by=get_count(table, "link_shared_by", "host") if "link_shared_by" in table else 1,
+        level=level,
+    )
+
+
+def format_host(host: Host) -> dict[str, Any]:
+    """The inverse of ``parse_host``."""
+    table = {"memory_bytes": host.memory_bytes, "memory_bandwidth": host.memory_bandwidth,
+             "link_bandwidth": host.link_bandwidth, "link_shared_by": host.link_shared_by}  # fmt: skip
+    return {**table, "level": host.level} if host.level else table

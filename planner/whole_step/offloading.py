@@ -1,0 +1,120 @@
+"""Optimizer state in the hosts' memory: whether there is a host, whether a plan fits in it, and whether it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from cost_models import Cluster
+from passes.plan import Plan
+from passes.plan.host_memory import OPTIMIZER, host_bytes_by_node
+from passes.plan.text_tables import format_bytes
+from planner.pipeline_ilp.stage_problem import as_step
+from planner.whole_step.best_first import Search
+from planner.whole_step.candidates.demands import AUTO, NEVER, Demands
+from planner.whole_step.result.outcome import Outcome, StepSolution
+from planner.whole_step.result.plan_of_solution import memory_by_rank, with_bound
+
+#: A plan that offloads is taken over one that does not if it is better by more than this share.
+CLEARLY_BETTER = 0.01
+#: By objective, what the better plan has less of.
+_FIGURES: Mapping[str, Callable[[Plan], float]] = {
+    "time": lambda plan: plan.step.costs.simulated,
+    "memory": lambda plan: max(rank.total for rank in plan.step.memory),
+    "devices": lambda plan: float(plan.step.num_devices),
+}
+
+
+def check_host(cluster: Cluster, demands: Demands) -> None:
+    """Raise ValueError if state is to be offloaded on a cluster of which no host is known."""
+    if demands.offload == OPTIMIZER and cluster.host is None:
+        raise ValueError(
+            f"offload={OPTIMIZER!r} needs to know the host's memory and links, and cluster {cluster.name!r} has no "
+            "[host] table: add one to its file (memory_bytes, memory_bandwidth, link_bandwidth), or drop offload"
+        )
+    if demands.offload == OPTIMIZER and cluster.has_unequal_devices:
+        raise ValueError(
+            f"offload={OPTIMIZER!r} is planned on equal devices, and those of cluster {cluster.name!r} are unequal: drop "
+            'offload, or count all as the slowest (unequal = "slowest" in the cluster file, --unequal slowest)'
+        )
+
+
+def plan_as_demanded(cluster: Cluster, demands: Demands, objective: str, plan_with: Callable[[Demands], Plan]) -> Plan:
+    """The plan with optimizer state where ``demands.offload`` says; of ``"auto"`` the better one.
+
+    Args:
+        plan_with: plans for demands whose ``training`` says where state is.
+
+    Raises:
+        ValueError: as ``plan_with``, and without a host to offload to.
+    """
+    check_host(cluster, demands)
+    without_hosts = cluster.host is None or cluster.has_unequal_devices
+    if demands.offload == NEVER or (demands.offload == AUTO and without_hosts):
+        return plan_with(demands)
+    offloading = dataclasses.replace(demands, training=dataclasses.replace(demands.training, offload=True))
+    if demands.offload == OPTIMIZER:
+        return plan_with(offloading)
+    try:
+        on_device = plan_with(demands)
+    except ValueError:  # nothing fits; what contradicts itself does so again
+        return plan_with(offloading)
+    try:
+        on_host = plan_with(offloading)
+    except ValueError:
+        return on_device
+    figure = _FIGURES[objective]
+    best = on_host if figure(on_host) < figure(on_device) * (1.0 - CLEARLY_BETTER) else on_device
+    return with_bound(best, min(plan.certificate.bound for plan in (on_device, on_host)))
+
+
+def room_on_host(search: Search) -> float:
+    """Bytes that a plan may have in the memory of one host."""
+    host = search.cluster.host
+    return float("inf") if host is None else host.memory_bytes * (1.0 - search.demands.headroom)
+
+
+def fullest_host(search: Search, solution: StepSolution) -> float:
+    """Bytes in the memory of the host that holds most."""
+    cluster = search.cluster
+    if cluster.host is None or not search.demands.training.offload:
+        return 0.0
+    memory = memory_by_rank(search, solution, as_step(solution.problem, solution.assignment))
+    node_size = cluster.host.num_devices(cluster.levels)
+    return max(host_bytes_by_node(solution.candidate.layout.sizes, memory, node_size))
+
+
+def fits_on_host(search: Search, solution: StepSolution) -> bool:
+    """Whether the hosts can hold what a solution offloads."""
+    return fullest_host(search, solution) <= room_on_host(search)
+
+
+def within_hosts(search: Search, outcome: Outcome) -> Outcome:
+    """The outcome with the solutions that the hosts can hold; if there are none, the bytes of the least that lacks."""
+    if not search.demands.training.offload or not outcome.solutions:
+        return outcome
+    bytes_of = [(fullest_host(search, solution), solution) for solution in outcome.solutions]
+    fitting = [solution for num_bytes, solution in bytes_of if num_bytes <= room_on_host(search)]
+    least = 0.0 if fitting else min(num_bytes for num_bytes, _ in bytes_of)
+    return dataclasses.replace(outcome, solutions=fitting, host_bytes=least)
+
+
+def with_divided_state(demands: Demands) -> Demands | None:
+    """``demands`` with ZeRO 1 at least, which has state on a host once; None if they say so, or say otherwise."""
+    stages = demands.among("zero", (0, 1, 2, 3))
+    if 0 not in stages or len(stages) == 1:
+        return None
+    without = demands.forbidden.get("zero", frozenset()) | {0}
+    return dataclasses.replace(demands, forbidden={**demands.forbidden, "zero": without})
+
+
+def host_too_small(search: Search, outcome: Outcome) -> ValueError:
+    """The error for solutions that fit on the devices, but not on the hosts."""
+    cluster = search.cluster
+    assert cluster.host is not None
+    return ValueError(
+        f"no plan fits in the hosts' memory: optimizer state takes {format_bytes(outcome.host_bytes)} on the fullest "
+        f"host at least, of whose {format_bytes(cluster.host.memory_bytes)} a plan may take "
+        f"{format_bytes(room_on_host(search))}. What would help, each by itself: more nodes; an optimizer with less "
+        "state (sgd_momentum); less headroom; hosts with more memory"
+    )
