@@ -10,6 +10,7 @@ import pytest
 
 import planner
 from cost_models import Cluster
+from cost_models.hardware import DeviceGroup
 from cost_models.host import Host
 from passes.plan import Plan
 from passes.plan.host_memory import OPTIMIZER, host_bytes_by_node
@@ -66,6 +67,14 @@ def test_a_cluster_without_a_host_is_refused() -> None:
     with pytest.raises(ValueError, match="offload must be one of never, auto, optimizer"):
         plan_tiny(hosted(None), "activations")
     assert plan_tiny(hosted(None), "auto").step.offload == ""
+
+
+def test_unequal_devices_are_refused() -> None:
+    equal = hosted(Host(1e12, 1e11, 1e10))
+    device = dataclasses.replace(equal.device, name="slower", memory_bandwidth=1e10)
+    unequal = dataclasses.replace(equal, groups=(DeviceGroup(equal.device, 1), DeviceGroup(device, 1)))
+    with pytest.raises(ValueError, match="is planned on equal devices"):
+        plan_tiny(unequal, OPTIMIZER)
 
 
 def test_state_that_fits_stays_on_devices_unless_the_host_is_faster() -> None:

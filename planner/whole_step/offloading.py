@@ -34,8 +34,8 @@ def check_host(cluster: Cluster, demands: Demands) -> None:
         )
     if demands.offload == OPTIMIZER and cluster.has_unequal_devices:
         raise ValueError(
-            f"offload={OPTIMIZER!r} is planned on equal devices, and those of cluster {cluster.name!r} are unequal: drop "
-            'offload, or count all as the slowest (unequal = "slowest" in the cluster file, --unequal slowest)'
+            f"offload={OPTIMIZER!r} is planned on equal devices, and those of cluster {cluster.name!r} are unequal: "
+            'drop it, or count all as the slowest (unequal = "slowest" in the cluster file, --unequal slowest)'
         )
 
 
