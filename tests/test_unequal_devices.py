@@ -35,14 +35,14 @@ def mixed(*, unequal: str = REORDER, memory: float = 1e9) -> Cluster:
             "name": name, "count": 2, "flops": {"float32": speed * 1e9}, "memory_bytes": memory_bytes,
             "memory_bandwidth": speed * 1e9, "launch_overhead": 0.0,
             "levels": [{"name": "bus", "size": 2, "latency": 1e-6, "bandwidth": speed * 1e8},
-                       {"name": "network", "size": 2, "latency": 1e-5, "bandwidth": 1e8}],
+                       {"name": "network", "size": 2, "latency": 1e-5, "bandwidth": speed * 5e7}],
         }  # fmt: skip
 
     return Cluster.from_dict({
         "name": "fast and slow", "unequal": unequal,
         "devices": [device("fast", 3.0, memory), device("slow", 1.0, memory / 10)],
         "levels": [{"name": "bus", "size": 2, "latency": 1e-6, "bandwidth": 1e8},
-                   {"name": "network", "size": 2, "latency": 1e-5, "bandwidth": 1e8}],
+                   {"name": "network", "size": 2, "latency": 1e-5, "bandwidth": 5e7}],
     })  # fmt: skip
 
 
