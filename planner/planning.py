@@ -398,7 +398,9 @@ def example_inputs_of(module: torch.nn.Module, *, batch_size: int | None, seq_le
             "made from batch_size and seq_len; pass example_inputs={name: tensor} or (tensor, ...)"
         )
     if batch_size is None:
-        raise ValueError("batch_size is missing: give the number of samples in the global batch")
+        raise ValueError(
+            "batch_size (global_batch, --global-batch) is missing: give the samples in a step, over all devices"
+        )
     from planner.library import example_batch
 
     return example_batch(module, batch_size=batch_size, seq_len=seq_len)

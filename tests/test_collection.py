@@ -34,7 +34,7 @@ def test_nothing_is_collected_from_reading_a_config_on() -> None:
         states.append(gc.isenabled())
 
     assert gc.isenabled(), "a test before this one has left it off"
-    with pytest.raises(ValueError, match="batch_size is missing"):
+    with pytest.raises(ValueError, match=r"batch_size \(global_batch, --global-batch\) is missing"):
         planner.plan("llama-3-8b", "dgx-h100:1", progress=progress)
     assert states and not any(states)
     assert gc.isenabled()

@@ -57,11 +57,7 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
             played.exposed_seconds,
             "receives between stages, gathers that come too late, reductions behind the last backward pass",
         ),
-        (
-            "waiting for other stages",
-            report.seconds - played.compute_seconds - played.exposed_seconds,
-            "the pipeline's bubble",
-        ),
+        ("waiting for other stages", _idle_seconds(report, rank), "the pipeline's bubble"),
     ]
     return tuple(WaterfallBar(*cause) for cause in causes)
 
@@ -69,6 +65,13 @@ def waterfall(plan: Plan, report: StepReport) -> tuple[WaterfallBar, ...]:
 def _update_text(step: StepPlan) -> str:
     moved = "parameters, gradients and moments read and written once a step"
     return f"{moved}, on the host, and carried there and back" if step.offload else moved
+
+
+def _idle_seconds(report: StepReport, rank: int) -> float:
+    """What the rank neither computes nor communicates; a difference that is only rounding is none."""
+    played = report.ranks[rank]
+    idle = report.seconds - played.compute_seconds - played.exposed_seconds
+    return idle if idle > 1e-12 * report.seconds else 0.0
 
 
 def busiest_rank(report: StepReport) -> int:
