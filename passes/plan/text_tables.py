@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,10 +77,16 @@ def _narrow(widths: list[int], width: int | None) -> None:
         widths[widest] = max(LEAST_COLUMN, widths[widest] - excess, min(second, widths[widest] - 1))
 
 
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks lines at spaces, and dotted names between their parts: ``model.layers.`` | ``aten.mul``."""
+
+    wordsep_simple_re = re.compile(r"(\s+|(?<=[.:])(?=[A-Za-z*_]))")
+
+
 def _folded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     """The lines of one row."""
     cells = [
-        [cell] if len(cell) <= width else textwrap.wrap(cell, width, break_on_hyphens=False)
+        [cell] if len(cell) <= width else _Wrapper(width, break_on_hyphens=False).wrap(cell)
         for cell, width in zip(row, widths)
     ]
     lines = itertools.zip_longest(*cells, fillvalue="")

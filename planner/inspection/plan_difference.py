@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from passes.ir.types import describe
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
 from passes.plan.step_summary import tokens_per_sample
@@ -53,11 +52,12 @@ def difference(first: Plan, second: Plan) -> PlanDifference:
     Example:
         >>> print(difference(Plan.load("a.json"), Plan.load("b.json")).table())
     """
+    axes = {axis for plan in (first, second) for axis, size in zip(plan.mesh.names, plan.mesh.sizes) if size > 1}
     return PlanDifference(
         choices=tuple(_changed(_choices(first), _choices(second))),
         figures=tuple(_figures(first, second)),
-        tensors=tuple(_merged(_changed(_tensors(first), _tensors(second)))),
-        operators=tuple(_merged(_changed(_operators(first), _operators(second)))),
+        tensors=tuple(_merged(_changed(_tensors(first, axes), _tensors(second, axes)))),
+        operators=tuple(_merged(_changed(_operators(first, axes), _operators(second, axes)))),
     )
 
 
@@ -133,20 +133,22 @@ def _change(first: float, second: float) -> str:
     return f"{ratio - 1.0:+.2%}" if ratio < 10.0 else f"{ratio:,.4g} times"
 
 
-def _tensors(plan: Plan) -> dict[str, str]:
+def _tensors(plan: Plan, axes: Set[str]) -> dict[str, str]:
     groups = (("input", plan.inputs), ("parameter", plan.states), ("output", plan.outputs))
     return {
-        f"{kind} {name}": describe(tensor.placement, plan.mesh)
+        f"{kind} {name}": _along(axes, plan, tensor.placement)
         for kind, tensors in groups
         for name, tensor in tensors.items()
     }
 
 
-def _operators(plan: Plan) -> dict[str, str]:
-    return {
-        key: ", ".join(f"{axis}: {label}" for axis, label in zip(plan.mesh.names, node.strategy))
-        for key, node in plan.nodes.items()
-    }
+def _operators(plan: Plan, axes: Set[str]) -> dict[str, str]:
+    return {key: _along(axes, plan, node.strategy) for key, node in plan.nodes.items()}
+
+
+def _along(axes: Set[str], plan: Plan, values: Iterable[object]) -> str:
+    """What stands along each axis that has ranks in one of both plans."""
+    return ", ".join(f"{axis}: {value}" for axis, value in zip(plan.mesh.names, values) if axis in axes)
 
 
 def _cut(title: str, rows: tuple[tuple[str, str, str], ...], *, all_rows: bool) -> str:
