@@ -35,6 +35,7 @@ ELSEWHERE: Mapping[str, str] = {
     "planner report": "test_inspection.py",
     "planner sweep": "test_sweeps.py",
     "planner robustness": "test_robustness.py",
+    "planner profile": "test_profile.py",
 }
 
 
