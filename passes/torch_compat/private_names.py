@@ -24,6 +24,7 @@ PRIVATE_NAMES = {
     "torch._C._FunctionBase": "functions with a backward of their own lose it in tracing",
     "torch.autograd.function._SingleLevelFunction": "functions with a backward of their own lose it in tracing",
     "torch.distributions.Distribution._validate_args": "torch.distributions cannot be traced",
+    "sys._getframe": "who asks whether something is compiled cannot be told: torch, or the model",
     "torch.export._trace": "failures of tracing print the whole graph",
     "torch._decomp.decompositions.one_layer_lstm": "torch 2.11 has other shapes of an LSTM's last states",
     "torch.nn.Module._apply": "parallel.to(...) does not reach its weights",

@@ -109,6 +109,8 @@ class DroppedTokens:
 
     def note(self, expert_ids: torch.Tensor, num_experts: int) -> None:
         """Look at the experts of one operator's tokens, of every rank where all run in one process."""
+        from runtime.torch_compat.local_tensors import parts_of_ranks
+
         goes_nowhere = (expert_ids.detach() < 0) | (expert_ids.detach() >= num_experts)
-        on_ranks = getattr(goes_nowhere, "_local_tensors", {0: goes_nowhere})
-        self.any = self.any or any(bool(flags.any()) for flags in on_ranks.values())
+        parts = parts_of_ranks(goes_nowhere, ranks=(0,)).values()
+        self.any = self.any or any(bool(flags.any()) for flags in parts)
