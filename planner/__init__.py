@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from passes.fuse.registered_fusions import register_fusion
     from passes.plan import Plan
     from passes.rules.registered_rules import register_rule
+    from planner.activation_cache.activation_cache import ActivationCache
     from planner.auditing.audit import audit
     from planner.changing.freeze_policy import FreezePolicy
     from planner.compilation import compile
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 #: Public name → the module that has it.
 _HOMES = {
+    "ActivationCache": "planner.activation_cache.activation_cache",
     "CaptureError": "passes.capture",
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
@@ -76,6 +78,7 @@ _HOMES = {
 leave_last_words()
 
 __all__ = [
+    "ActivationCache",
     "CaptureError",
     "CheckpointManager",
     "Cluster",

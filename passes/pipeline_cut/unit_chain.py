@@ -214,9 +214,9 @@ class _UnitCopies:
 
     def __init__(self, graph: Graph, run: BlockRun, operations: Sequence[Operation]) -> None:
         self.run = run
-        *before, repeat = operations
-        assert isinstance(repeat, Repeat)
-        self.entry, self.repeat = before, repeat
+        at, self.repeat = next((at, one) for at, one in enumerate(operations) if isinstance(one, Repeat))
+        # Behind it are conversions of what the graph ends with, if it ends with the block.
+        self.entry, self.exit = list(operations[:at]), tuple(operations[at + 1 :])
         nodes = {node.name: node for node in graph.nodes}
         self.values = [[value for name in copy for value in nodes[name].outputs] for copy in run.copies]
         self.last = {value.name: index for index, value in enumerate(self.values[-1])}
@@ -234,7 +234,7 @@ class _UnitCopies:
         whole = repeat.block
         block = dataclasses.replace(whole, roots=whole.roots[first:end], first_draws=whole.first_draws[first:end])
         repeated_copies = Repeat(block, tuple(entries), results, carried, between, policy)
-        behind = between if end < self.run.num_copies else ()
+        behind = between if end < self.run.num_copies else self.exit
         return ChainPart(chunk, () if first else tuple(self.entry), repeated_copies, behind)
 
     def handed_on(self) -> tuple[Operation, ...]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from passes.emit import Program
 from passes.emit.emitted_program import InputSpec
+from passes.ir.graph import Graph
 from passes.ir.types import MeshShape, Placement, R
 from passes.pipeline_cut import BATCH_AXIS
 from passes.plan import Plan
@@ -147,6 +148,10 @@ class Engine:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
         """A call in the form that programs are made for."""
         return self._read(args, kwargs, plan=self.plan)
+
+    def graph_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+        """The graph of a call with a global batch, whose tensors may be without data; all ranks must ask for it."""
+        return self._maker.graph_of(self.read(args, kwargs))
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plan: Plan | None) -> ModelCall:
         if self.compute is not None:

@@ -28,6 +28,7 @@ from passes.shard.in_place_writes import with_in_place_writes
 from runtime.agreement.captured_alike import captured_alike
 from runtime.agreement.ranks_together import Ranks
 from runtime.calls.content_keys import state_key
+from runtime.calls.frozen_prefix import asks_for_prefix
 from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
 from runtime.execution.batch_split import BatchSplit, cut_whole, split_of
@@ -42,6 +43,7 @@ from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
 from runtime.execution.totals_ahead import counting_of, totals_of
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
+from runtime.execution.weights_of_calls import check_weights, with_unused_weights
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
@@ -148,6 +150,11 @@ class Maker:
             graph = self._example_graph()
         self._inputs_read = frozenset(str(path[0]) for path in graph.input_paths)
         self.prepare(example, training=graph.loss is not None, local_inputs=False)
+
+    def graph_of(self, call: ModelCall) -> Graph:
+        """The graph of a call of the model, all of whose ranks ask for it."""
+        with self.places.layout.plain():
+            return self._capture(call)
 
     def _example_graph(self) -> Graph:
         assert self._example is not None
@@ -291,7 +298,8 @@ class Maker:
         values = self._values
 
         def capture_call() -> Graph:
-            options: dict[str, Any] = {"args": call.args, "kwargs": call.kwargs, "loss_fn": self.loss_fn}
+            loss_fn = None if asks_for_prefix(call) else self.loss_fn
+            options: dict[str, Any] = {"args": call.args, "kwargs": call.kwargs, "loss_fn": loss_fn}
             options |= {"copy_repeats": True, "values": values.tensors, "buffer_values": self._cases.buffers}
             static = functools.partial(capture, self.model, **options)
             with_open_sizes = functools.partial(trace_shapes, self.model, **options)
@@ -311,7 +319,8 @@ class Maker:
         assert self.plan is not None
         outputs = None if training else tuple(graph.outputs)
         like = None if training else self._first
-        whole_step = self.plan.step.decides_units
+        own_plan = self.plan
+        whole_step = own_plan.step.decides_units
 
         def cut(plan: Plan) -> StepPrograms:
             programs = step_programs(
@@ -324,38 +333,29 @@ class Maker:
                 deferral=None if whole_step else self.state.deferral,
             )
             if like is not None:
-                self._check_weights(programs, like)
+                check_weights(programs, like, own_plan)
             return programs
 
         try:
-            return cut(self.plan)
+            return cut(self._with_unused(graph))
         except PlanMismatch as mismatch:
             decided = whole_step and (self._first is None or isinstance(mismatch, UndividedError))
             if self.planner is None or decided:
                 raise
             return cut(self._planned_again(graph))
 
+    def _with_unused(self, graph: Graph) -> Plan:
+        assert self.plan is not None
+        return with_unused_weights(self.plan, graph, self.state.trains) if self._is_whole_step else self.plan
+
     def _planned_again(self, graph: Graph) -> Plan:
         """A plan for a graph with nodes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
-        plan = self.planner(graph, as_seen_by(graph, self.plan))
+        plan = self.planner(graph, as_seen_by(graph, self._with_unused(graph)))
         if self.plan.step.decides_units:
             return dataclasses.replace(plan, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
         return plan
-
-    def _check_weights(self, programs: StepPrograms, like: StepPrograms) -> None:
-        """Raise ValueError, on all ranks alike, if a chunk uses weights that it does not train."""
-        assert self.plan is not None
-        for stage, trained in zip(programs.stages, like.stages):
-            trained_paths, used = map(_paths_of, (trained, stage))
-            planned = {path: self.plan.states.get(path) for path in sorted(used - trained_paths)}
-            unknown = [path for path, state in planned.items() if state is not None and state.trainable]
-            if unknown:
-                raise ValueError(
-                    f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
-                    "compile with example_inputs that use all weights that calls do"
-                )
 
     def _is_mine(self, chunk: int) -> bool:
         return self.places.stage is None or self.step.chunks[chunk].rank == self.places.stage
@@ -444,7 +444,3 @@ class Maker:
 def local_axes(mesh: MeshShape) -> tuple[str, ...]:
     """The axes on which local inputs are cut already: ranks of all others pass the same samples."""
     return tuple(name for name in mesh.names if name == BATCH_AXIS)
-
-
-def _paths_of(stage: StageGraph) -> set[str]:
-    return {path for unit in stage.all_units for _, _, path in unit.states}

@@ -15,6 +15,7 @@ from passes.emit import Program
 from passes.plan import Plan
 from passes.torch_compat.module_tables import has_hooks, share_content
 from runtime.agreement.call_agreement import FORWARD, TRAIN_STEP
+from runtime.calls.frozen_prefix import AFTER, OUTPUT
 from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
 from runtime.execution.expert_load import ExpertLoad, RoutingCounts
@@ -24,6 +25,7 @@ from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
 from runtime.module.copying import Copying
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
+from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
@@ -35,7 +37,7 @@ from runtime.zero.norm import clip_gradients
 FirstCall = Callable[[Engine, str, tuple[Any, ...], dict[str, Any]], Engine]
 
 
-class ParallelModule(Copying, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
+class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
     """A model that runs sharded over a mesh.
 
     ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
@@ -248,7 +250,8 @@ class ParallelModule(Copying, PretrainedFiles, OriginalSurface, Unwrappable, nn.
     @property
     def needed_inputs(self) -> frozenset[str] | None:
         """Names of the inputs that this rank's programs read; None if that is not known before the first call."""
-        return self._engine.needed_inputs
+        needed_inputs = self._engine.needed_inputs
+        return None if needed_inputs is None else (needed_inputs | self._prefix_inputs) - {AFTER, OUTPUT}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that are dropped are not shown as DTensors first."""

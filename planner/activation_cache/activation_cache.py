@@ -1,0 +1,265 @@
+"""Outputs of frozen layers kept per sample: what was computed once is read in every later epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cost_models import Cluster
+from passes.plan import Plan
+from planner.activation_cache.prefix_checks import CachedPrefix, checked_prefix
+from planner.activation_cache.sample_keys import sample_keys, sum_of_weights
+from planner.activation_cache.sample_ring import RingSizes, SampleRing, shared_ring
+from runtime.calls.frozen_prefix import AFTER, OUTPUT
+from runtime.calls.model_call import ModelCall
+from runtime.module.parallel_module import ParallelModule
+
+#: Bytes that a node reads of its cache in a second, unless said: an assumption, nothing is measured.
+BYTES_PER_SECOND = 2e9
+
+
+@dataclass(frozen=True)
+class CachePrice:
+    """Predicted seconds of a step that computes the frozen layers, of one that does not, of reading their output."""
+
+    computed: float
+    cached: float
+    reading: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether a hit takes less time than computing it."""
+        return self.cached + self.reading < self.computed
+
+
+class ActivationCache:
+    """Keeps what frozen layers give for each sample, in memory and files that the processes of a node share.
+
+    Samples are told apart by what the frozen layers read of them, so that any loader and any order will do, and samples
+    that are augmented anew each time are never taken for each other. When there is no more room the oldest are
+    overwritten. Entries stay valid under every plan; they are dropped when frozen weights change.
+
+    Example:
+        >>> cache = planner.ActivationCache(parallel, memory_bytes=64e9, disk_bytes=500e9, folder="/scratch")
+        >>> for layer in ("embedding", "layers.0", "layers.1"):
+        ...     parallel.get_submodule(layer).requires_grad_(False).eval()
+        >>> cache.replan("dp=4", optimizer, after="layers.1")  # in the place of parallel.replan
+        >>> loss = cache.train_step(**batch)  # in the place of parallel.train_step
+
+    Args:
+        parallel: of a model whose batches are passed by name.
+        memory_bytes: of host memory, of each node.
+        disk_bytes: of a file in ``folder``, of each node; it has no name, and is gone with the processes.
+        folder: None: that of temporary files.
+        bytes_per_second: that a node reads of the cache.
+
+    Attributes:
+        after: path of the module whose output is read or kept; None while nothing is.
+        price: of the last ``replan``.
+        hits, misses: samples of this rank whose frozen layers were not computed, and were.
+
+    Raises:
+        ValueError: for no room at all, or negative sizes.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        *,
+        memory_bytes: float,
+        disk_bytes: float = 0,
+        folder: str | Path | None = None,
+        bytes_per_second: float = BYTES_PER_SECOND,
+    ) -> None:
+        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes <= 0 or not bytes_per_second > 0:
+            raise ValueError(
+                f"memory_bytes={memory_bytes}, disk_bytes={disk_bytes}, bytes_per_second={bytes_per_second}: an "
+                "activation cache has room in memory or on disk, and is read in some time"
+            )
+        self.parallel = parallel
+        self.after: str | None = None
+        self.price: CachePrice | None = None
+        self.hits = self.misses = 0
+        self._bytes = int(memory_bytes), int(disk_bytes)
+        self._folder = None if folder is None else Path(folder)
+        self._bytes_per_second = bytes_per_second
+        self._ring: SampleRing | None = None
+        self._ring_key: Hashable = None
+        self._prefix: CachedPrefix | None = None
+        self._setting: Hashable = None
+        self._weights = 0
+        self._row_shape: tuple[int, ...] = ()
+
+    def replan(
+        self, target: Any, optimizer: Any = None, *, after: str | None, always: bool = False, **options: Any
+    ) -> CachePrice | None:
+        """``parallel.replan`` for a training whose layers up to module ``after`` are frozen, and perhaps cached.
+
+        Two plans are made: one of a step that computes the frozen layers, and one of a step that takes their output.
+        The second is gone on under if it takes less time with reading the output. All ranks must call it.
+
+        Args:
+            target, optimizer, options: as of ``parallel.replan``, of all ranks at work.
+            after: None: nothing is cached from now on.
+            always: take the second without asking what it costs.
+
+        Returns:
+            the price that decided, None if nothing was to be decided.
+
+        Raises:
+            ValueError: as ``parallel.replan``; for layers that train, draw random numbers, write buffers, mix samples.
+        """
+        example: Mapping[str, Any] = self.parallel.prefix_call(options.pop("example_inputs", None)).kwargs
+        if after is None:
+            self.parallel.replan_prefix(target, optimizer, [example], [_nothing_more], **options)
+            self.after, self.price = None, None
+            return None
+        prefix = self._checked(after, example)
+        output = torch.empty(prefix.shape, dtype=getattr(torch, prefix.dtype), device="meta")
+        behind = {**example, AFTER: after, OUTPUT: output}
+        reading: list[float] = []
+
+        def read(plan: Plan) -> float:
+            reading.append(self._seconds_of_reading(plan, output.nbytes))
+            return reading[-1]
+
+        if always:
+            self.parallel.replan_prefix(target, optimizer, [behind], [read], **options)
+            self.after, self.price = after, None
+        else:
+            # Of equals the first is taken, which computes.
+            examples, more = [example, behind], [_nothing_more, read]
+            (computed, cached), _ = self.parallel.replan_prefix(target, optimizer, examples, more, **options)
+            self.price = CachePrice(computed, cached - reading[-1], reading[-1])
+            self.after = after if self.price.pays else None
+        self._prefix, self._setting = None, None
+        return self.price
+
+    def train_step(self, *, local_inputs: bool = False, weight: float | None = None, **batch: Any) -> torch.Tensor:
+        """``parallel.train_step``, for which frozen layers are computed only if a sample of the batch is not cached.
+
+        Raises:
+            ValueError: on all ranks, as ``parallel.train_step``; for frozen layers that do not stay as they are; for
+                outputs of several shapes.
+        """
+        parallel, after = self.parallel, self.after
+        if after is None:
+            loss: torch.Tensor = parallel.train_step(**batch, local_inputs=local_inputs, weight=weight)
+            return loss
+        keys, rows, has_all = self._looked_up(after, batch)
+        if not has_all:
+            whole = parallel.prefix_output(after, batch, local_inputs=local_inputs)
+            rows = parallel.ranks_at_work.together(lambda: self._own(whole, len(keys), local_inputs))
+            self._keep(keys, rows)
+        assert rows is not None
+        self.hits += len(keys) * has_all
+        self.misses += len(keys) * (not has_all)
+        return parallel.train_behind(after, rows, batch, local_inputs=local_inputs, weight=weight)
+
+    def _checked(self, after: str, example: Mapping[str, Any]) -> CachedPrefix:
+        graph = self.parallel.prefix_graph(after, example)
+        return checked_prefix(graph, after, self.parallel.what_trains())
+
+    def _looked_up(self, after: str, batch: Mapping[str, Any]) -> tuple[list[bytes], torch.Tensor | None, bool]:
+        """Keys of this rank's samples, what is kept of them if all of it is, and whether that is so on all ranks."""
+        ranks, call = self.parallel.ranks_at_work, self.parallel.prefix_call(batch)
+        while True:
+            keys, rows, own_weights, error = list[bytes](), None, 0, None
+            changed = self._prefix is None or self.parallel.prefix_setting() != self._setting
+            if self._prefix is not None and not changed:
+                own_weights = sum_of_weights(self.parallel.owned(), self._prefix.states)
+                try:
+                    keys = self._keys(call, self._prefix, after)
+                    rows = self._read(keys, self._prefix)
+                except ValueError as problem:
+                    error = problem
+            by_rank = ranks.gathered((changed, rows is not None, own_weights, error and str(error)))
+            if any(each[0] for each in by_rank):
+                self._look_again(after)
+                continue
+            if error is not None:
+                raise error
+            for number, (*_, message) in zip(ranks.numbers, by_rank):
+                if message is not None:
+                    raise ValueError(f"rank {number}: {message}")
+            weights = sum(each[2] for each in by_rank) % 2**64
+            if weights == self._weights:
+                return keys, rows, all(each[1] for each in by_rank)
+            self._weights = weights  # other keys
+
+    def _look_again(self, after: str) -> None:
+        """Modes, attributes or the plan are others than at the last step: look at the frozen layers once more."""
+        ranks = self.parallel.ranks_at_work
+        self._prefix = self._checked(after, self.parallel.prefix_call().kwargs)
+        self._setting = self.parallel.prefix_setting()
+        sizes = [each for each in ranks.gathered(self._ring and self._ring.sizes) if each is not None]
+        if sizes:
+            self._ring = shared_ring(ranks, self._ring, sizes[0], self._folder)
+
+    def _keys(self, call: ModelCall, prefix: CachedPrefix, after: str) -> list[bytes]:
+        common = f"{after} {prefix.dtype} {self._weights} {self.parallel.constants_read}"
+        return sample_keys(call, prefix.paths, prefix.by_row, common)
+
+    def _read(self, keys: list[bytes], prefix: CachedPrefix) -> torch.Tensor | None:
+        """What is kept of samples, if it is kept of all."""
+        raw = None if self._ring is None else self._ring.read(keys)
+        if raw is None:
+            return None
+        return raw.reshape(-1).view(getattr(torch, prefix.dtype)).reshape(len(keys), *self._row_shape)
+
+    def _own(self, whole: torch.Tensor, num_rows: int, local_inputs: bool) -> torch.Tensor:
+        """This rank's samples of what was computed for all."""
+        parts = self.parallel.num_data_ranks if local_inputs else 1
+        if whole.shape[0] != parts * num_rows:
+            raise ValueError(
+                f"the frozen layers gave {whole.shape[0]} rows for {parts} × {num_rows} samples: activations are "
+                "cached by rows, one for each sample"
+            )
+        first = self.parallel.data_rank * num_rows if local_inputs else 0
+        return whole[first : first + num_rows].cpu().contiguous()
+
+    def _keep(self, keys: list[bytes], rows: torch.Tensor) -> None:
+        shape = tuple(rows.shape[1:])
+        if self._ring is None or self._ring_key != (self.after, shape, rows.dtype):
+            ranks = self.parallel.ranks_at_work
+            ranks.together(lambda: self._check_shape(shape, rows.dtype))
+            num_bytes = math.prod(shape) * rows.element_size()
+            if self._ring is None or self._ring.sizes.row_bytes != num_bytes:
+                self._ring = None
+                self._ring = self._shared(num_bytes)
+            self._ring_key, self._row_shape = (self.after, shape, rows.dtype), shape
+        self._ring.write(keys, rows.reshape(len(keys), -1).view(torch.uint8))
+
+    def _check_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if isinstance(self._ring_key, tuple) and self._ring_key[0] == self.after and self._ring is not None:
+            raise ValueError(
+                f"the frozen layers gave rows of shape {list(shape)} ({dtype}) after {list(self._ring_key[1])} "
+                f"({self._ring_key[2]}): activations are cached of samples of one length (pad_to=(…,) of the loader)"
+            )
+
+    def _shared(self, row_bytes: int) -> SampleRing:
+        memory, disk = (num_bytes // max(1, row_bytes) for num_bytes in self._bytes)
+        ranks = self.parallel.ranks_at_work
+
+        def sizes() -> RingSizes:
+            if memory + disk == 0:
+                raise ValueError(f"an output takes {row_bytes:,} bytes, more than memory_bytes and disk_bytes have")
+            return RingSizes(row_bytes, memory, disk)
+
+        return shared_ring(ranks, self._ring, ranks.together(sizes), self._folder)
+
+    def _seconds_of_reading(self, plan: Plan, num_bytes: int) -> float:
+        """Of the output for a global batch: each process of a node reads its samples' rows, one after the other."""
+        cluster = Cluster.from_dict(plan.cluster)
+        processes = min(cluster.levels[0].group_size if cluster.levels else 1, cluster.num_devices)
+        groups = max(1, plan.step.sample_groups)
+        return num_bytes / groups * processes / self._bytes_per_second
+
+
+def _nothing_more(plan: Plan) -> float:
+    return 0.0

@@ -1,0 +1,49 @@
+"""Which weights calls use beside a training step's: in which chunk, and those that the step does not use at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from passes.ir.graph import Graph
+from passes.ir.types import R
+from passes.pipeline_cut import StageGraph, StepPrograms
+from passes.plan import Plan
+from passes.plan.plan_data import TensorPlan
+
+
+def with_unused_weights(plan: Plan, graph: Graph, trains: Callable[[str], bool]) -> Plan:
+    """A plan of a whole step with frozen weights of ``graph`` that the step does not use: whole, on the first stage."""
+    unused = {
+        state.path: TensorPlan(state.value.shape, state.value.dtype, (R,) * len(plan.mesh.names))
+        for state in graph.states
+        if state.path not in plan.states and not trains(state.path)
+    }
+    return dataclasses.replace(plan, states={**plan.states, **unused}) if unused else plan
+
+
+def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan) -> None:
+    """Raise ValueError, on all ranks alike, if a chunk uses weights that its stage does not have.
+
+    Args:
+        like: programs of the training step of ``plan``.
+    """
+    for stage, trained in zip(programs.stages, like.stages):
+        trained_paths, used = map(_paths_of, (trained, stage))
+        planned = {path: plan.states.get(path) for path in sorted(used - trained_paths)}
+        unknown = [path for path, state in planned.items() if state is not None and state.trainable]
+        if unknown:
+            raise ValueError(
+                f"this call uses {unknown[0]!r} in pipeline chunk {stage.index + 1}, which training does not: "
+                "compile with example_inputs that use all weights that calls do"
+            )
+        elsewhere = [path for path, state in planned.items() if state is None and stage.index]
+        if elsewhere:
+            raise ValueError(
+                f"this call uses the frozen {elsewhere[0]!r} in pipeline chunk {stage.index + 1}, but the first stage "
+                "has it, as training does not use it: plan without a pipeline"
+            )
+
+
+def _paths_of(stage: StageGraph) -> set[str]:
+    return {path for unit in stage.all_units for _, _, path in unit.states}

@@ -1,0 +1,135 @@
+"""A parallel module whose frozen first layers need not be computed: see ``runtime.calls.frozen_prefix``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from passes.ir.graph import Graph
+from passes.plan import Plan
+from runtime.calls.frozen_prefix import AFTER, OUTPUT, take_frozen_outputs, without_prefix
+from runtime.calls.model_call import ModelCall, read_call
+from runtime.calls.modes import SubmoduleModes
+from runtime.migration.move_price import step_seconds
+from runtime.migration.state_entries import Averages
+from runtime.migration.transfer_plan import TransferPlan
+from runtime.module.changing import Changing, Optimizers
+from runtime.module.meeting import Stateful
+
+
+class PrefixCalls(Changing):
+    """Goes before ``nn.Module`` among the bases of ``ParallelModule``."""
+
+    _modes: SubmoduleModes
+    #: Names of inputs of frozen layers whose outputs are cached: every rank is handed them.
+    _prefix_inputs: frozenset[str] = frozenset()
+
+    def prefix_call(self, batch: Mapping[str, Any] | None = None) -> ModelCall:
+        """A call by name, without what is said of the frozen layers.
+
+        Args:
+            batch: its arguments; None: those that were planned for, without data.
+
+        Raises:
+            ValueError: before the first plan, or if arguments cannot be given by name.
+        """
+        forward, args = self._engine.model.forward, ()
+        if batch is None:
+            if self._engine.example is None:
+                raise ValueError("there is no plan yet: give example_inputs to planner.compile, or call train_step")
+            call = read_call(forward, self._engine.example.args, self._engine.example.kwargs)
+            args, batch = call.args, call.kwargs
+        if args:
+            raise ValueError("activations are cached for models whose batches are passed by name: train_step(**batch)")
+        return read_call(forward, (), without_prefix(batch))
+
+    def prefix_graph(self, after: str, batch: Mapping[str, Any]) -> Graph:
+        """The graph that computes the output of module ``after`` of a global batch; all ranks must ask for it.
+
+        Raises:
+            ValueError: for a module that the model has not; as a call does.
+        """
+        engine = self._engine
+        if after not in dict(engine.model.named_modules()):
+            raise ValueError(f"the model has no module {after!r} whose output could be cached")
+        take_frozen_outputs(engine.model)
+        self.prefix_setting()
+        graph = engine.graph_of((), {**batch, AFTER: after})
+        self._prefix_inputs = frozenset(str(path[0]) for path in graph.input_paths)
+        return graph
+
+    def prefix_setting(self) -> Hashable:
+        """What the graph of the frozen layers depends on beside the call; equal as long as it stays."""
+        modes = self._modes.follow()
+        if modes is not None:
+            self._engine.watch.other_modes = modes
+        self._engine.watch.update()
+        return id(self._engine), self._engine.model.training, self._engine.watch.key
+
+    @property
+    def constants_read(self) -> str:
+        """Attributes of the model that are other than when it was compiled, in words that are the same on all ranks."""
+        return repr(sorted(map(repr, self._engine.watch.changed.items())))
+
+    def what_trains(self) -> dict[str, bool]:
+        """By each name of a parameter, whether it trains now; all ranks must ask."""
+        by_rank = self._engine.ranks.gathered(self._tree.frozen_or_thawed())
+        changed = {name: trains for own in by_rank for name, trains in own}
+        infos = self._engine.state.infos
+        return {name: changed.get(info.names[0], info.trainable) for name, info in infos.items() if info.is_parameter}
+
+    def replan_prefix(
+        self,
+        target: Any,
+        optimizer: Optimizers,
+        examples: Sequence[Mapping[str, Any]],
+        seconds_more: Sequence[Callable[[Plan], float]],
+        *,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+        **options: Any,
+    ) -> tuple[list[float], TransferPlan]:
+        """Go on under the plan of that of several example batches whose step takes the least time.
+
+        Args:
+            seconds_more: of a step of each, beside what its plan predicts.
+
+        Returns:
+            the seconds of each, and what moved to the first that has the least.
+        """
+        optimizers = _optimizers(optimizer)
+        (meeting,) = self._meetings([target], None)
+        facts = self._ready(meeting, optimizers, _stateful(carried))
+        engines, seconds = [], []
+        for example, more in zip(examples, seconds_more, strict=True):
+            engine = self._engine_for(meeting, target, facts, {**options, "example_inputs": dict(example)})
+            plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
+            assert plan is not None
+            engines.append(engine)
+            seconds.append(step_seconds(plan) + more(plan))
+        chosen = engines[seconds.index(min(seconds))]
+        return seconds, self._go_on(chosen, self._migration(meeting, chosen, optimizers, averages), meeting)
+
+    @torch.no_grad()
+    def prefix_output(self, after: str, batch: Mapping[str, Any], *, local_inputs: bool) -> torch.Tensor:
+        """What module ``after`` gives for a batch: of all its samples, whole, on every rank."""
+        output = self(**batch, **{AFTER: after}, local_inputs=local_inputs)  # type: ignore[operator]
+        return torch.as_tensor(output).detach()
+
+    def train_behind(
+        self, after: str, output: torch.Tensor, batch: Mapping[str, Any], *, local_inputs: bool, weight: float | None
+    ) -> torch.Tensor:
+        """``train_step`` that takes the output of module ``after`` as given."""
+        arguments = {**batch, AFTER: after, OUTPUT: output}
+        loss: torch.Tensor = self.train_step(**arguments, local_inputs=local_inputs, weight=weight)  # type: ignore[attr-defined]
+        return loss
+
+
+def _optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
+
+
+def _stateful(carried: Stateful | Sequence[Stateful]) -> list[Stateful]:
+    return [carried] if isinstance(carried, Stateful) else list(carried)

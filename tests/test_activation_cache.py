@@ -1,0 +1,77 @@
+"""Outputs of frozen layers are kept per sample, and training goes on as on one device that freezes then, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.activation_cache.sample_ring import RingSizes, SampleRing
+from tests.patience import PATIENCE
+from tests.ranks import run_on_ranks
+
+FIRST, SECOND = ["embedding", "layers.0"], ["layers.1"]
+
+
+def test_a_training_whose_frozen_layers_are_cached_equals_one_device_and_computes_each_sample_once() -> None:
+    """Shuffled, over epochs, in micro-batches: dp2 with ZeRO 3, tp2, the boundary moves, then dp2 again."""
+    payload = {
+        "plans": [
+            {"pp": 1, "dp": 2, "tp": 1, "num_microbatches": 2},
+            {"pp": 1, "dp": 2, "tp": 1, "zero": 3, "num_microbatches": 2},
+            {"pp": 1, "dp": 1, "tp": 2},
+            {"pp": 1, "dp": 2, "tp": 1},
+        ],
+        "after": ["layers.0", "layers.1", "as before"],
+        "frozen": [FIRST, SECOND, []],
+        "accumulate": 1,
+        "local": False,
+        "price": True,
+    }
+    result = run_on_ranks("activation_cache_worker", 2, payload, timeout=PATIENCE)
+    assert set(result["errors"]) == {"loss", "weights"}
+    assert max(result["errors"].values()) < 1e-9
+    computed, read = [0, 16], [16, 0]
+    assert result["counts"] == [[0, 0], computed, read, computed, read, read, read, computed]
+    seconds, cached, reading, after = result["prices"]
+    assert (after == "layers.1") is (cached + reading < seconds) and 0 < cached < seconds and reading > 0
+    assert result["slow"] is None
+    refused = result["refused"]
+    assert "depends on 'embedding.weight', which trains" in refused["trains"]
+    assert "no module 'layers.9'" in refused["no module"]
+    assert "draws random numbers: put frozen layers into evaluation mode" in refused["draws"]
+    assert "depends on the others of its batch" in refused["mixes"]
+
+
+def test_a_pipeline_with_accumulation_and_local_samples() -> None:
+    payload = {
+        "plans": [{"pp": 2, "dp": 1, "tp": 1, "num_microbatches": 2}] * 2,
+        "after": ["layers.1"],
+        "frozen": [FIRST + SECOND],
+        "accumulate": 2,
+        "local": True,
+    }
+    result = run_on_ranks("activation_cache_worker", 2, payload, timeout=PATIENCE)
+    assert max(result["errors"].values()) < 1e-9
+    assert result["counts"] == [[0, 0], [0, 16], [16, 0]]
+
+
+def test_the_oldest_rows_are_overwritten_and_other_processes_see_it() -> None:
+    keys = [bytes([number]) * 16 for number in range(6)]
+    rows = torch.arange(6, dtype=torch.uint8)[:, None].expand(6, 8)
+    ring = SampleRing.create(RingSizes(8, memory_slots=2, disk_slots=2), None)
+    other = SampleRing.opened(ring.address)
+    assert other is not None
+    ring.write(keys[:3], rows[:3])
+    other.write(keys[2:5], rows[2:5])
+    for each in (ring, other):
+        assert each.read(keys[:1]) is None
+        assert torch.equal(each.read(keys[1:5]), rows[1:5])
+    ring.write(keys, rows)
+    assert other.read(keys[1:2]) is None and torch.equal(other.read(keys[5:]), rows[5:])
+
+
+def test_no_room_is_an_error_that_says_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"no room for .* bytes in .*, which memory_bytes of the activation cache needs"
+    ):
+        SampleRing.create(RingSizes(2**40, memory_slots=2**14, disk_slots=0), None)
