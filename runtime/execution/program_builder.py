@@ -346,7 +346,9 @@ class Maker:
 
     def _with_unused(self, graph: Graph) -> Plan:
         assert self.plan is not None
-        return with_unused_weights(self.plan, graph, self.state.trains) if self._is_whole_step else self.plan
+        if not self._is_whole_step:
+            return self.plan
+        return with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
 
     def _planned_again(self, graph: Graph) -> Plan:
         """A plan for a graph with nodes that the current plan does not know; its decisions stay."""

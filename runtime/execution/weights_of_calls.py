@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from passes.ir.graph import Graph
 from passes.ir.types import R
@@ -12,12 +12,16 @@ from passes.plan import Plan
 from passes.plan.plan_data import TensorPlan
 
 
-def with_unused_weights(plan: Plan, graph: Graph, trains: Callable[[str], bool]) -> Plan:
-    """A plan of a whole step with frozen weights of ``graph`` that the step does not use: whole, on the first stage."""
+def with_unused_weights(plan: Plan, graph: Graph, names: Collection[str], trains: Callable[[str], bool]) -> Plan:
+    """A plan of a whole step with frozen weights of ``graph`` that the step does not use: whole, on the first stage.
+
+    Args:
+        names: of the model's parameters and buffers; a graph has literals beside them.
+    """
     unused = {
         state.path: TensorPlan(state.value.shape, state.value.dtype, (R,) * len(plan.mesh.names))
         for state in graph.states
-        if state.path not in plan.states and not trains(state.path)
+        if state.path in names and state.path not in plan.states and not trains(state.path)
     }
     return dataclasses.replace(plan, states={**plan.states, **unused}) if unused else plan
 
