@@ -103,8 +103,23 @@ def wide_window(rows: int, keys: int) -> torch.Tensor:
     return (j > i - rows) & compared(rows, keys)
 
 
+def chunks_behind_padding(rows: int, keys: int, *, size: int) -> torch.Tensor:
+    """As transformers: attention within chunks, counted from where each sample's padding ends (none)."""
+    i, j = positions(rows, keys)
+    padding = torch.zeros(2, dtype=torch.int64)[:, None, None, None]
+    return compared(rows, keys) & ((i - padding) // size == (j - padding) // size)
+
+
+def one_chunk(rows: int, keys: int) -> torch.Tensor:
+    return chunks_behind_padding(rows, keys, size=rows + 2)
+
+
+def short_chunks(rows: int, keys: int) -> torch.Tensor:
+    return chunks_behind_padding(rows, keys, size=4)
+
+
 CAUSAL = [compared, mirrored, twice_negated, low_where_hidden, triangle_of_infinity, filled_triangle, by_distance,
-          one_document, wide_window]  # fmt: skip
+          one_document, wide_window, one_chunk]  # fmt: skip
 
 
 def window(rows: int, keys: int) -> torch.Tensor:
@@ -135,7 +150,7 @@ def later(rows: int, keys: int) -> torch.Tensor:
     return j >= i
 
 
-OTHERS = [window, strictly_earlier_or_first, two_documents, hardly_hidden, weighted, later]
+OTHERS = [short_chunks, window, strictly_earlier_or_first, two_documents, hardly_hidden, weighted, later]
 
 
 def everything(rows: int, keys: int) -> torch.Tensor:
@@ -167,6 +182,7 @@ def test_causal_masks_become_a_flag(mask: Mask) -> None:
 def test_other_masks_stay(mask: Mask) -> None:
     call = check(mask)
     assert not call["is_causal"] and call.has("attn_mask")
+    assert call.shape("attn_mask")[-4:-2] in ((), (1, 1)), "one copy for all samples"
 
 
 @pytest.mark.parametrize("mask", [everything, nothing_added, seen_by_all_rows])

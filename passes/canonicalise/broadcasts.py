@@ -62,7 +62,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 #: Element by element too, though torch does not tag all their overloads so.
-_POINTWISE_UNTAGGED = frozenset({"where", "masked_fill", "to", "rsub"})
+_POINTWISE_UNTAGGED = frozenset({"where", "masked_fill", "to", "rsub", "floor_divide", "isclose"})
 
 
 class _Narrower:
