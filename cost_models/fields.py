@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from cost_models.text import printable
 
@@ -16,6 +19,23 @@ MAX_TEXT = 1000
 #: Larger counts are mistakes, and cost time and memory to compute with.
 MAX_COUNT = 2**40
 MAX_FLOAT = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Behind the constraints of an ``Annotated`` type: what a value must be, in the words of error messages."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import custom_error_schema
+
+        return custom_error_schema(handler(source), "expected", custom_error_message=self.words)
+
+
+#: Types of fields of dataclasses that ``cost_models.records`` builds.
+Count = Annotated[int, Interval(ge=1, le=MAX_COUNT), Expected(f"an integer from 1 to {MAX_COUNT:,}")]
+Positive = Annotated[float, Interval(gt=0), Expected("a number above 0")]
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
@@ -55,8 +75,13 @@ def get_field(table: Table, key: str, where: str) -> Any:
 def check_keys(table: Table, allowed: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in allowed:
-            hint = suggest(str(key), allowed) or f": expected one of {', '.join(allowed)}"
-            raise ValueError(f"{where} has an unknown field {key!r}{hint}")
+            raise ValueError(unknown_field(key, allowed, where))
+
+
+def unknown_field(key: Any, allowed: Sequence[str], where: str) -> str:
+    """The words for a field that ``where`` cannot have, with the one that was meant."""
+    hint = suggest(str(key), allowed) or f": expected one of {', '.join(allowed)}"
+    return f"{where} has an unknown field {shown(key)}{hint}"
 
 
 def as_table(value: Any, where: str) -> Table:

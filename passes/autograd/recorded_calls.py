@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from cost_models.records import from_plain
 from passes.autograd.record import CallRecord, RecordedOperand
 from passes.ir.graph import Node, Ref, map_refs
 from passes.ir.recent_results import RecentResults
-from passes.ir.records import from_plain
 from passes.ir.torch_facts import asked
 
 _records: RecentResults[CallRecord | None] = RecentResults(8192)

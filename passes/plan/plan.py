@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.files import read_json, write_text
+from cost_models.records import from_plain
 from cost_models.text import printable, printable_lines
-from passes.ir.records import from_plain
 from passes.plan.plan_checks import check_placements, check_step, check_structure
 from passes.plan.plan_data import (
     PLAN_VERSION,

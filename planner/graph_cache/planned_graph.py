@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cost_models.records import from_plain
 from cost_models.registrations import registrations_in_words
 from passes.ir.graph import Graph
-from passes.ir.records import from_plain
 from passes.ir.torch_facts import facts_at_hand, known_facts
 from passes.plan import FusionPlan
 from planner.graph_cache.graph_json import from_plain_graph, to_plain
