@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_models.fields import Count
 from cost_models.matmul_kernel import MatmulShape, check_ranges
 
 #: Queries, and keys, of a block.
@@ -43,7 +44,7 @@ class AttentionKernel:
         sustained: share of the rate that is left in training, where the chip is at its power limit.
     """
 
-    processors: int
+    processors: Count
     ramp: float
     rate: float
     tail: float

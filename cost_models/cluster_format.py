@@ -116,6 +116,7 @@ from cost_models.fields import (
 from cost_models.hardware import Device, DeviceGroup, LinkException, LinkLevel, Protocol
 from cost_models.host import Host, format_host, parse_host
 from cost_models.measured_profile import Profile, format_profile, parse_profile
+from cost_models.records import from_plain
 from cost_models.topology import expand_topology
 from cost_models.wiring import check_wiring, get_wiring, parse_wires
 
@@ -130,7 +131,6 @@ _LEVEL_KEYS = ("name", "size", "latency", "bandwidth", "shared_by", "protocols",
 _PROTOCOL_KEYS = tuple(entry.name for entry in fields(Protocol))
 #: What a cluster prices.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-_EXCEPTION_KEYS = ("group", "latency", "bandwidth")
 _RATES = (*ITEM_SIZE, TFLOAT32)
 
 
@@ -315,14 +315,12 @@ def _parse_exceptions(table: Table, where: str, num_groups: int) -> tuple[LinkEx
     exceptions: list[LinkException] = []
     for index, exception in enumerate(get_tables(table, "exceptions", where) if "exceptions" in table else []):
         here = f"{where}.exceptions[{index}]"
-        check_keys(exception, _EXCEPTION_KEYS, here)
-        group = get_field(exception, "group", here)
-        if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < num_groups:
-            raise ValueError(f"{here}.group must be an integer from 0 to {num_groups - 1}, got {group!r}")
-        if any(group == earlier.group for earlier in exceptions):
-            raise ValueError(f"{here}.group: group {group} is named twice")
-        latency, bandwidth = get_seconds(exception, "latency", here), get_number(exception, "bandwidth", here)
-        exceptions.append(LinkException(group, latency, bandwidth))
+        item = from_plain(LinkException, exception, where=here)
+        if not 0 <= item.group < num_groups:
+            raise ValueError(f"{here}.group must be an integer from 0 to {num_groups - 1}, got {shown(item.group)}")
+        if any(item.group == earlier.group for earlier in exceptions):
+            raise ValueError(f"{here}.group: group {item.group} is named twice")
+        exceptions.append(item)
     return tuple(exceptions)
 
 

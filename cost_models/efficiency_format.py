@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from cost_models.attention_kernel import AttentionKernel
@@ -11,6 +11,7 @@ from cost_models.efficiency import ATTENTION_KINDS, FULL, KIND_STAND_IN, TILED_K
 from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, shown, suggest
 from cost_models.matmul_kernel import MatmulKernel
 from cost_models.presets import efficiency_names, load_efficiency
+from cost_models.records import from_plain
 
 Kernel = MatmulKernel | AttentionKernel
 #: By kind, the kernel model that its table may have.
@@ -90,28 +91,10 @@ def _parse_kind(data: Any, where: str, kind: str) -> Efficiency:
         tiling=_parse_tiling(as_table(table["tiles"], f"{where}.tiles"), f"{where}.tiles")
         if "tiles" in table
         else None,
-        kernel=_parse_kernel(as_table(table["kernel"], f"{where}.kernel"), f"{where}.kernel", kernel)
+        kernel=from_plain(kernel, table["kernel"], where=f"{where}.kernel")
         if kernel is not None and "kernel" in table
         else None,
     )
-
-
-def _parse_kernel(table: Table, where: str, kernel: type[Kernel]) -> Kernel:
-    entries = {each.name: each for each in fields(kernel)}
-    check_keys(table, tuple(entries), where)
-    numbers: dict[str, Any] = {
-        name: get_field(table, name, where)
-        for name, entry in entries.items()
-        if name in table or entry.default is MISSING
-    }
-    for name, value in numbers.items():
-        if not _is_number(value):
-            raise ValueError(f"{where}.{name} must be a number, got {shown(value)}")
-    get_count(table, "processors", where)
-    try:
-        return kernel(**numbers)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _parse_tiling(table: Table, where: str) -> Tiling:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Interval
+from annotated_types import Interval, Len, Predicate
 
 from cost_models.text import printable
 
@@ -34,8 +34,10 @@ class Expected:
 
 
 #: Types of fields of dataclasses that ``cost_models.records`` builds.
-Count = Annotated[int, Interval(ge=1, le=MAX_COUNT), Expected(f"an integer from 1 to {MAX_COUNT:,}")]
+Count = Annotated[int, Interval(ge=1, le=MAX_COUNT), Expected(f"an integer of at least 1 and at most {MAX_COUNT:,}")]
 Positive = Annotated[float, Interval(gt=0), Expected("a number above 0")]
+Seconds = Annotated[float, Interval(ge=0, lt=math.inf), Expected("a finite number of seconds, 0 or more")]
+Text = Annotated[str, Len(1, MAX_TEXT), Predicate(str.isprintable), Expected("one line of printable characters")]
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cost_models.dtypes import RATE_STAND_IN, TFLOAT32, item_size
 from cost_models.efficiency import FULL, TILED_KINDS, Curve, Efficiency, MatmulShape, of_kind
+from cost_models.fields import Positive, Seconds
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class LinkException:
     """A group of a level whose links differ from the level's own: group ``group``, counted in rank order."""
 
     group: int
-    latency: float
-    bandwidth: float
+    latency: Seconds
+    bandwidth: Positive
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.fields import as_table, check_keys, get_count, get_number, get_text
+from cost_models.fields import Count, Positive, shown
 from cost_models.hardware import LinkLevel
-
-_KEYS = ("memory_bytes", "memory_bandwidth", "link_bandwidth", "link_shared_by", "level")
+from cost_models.records import from_plain
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,10 @@ class Host:
         level: the link level whose groups are nodes; an empty text: the innermost.
     """
 
-    memory_bytes: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    link_shared_by: int = 1
+    memory_bytes: Positive
+    memory_bandwidth: Positive
+    link_bandwidth: Positive
+    link_shared_by: Count = 1
     level: str = ""
 
     def num_devices(self, levels: Sequence[LinkLevel]) -> int:
@@ -52,19 +51,11 @@ def parse_host(data: Any, levels: Sequence[LinkLevel]) -> Host:
     Raises:
         ValueError: naming the field that is missing, unknown or malformed.
     """
-    table = as_table(data, "host")
-    check_keys(table, _KEYS, "host")
-    level = get_text(table, "level", "host") if "level" in table else ""
+    host = from_plain(Host, data, where="host")
     names = [item.name for item in levels]
-    if level and level not in names:
-        raise ValueError(f"host.level must be one of the levels {', '.join(names)}, got {level!r}")
-    return Host(
-        memory_bytes=get_number(table, "memory_bytes", "host"),
-        memory_bandwidth=get_number(table, "memory_bandwidth", "host"),
-        link_bandwidth=get_number(table, "link_bandwidth", "host"),
-        link_shared_by=get_count(table, "link_shared_by", "host") if "link_shared_by" in table else 1,
-        level=level,
-    )
+    if host.level and host.level not in names:
+        raise ValueError(f"host.level must be one of the levels {', '.join(names)}, got {shown(host.level)}")
+    return host
 
 
 def format_host(host: Host) -> dict[str, Any]:

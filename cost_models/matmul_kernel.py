@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cost_models.fields import Count
+
 #: (batch, m, n, k): ``batch`` products of an m×k by a k×n matrix.
 MatmulShape = tuple[int, int, int, int]
 
@@ -68,7 +70,7 @@ class MatmulKernel:
         sustained: share of the rate that is left in training, where the chip is at its power limit.
     """
 
-    processors: int
+    processors: Count
     ramp: float
     rate: float
     side: float

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from cost_models.fields import Table, as_table, check_keys, get_count, get_field, get_number, get_text, shown
-
-UNITS = ("flops", "bytes")
-_RANGE_KEYS = ("unit", "least", "most", "calls", "low", "median", "high")
+from cost_models.fields import Count, Positive, Text
+from cost_models.records import from_plain
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,13 @@ class MeasuredRange:
         low, median, high: the 5%, 50% and 95% quantile.
     """
 
-    unit: str
-    least: float
-    most: float
-    calls: int
-    low: float
-    median: float
-    high: float
+    unit: Literal["flops", "bytes"]
+    least: Positive
+    most: Positive
+    calls: Count
+    low: Positive
+    median: Positive
+    high: Positive
 
     def beyond(self, size: float) -> float:
         """How many times as large as anything measured ``size`` is; 1 for what is not (short calls cost a latency)."""
@@ -52,7 +50,7 @@ class MeasuredRange:
 class Profile:
     """Where a cluster's figures were measured, and ranges by kind of work (``"matmul"``, ``"host: all_reduce"``)."""
 
-    machine: str
+    machine: Text
     ranges: Mapping[str, MeasuredRange] = field(default_factory=dict)
 
 
@@ -79,29 +77,13 @@ def parse_profile(data: Any) -> Profile:
     Raises:
         ValueError: naming the field that is missing, unknown or malformed, and what was expected.
     """
-    table = as_table(data, "profile")
-    check_keys(table, ("machine", "ranges"), "profile")
-    ranges = as_table(table.get("ranges", {}), "profile.ranges")
-    return Profile(
-        get_text(table, "machine", "profile"),
-        {name: _parse_range(as_table(ranges[name], f"profile.ranges.{name}"), name) for name in ranges},
-    )
+    profile = from_plain(Profile, data, where="profile")
+    for name, each in profile.ranges.items():
+        if not (each.least <= each.most and each.low <= each.median <= each.high):
+            raise ValueError(f"profile.ranges.{name}: expected least ≤ most and low ≤ median ≤ high")
+    return profile
 
 
 def format_profile(profile: Profile) -> dict[str, Any]:
     """The inverse of ``parse_profile``."""
     return {"machine": profile.machine, "ranges": {name: asdict(each) for name, each in profile.ranges.items()}}
-
-
-def _parse_range(table: Table, name: str) -> MeasuredRange:
-    where = f"profile.ranges.{name}"
-    check_keys(table, _RANGE_KEYS, where)
-    unit = get_field(table, "unit", where)
-    if unit not in UNITS:
-        raise ValueError(f"{where}.unit must be one of {', '.join(UNITS)}, got {shown(unit)}")
-    least, most, low, median, high = (
-        get_number(table, key, where) for key in ("least", "most", "low", "median", "high")
-    )
-    if not (least <= most and low <= median <= high):
-        raise ValueError(f"{where}: expected least ≤ most and low ≤ median ≤ high")
-    return MeasuredRange(unit, least, most, get_count(table, "calls", where), low, median, high)

@@ -38,6 +38,7 @@ _KINDS: Mapping[str, str] = {
     "dict_type": "a table",
     "dataclass_type": "a table",
     "too_long": "a list of {max_length}",
+    "literal_error": "{expected}",
 }
 
 
@@ -56,8 +57,10 @@ def from_plain(kind: type[T], data: Any, *, where: str) -> T:
         return _adapter(typing.cast(type, kind)).validate_json(text)[0]
     except ValidationError as error:
         raise ValueError(_in_words(kind, error.errors(include_url=False), where)) from None
-    except (RecursionError, TypeError):
-        raise ValueError(f"{where} has tables too deep, or a value that JSON has no word for, such as a date") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep to be read") from None
+    except TypeError as error:  # a date of TOML
+        raise ValueError(f"{where} has a value that is no number, text, list or table: {error}") from None
 
 
 @functools.cache

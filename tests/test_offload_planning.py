@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -123,5 +124,13 @@ def test_a_host_is_read_and_written() -> None:
     assert Cluster.from_dict(data).host == Host(1e12, 409.6e9, 24e9, 2)
     with pytest.raises(ValueError, match=r"host\.level must be one of the levels nvlink, network"):
         Cluster.from_dict({**data, "host": {**data["host"], "level": "rack"}})
-    with pytest.raises(ValueError, match="host"):
+    for change, message in {
+        ("levels", "nvlink"): r"host has an unknown field 'levels', did you mean 'level'\?",
+        ("link_shared_by", 0): r"host\.link_shared_by must be an integer of at least 1 and at most .*, got 0",
+        ("link_bandwidth", "fast"): r"host\.link_bandwidth must be a number above 0, got 'fast'",
+        ("memory_bytes", datetime.date(2026, 1, 1)): "host has a value that is no number, text, list or table: .* date",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Cluster.from_dict({**data, "host": {**data["host"], change[0]: change[1]}})
+    with pytest.raises(ValueError, match="host needs 'memory_bandwidth'"):
         Cluster.from_dict({**data, "host": {"memory_bytes": 1e12}})

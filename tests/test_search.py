@@ -277,6 +277,18 @@ def test_corrupted_plan_files(mlp: Graph, tmp_path: Path) -> None:
         "plan needs 'nodes'": json.dumps({key: value for key, value in data.items() if key != "nodes"}),
         "plan has an unknown field 'extra': expected one of model, ": json.dumps({**data, "extra": 1}),
         "plan.model must be a text, got 3": json.dumps({**data, "model": 3}),
+        "a text that is not Unicode": json.dumps({**data, "model": "\ud800"}),
+        "plan.training must be true or false, got 1": json.dumps({**data, "training": 1}),
+        "plan.costs has an unknown field 'memry', did you mean 'memory'": text.replace('"memory": {', '"memry": {', 1),
+        "plan.costs.compute_forward must be a number, got True": json.dumps(
+            {**data, "costs": {**data["costs"], "compute_forward": True}}
+        ),
+        "plan has a number of more than 308 digits": json.dumps(
+            {**data, "costs": {**data["costs"], "compute_forward": 10**400}}
+        ),
+        "plan.step.interval must be a list of 2, got": json.dumps(
+            {**data, "step": {**data["step"], "interval": [1.0, 2.0, 3.0]}}
+        ),
         "2 types|types for the 1 axes": json.dumps({**data, "mesh": {"names": ["x"], "sizes": [4]}}),
         "expected one of R, I, P and S.dim., got 'Q'": text.replace('"I"', '"Q"'),
     }
