@@ -23,6 +23,8 @@ from typing import Any, Literal
 from cost_models.fields import Count, Positive, Text
 from cost_models.records import from_plain
 
+SizeUnit = Literal["flops", "bytes"]
+
 
 @dataclass(frozen=True)
 class MeasuredRange:
@@ -33,7 +35,7 @@ class MeasuredRange:
         low, median, high: the 5%, 50% and 95% quantile.
     """
 
-    unit: Literal["flops", "bytes"]
+    unit: SizeUnit
     least: Positive
     most: Positive
     calls: Count

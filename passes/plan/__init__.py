@@ -1,6 +1,7 @@
 """The plan as data: its fields, its grammar and checks, its file, and its summary as text."""
 
-from passes.plan.plan import (
+from passes.plan.plan import Plan
+from passes.plan.plan_data import (
     PLAN_VERSION,
     BlockPlan,
     Certificate,
@@ -10,7 +11,6 @@ from passes.plan.plan import (
     FusionPlan,
     NodePlan,
     PatternPlan,
-    Plan,
     TensorPlan,
 )
 

@@ -16,36 +16,10 @@ from cost_models.files import read_json, write_text
 from cost_models.records import from_plain
 from cost_models.text import printable, printable_lines
 from passes.plan.plan_checks import check_placements, check_step, check_structure
-from passes.plan.plan_data import (
-    PLAN_VERSION,
-    BlockPlan,
-    Certificate,
-    CollectivePlan,
-    ConversionPlan,
-    Costs,
-    FusionPlan,
-    NodePlan,
-    PatternPlan,
-    PlanData,
-    TensorPlan,
-)
+from passes.plan.plan_data import PLAN_VERSION, PlanData
 from passes.plan.plan_grammar import check_grammar
 from passes.plan.plan_summary import summarise
 from passes.plan.step_summary import brief_step
-
-__all__ = [
-    "PLAN_VERSION",
-    "BlockPlan",
-    "Certificate",
-    "CollectivePlan",
-    "ConversionPlan",
-    "Costs",
-    "FusionPlan",
-    "NodePlan",
-    "PatternPlan",
-    "Plan",
-    "TensorPlan",
-]
 
 
 @dataclass(frozen=True)

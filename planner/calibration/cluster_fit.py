@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from cost_models import Cluster
 from cost_models.efficiency import KIND_STAND_IN, Efficiency
 from cost_models.hardware import Device, DeviceGroup, LinkLevel
-from cost_models.measured_profile import MeasuredRange, Profile
+from cost_models.measured_profile import MeasuredRange, Profile, SizeUnit
 from cost_models.presets import load_preset
 from planner.calibration.curve_fit import fit_curve
 from planner.calibration.link_fit import fit_level, predicted_seconds
@@ -111,7 +111,7 @@ def _ranges(
 ) -> Iterator[tuple[str, MeasuredRange]]:
     for kind in KIND_STAND_IN:
         mine = [call for call in operators if call.kind == kind]
-        unit = "flops" if kind in ARITHMETIC else "bytes"
+        unit: SizeUnit = "flops" if kind in ARITHMETIC else "bytes"
         yield from _range(kind, unit, mine, functools.partial(_operator_seconds, device))
     for level in levels:
         over = [call for call in calls if call.place == level.name and call.kind not in ("overlap", "launch")]
@@ -126,7 +126,7 @@ def _operator_seconds(device: Device, call: MeasuredCall) -> float:
 
 
 def _range(
-    name: str, unit: str, calls: Sequence[MeasuredCall], predict: Callable[[MeasuredCall], float]
+    name: str, unit: SizeUnit, calls: Sequence[MeasuredCall], predict: Callable[[MeasuredCall], float]
 ) -> Iterator[tuple[str, MeasuredRange]]:
     ratios = sorted(call.seconds / predict(call) for call in calls if not call.is_fitted)
     sizes = [call.flops if unit == "flops" else call.num_bytes for call in calls]
