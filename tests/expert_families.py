@@ -92,6 +92,17 @@ class ExpertLoop(nn.Module):
         return result
 
 
+class SteadyLoop(ExpertLoop):
+    """A loop over modules that calls those without rows, too: their gradients are zeros."""
+
+    def mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == index)
+            result.index_add_(0, token, scores[token, choice, None] * expert(rows[token]))
+        return result
+
+
 class HitLoop(ExpertLoop):
     """A loop over the experts that have any tokens, which have gates and no biases (Mixtral)."""
 
@@ -346,6 +357,7 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "gpt-oss": lambda: language_model("GptOss"),
     "gpt-oss eager": lambda: language_model("GptOss", "eager"),
     "loop": lambda: ByHand(ExpertLoop),
+    "steady loop": lambda: ByHand(SteadyLoop, ExpertLoop),
     "loops": lambda: ByHand(HitLoop, AnyChoiceLoop, num_experts=3),
     "dropping loops": lambda: ByHand(DroppingHitLoop, DroppingColumnLoop),
     "passing loop": lambda: ByHand(PassingLoop),

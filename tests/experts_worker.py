@@ -12,13 +12,14 @@ import torch.distributed as dist
 import planner
 from passes.capture import keep_float64
 from runtime.mesh.communication_counter import CommunicationCounter
+from tests.expert_families import family_batch, family_model
 from tests.expert_models import mixture, mixture_batch
 from tests.ranks import answer, task
 from tests.tracing import traced_once
 
 
 def main() -> None:
-    answer([compare(**case) for case in task()])
+    answer([compare_looped(**case) if "family" in case else compare(**case) for case in task()])
 
 
 def compare(
@@ -72,6 +73,41 @@ def compare(
     planned = [list(vars(each).values()) for each in parallel.plan.collectives]
     worst = max(errors, key=lambda name: errors[name])
     return {"worst": worst, "error": errors[worst], "counted": everyone, "planned": planned}
+
+
+def compare_looped(
+    mesh: str, options: dict[str, Any], family: str, by_calls: bool, batches: list[list[bool]]
+) -> dict[str, Any]:
+    """Which parameters have a gradient in each step, and weights after AdamW steps with weight decay.
+
+    ``batches``: for each step its batches, and whether all tokens of one are alike, so that experts get none.
+    """
+    single, batch = family_model(family), family_batch()
+    alike = {"input_ids": torch.full_like(batch["input_ids"], 3), "labels": batch["labels"]}
+    without, differing = 0, []
+    with keep_float64():
+        parallel = planner.compile(copy.deepcopy(single), mesh, example_inputs=batch, **options)
+        models = (single, parallel)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, weight_decay=0.1) for each in models]
+        for step in batches:
+            for is_alike in step:
+                inputs = alike if is_alike else batch
+                single(**inputs).backward()
+                if by_calls:
+                    parallel(**inputs).backward()
+                else:
+                    parallel.train_step(**inputs)
+            here = {name: parameter.grad is None for name, parameter in parallel.named_parameters()}
+            alone = {name: parameter.grad is None for name, parameter in single.named_parameters()}
+            without += sum(alone.values())
+            differing += [name for name in here if here[name] != alone[name]]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = parallel.full_state_dict()
+    errors = {name: error(weights[name], value) for name, value in single.state_dict().items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return {"worst": worst, "error": errors[worst], "without": without, "differing": differing}
 
 
 def error(value: torch.Tensor, expected: torch.Tensor | None) -> float:

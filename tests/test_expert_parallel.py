@@ -50,12 +50,21 @@ STEPS: list[dict[str, Any]] = [
         ("ep=2,tp=2", {"zero": 2}),
     )
 ]
+#: Loops over modules, all of whose tokens are alike in some batches.
+LOOPED: list[dict[str, Any]] = [
+    {"mesh": mesh, "options": {"fix": fix}, "family": family, "by_calls": by_calls, "batches": batches}
+    for mesh, family, fix, by_calls, batches in (
+        ("dp=2,ep=2", "steady loop", {"zero": 1}, False, [[False], [True], [True, False]]),
+        ("dp=4", "dropping loops", {"zero": 3}, True, [[False], [True], [True, False]]),
+        ("dp=2,pp=2", "loops", {"num_microbatches": 2}, True, [[False], [True], [True]]),
+    )
+]
 EVERY = [*CASES, *BESIDE, *STEPS, BALANCED, FOUR_RANKS]
 
 
 @functools.cache
 def trained() -> list[dict[str, Any]]:
-    return run_on_ranks("experts_worker", 4, EVERY)
+    return run_on_ranks("experts_worker", 4, [*EVERY, *LOOPED])
 
 
 NAMES = [f"{case['mesh']} {case['options']} {case['model']}" for case in EVERY]
@@ -65,6 +74,14 @@ NAMES = [f"{case['mesh']} {case['options']} {case['model']}" for case in EVERY]
 def test_experts_on_several_ranks_train_as_one_device_does(index: int) -> None:
     """Loss, gradients, weights, and how many tokens each expert gets."""
     result = trained()[index]
+    assert result["error"] < 1e-9, result["worst"]
+
+
+@pytest.mark.parametrize("index", range(len(LOOPED)), ids=[f"{case['mesh']} {case['family']}" for case in LOOPED])
+def test_experts_without_tokens_have_no_gradient_as_on_one_device(index: int) -> None:
+    """Weight decay and momentum leave them alone; those that any batch since ``zero_grad`` chose have one."""
+    result = trained()[len(EVERY) + index]
+    assert result["without"] and not result["differing"]
     assert result["error"] < 1e-9, result["worst"]
 
 

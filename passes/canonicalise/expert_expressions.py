@@ -16,6 +16,7 @@ from passes.canonicalise.expert_masks import RoutedTokens, expert_mask, laid_out
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.fx import argument, aten, insert, is_random, is_tensor, shape, value
 from passes.canonicalise.row_operators import rebuild
+from passes.rules.expert_rules import STACKED_BY_LOOP
 from passes.torch_compat.operators import OpOverload
 
 #: Operators of a row and a vector.
@@ -299,7 +300,7 @@ def _stacked(at: fx.Node, weights: Sequence[fx.Node]) -> fx.Node:
     whole = weights[0].args[0] if entries[0] is not None else None
     if isinstance(whole, fx.Node) and entries == [(whole, 0, place) for place in range(shape(whole)[0])]:
         return whole
-    return insert(at, aten.stack.default, (list(weights),))
+    return insert(at, aten.stack.default, (list(weights),), dict(STACKED_BY_LOOP))
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

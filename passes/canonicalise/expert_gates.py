@@ -13,6 +13,7 @@ from torch import fx
 
 from passes.canonicalise.expert_rows import expert_linear
 from passes.canonicalise.fx import aten, calls, insert, shape
+from passes.rules.expert_rules import STACKED_BY_LOOP
 
 _ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 
@@ -46,7 +47,12 @@ def _join(product: fx.Node, activated: fx.Node, up: fx.Node) -> None:
     if {shape(each) for each in gates} != {shape(each) for each in ups}:
         return
     inner, size = shape(gates[0])
-    beside = insert(product, aten.cat.default, ([weight for pair in zip(gates, ups) for weight in pair], 0))
+    pairs = [weight for pair in zip(gates, ups) for weight in pair]
+    stacks: list[Any] = [gate.args[2], up.args[2]]
+    if all(stack.kwargs == STACKED_BY_LOOP for stack in stacks):
+        beside = insert(product, aten.cat.default, (pairs,), dict(STACKED_BY_LOOP))
+    else:
+        beside = insert(product, aten.cat.default, (pairs, 0))
     weight = insert(product, aten.reshape.default, (beside, [len(gates), 2 * inner, size]))
     both = insert(product, expert_linear, (*gate.args[:2], weight))
     halves = insert(product, aten.split_with_sizes.default, (both, [inner, inner], -1))

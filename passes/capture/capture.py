@@ -29,6 +29,7 @@ from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_ro
 from passes.capture.python_state import describe, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
+from passes.capture.rows_left_out import placeholders_without_rows
 from passes.capture.saved_values import lifted_values, reconnect_saved_values
 from passes.capture.shorten import NotRepeated, shortened
 from passes.capture.stand_in import StandIns, device_of
@@ -136,7 +137,7 @@ def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
     graph = trace.graph()
     if picked.counts:
         try:
-            check_picked_rows(calls, graph, picked, lambda other: _trace(model, **options, picked=other))
+            graph = check_picked_rows(calls, graph, picked, lambda other: _trace(model, **options, picked=other))
         except CaptureError as error:
             text = str(error).removeprefix(f"cannot capture {type(model).__name__}: ")
             raise CaptureError(f"cannot capture {type(model).__name__}: {text}") from error
@@ -205,6 +206,12 @@ class _Trace:
     def calls(self) -> list[OperatorCall]:
         """The operators that the model called, while its program is not changed."""
         return operator_calls(self.program.graph_module)
+
+    def read_without_rows(self) -> set[str]:
+        """Paths of the parameters and buffers that are used on tensors without entries."""
+        names = placeholders_without_rows(self.program.graph_module)
+        targets = [str(spec.target) for spec in self.program.graph_signature.input_specs if spec.arg.name in names]
+        return {self.states.get(target, (target,))[0].removeprefix("model.") for target in targets}
 
     def graph(self, made_of_program: StaticProgram | None = None) -> Graph:
         """The graph of the program, or of what was made of it; it is changed.

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from passes.capture.repeats import RepeatedEntries
+from passes.capture.rows_left_out import without_marks
 from passes.capture.shorten import NotRepeated
 from passes.ir.errors import CaptureError
 from passes.ir.graph import Graph
@@ -160,6 +161,9 @@ class RowsTraced(Protocol):
     def calls(self) -> list[OperatorCall]:
         """The operators that the model called, and their arguments that are no tensors; before ``graph``."""
 
+    def read_without_rows(self) -> set[str]:
+        """Paths of the parameters and buffers that are used on tensors without entries; before ``graph``."""
+
 
 #: An operator's name, and its arguments that are no tensors.
 OperatorCall = tuple[str, list[Any]]
@@ -178,12 +182,15 @@ def _numbers(node: fx.Node) -> list[Any]:
 
 def check_picked_rows(
     calls: list[OperatorCall], graph: Graph, picked: PickedRows, trace: Callable[[PickedRows], RowsTraced]
-) -> None:
+) -> Graph:
     """Trace again with other numbers of picked rows: nothing else may come of them.
 
     Args:
         calls, graph: those of ``picked``.
         trace: traces with other numbers.
+
+    Returns:
+        ``graph``; weights of experts are marked as a loop's if it uses them only where they have rows.
 
     Raises:
         CaptureError: if something does.
@@ -191,18 +198,19 @@ def check_picked_rows(
     many = trace(PickedRows(first=_VERY_MANY))
     same = _same_calls(calls, many.calls(), trace(PickedRows(first=1, step=0)).calls())
     same = same and _form(graph) == _form(many.graph())
+    read_without_rows = set[str]()
     for idle in (1, 2):
-        same = same and _form_if_idle(idle, trace, left_out=True) == _form_if_idle(idle, trace, left_out=False)
+        picks_nothing = trace(PickedRows(step=0, idle=idle))
+        read_without_rows |= picks_nothing.read_without_rows()
+        left_out = trace(PickedRows(step=0, idle=idle, left_out=True))
+        same = same and _form(left_out.graph()) == _form(picks_nothing.graph())
     if not same:
         raise CaptureError(
             f"in {next(iter(picked.counts.values()))}: control flow depends on a value, which depends on the "
             "parameters: how many entries of a mask are true decides more than which rows are computed: compute every "
             "row and choose with torch.where"
         )
-
-
-def _form_if_idle(idle: int, trace: Callable[[PickedRows], RowsTraced], *, left_out: bool) -> list[Any]:
-    return _form(trace(PickedRows(step=0, idle=idle, left_out=left_out)).graph())
+    return without_marks(graph, read_without_rows)
 
 
 def _same_calls(calls: list[OperatorCall], many: list[OperatorCall], one: list[OperatorCall]) -> bool:

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 
 from passes.ir.types import MeshShape, shard_dim
 from passes.pipeline_cut.step_programs import StageGraph
-from passes.rules.expert_rules import is_experts
+from passes.rules.expert_rules import EXPERTS
 from passes.shard import Compute, Repeat, Section
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """One call: the module it comes from, and on how many ranks (or micro-batches) its tokens are the same."""
+    """One call: the module it comes from, and on how many ranks (or micro-batches) its tokens are the same.
+
+    ``key`` is that of the operator that it calls, in the graph of the whole model.
+    """
 
     path: str
     num_copies: int
+    key: str
 
 
-def expert_calls(stage: StageGraph) -> tuple[ExpertCall, ...]:
-    """Every call for one micro-batch, those of blocks once for each copy."""
+def expert_calls(stage: StageGraph, operator: str = EXPERTS) -> tuple[ExpertCall, ...]:
+    """Every call of ``operator`` for one micro-batch, those of blocks once for each copy."""
     main, mesh = stage.sharded.main, stage.sharded.mesh
     calls: list[ExpertCall] = []
     for operation in main.body:
@@ -29,17 +33,22 @@ def expert_calls(stage: StageGraph) -> tuple[ExpertCall, ...]:
             block = operation.block
             for roots in block.roots:
                 calls += (
-                    ExpertCall(_path_in_copy(compute, block.section_roots, roots), _num_copies(compute, mesh))
-                    for compute in _experts_of(block.section)
+                    _call(compute, _path_in_copy(compute, block.section_roots, roots), mesh)
+                    for compute in _calls_of(block.section, operator)
                 )
-        elif isinstance(operation, Compute) and is_experts(operation.node):
-            calls.append(ExpertCall(operation.node.module_path, _num_copies(operation, mesh)))
+        elif isinstance(operation, Compute) and operation.node.op == operator:
+            calls.append(_call(operation, operation.node.module_path, mesh))
     return tuple(calls)
 
 
-def _experts_of(section: Section) -> Iterator[Compute]:
+def _call(compute: Compute, path: str, mesh: MeshShape) -> ExpertCall:
+    key = path + compute.node.key.removeprefix(compute.node.module_path)
+    return ExpertCall(path, _num_copies(compute, mesh), key)
+
+
+def _calls_of(section: Section, operator: str) -> Iterator[Compute]:
     for operation in section.body:
-        if isinstance(operation, Compute) and is_experts(operation.node):
+        if isinstance(operation, Compute) and operation.node.op == operator:
             yield operation
 
 

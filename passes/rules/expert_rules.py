@@ -11,6 +11,10 @@ from passes.rules.operator_call import OperatorCall, bind, named_dims
 from passes.rules.rule import Dims, Factor, Reduction, ShardingRule
 
 EXPERTS = "meshwright.experts.default"
+EXPERT_LINEAR = "meshwright.expert_linear"
+#: How capture writes that it stacked the weights of a loop's experts; where a model stacks it leaves a dim of 0 out.
+STACKED_BY_LOOP: Mapping[str, int] = {"dim": 0}
+_PER_EXPERT = {"aten.stack.default": 1, "aten.cat.default": 2}
 #: Factors: experts, entries of an expert's inner vector; with the number of a dim behind it, the tokens along a leading
 #: dim, and tokens and experts at once: expert parallelism, where a rank has some tokens and some experts, and tokens
 #: travel to their experts and back.
@@ -130,6 +134,15 @@ def num_experts(node: Node, values: Mapping[str, Value]) -> int:
     call = bind(node, values)
     assert call is not None, "an operator of ours"
     return call.shape("gate_up")[0]
+
+
+def stacked_by_loop(node: Node) -> list[tuple[str, ...]]:
+    """For each expert what ``node`` stacks of it, if that is weights that a loop over experts used one by one.
+
+    A stack has one of each expert; what is laid one behind the other has two, the gate's and that of what it gates.
+    """
+    per_expert = _PER_EXPERT.get(node.op) if dict(node.kwargs) == STACKED_BY_LOOP else None
+    return [] if per_expert is None else list(zip(*(node.inputs[first::per_expert] for first in range(per_expert))))
 
 
 def is_experts(node: Node) -> bool:

@@ -29,6 +29,7 @@ from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
 from runtime.execution.differentiated_loss import differentiable
+from runtime.execution.experts_without_tokens import LoopedExpertParameters
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
@@ -172,6 +173,7 @@ class Engine:
         with (
             self._inputs_of(call, prepared, local_inputs),
             ops.stored_at_end(),
+            self._looped_experts(prepared).step(),
             self.state.tied_gradients_summed(),
             torch.enable_grad(),
         ):
@@ -197,10 +199,21 @@ class Engine:
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
-            outputs = prepared.execution.forward()
+            outputs = self._looped_experts(prepared).forward(prepared.execution.forward)
         if not prepared.split.is_shared:
             outputs = counted_once(outputs, prepared.split.copies)
         return wrap_outputs(prepared.last, outputs, self.layout)
+
+    def _looped_experts(self, prepared: Prepared) -> LoopedExpertParameters:
+        def find(path: str) -> nn.Parameter | None:
+            owner = self.state.find(path) if self.state.is_here(path) else None
+            return owner if isinstance(owner, nn.Parameter) else None
+
+        if prepared.looped_experts is None:
+            graphs = [stage.graph for stage in prepared.stages]
+            compiled = self.plan is not None and self.plan.step.compiled
+            prepared.looped_experts = LoopedExpertParameters(graphs, self.ranks, compiled=compiled, find=find)
+        return prepared.looped_experts
 
     def _trained(self) -> Iterator[nn.Parameter]:
         """What this rank has of the parameters that are trained."""

@@ -53,7 +53,15 @@ def _in_model_order(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-class RoutingCounts:
+class ChunkListener:
+    """Who is told when chunks begin."""
+
+    def begin(self, graph: StageGraph) -> None:
+        """A chunk begins to run a micro-batch."""
+        raise NotImplementedError
+
+
+class RoutingCounts(ChunkListener):
     """This rank's counts by path: of each expert, and of none."""
 
     def __init__(self) -> None:
@@ -64,15 +72,10 @@ class RoutingCounts:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which what chunks route is counted."""
-        _recorders.append(self)
-        try:
-            with listening(self._note):
-                yield
-        finally:
-            _recorders.remove(self)
+        with following_chunks(self), listening(self._note):
+            yield
 
     def begin(self, graph: StageGraph) -> None:
-        """A chunk begins to run a micro-batch."""
         self._calls = iter(expert_calls(graph))
 
     def _note(self, expert_ids: torch.Tensor, num_experts: int) -> None:
@@ -88,13 +91,23 @@ class RoutingCounts:
         return {path: (counts.tolist(), self._copies[path]) for path, counts in self._counts.items()}
 
 
-_recorders: list[RoutingCounts] = []
+_chunk_listeners: list[ChunkListener] = []
+
+
+@contextlib.contextmanager
+def following_chunks(listener: ChunkListener) -> Iterator[None]:
+    """A context in which ``listener`` is told when a chunk begins."""
+    _chunk_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _chunk_listeners.remove(listener)
 
 
 def chunk_begins(graph: StageGraph) -> None:
     """Tell those who count that a chunk begins to run a micro-batch."""
-    for recorder in _recorders:
-        recorder.begin(graph)
+    for listener in _chunk_listeners:
+        listener.begin(graph)
 
 
 class DroppedTokens:

@@ -12,6 +12,7 @@ from runtime.calls.model_call import Path
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import ChunkRunner, ProgramRunner
 from runtime.execution.chunk_order import Execution
+from runtime.execution.experts_without_tokens import LoopedExpertParameters
 from runtime.execution.totals_ahead import CountingPass
 
 
@@ -26,6 +27,7 @@ class Prepared:
         last: the program of the last chunk, wherever it runs: it says what comes out.
         split: how the batch is divided.
         trains: whether they are those of a training step.
+        looped_experts: what follows experts without tokens; None before the first step.
     """
 
     stages: tuple[ChunkRunner, ...]
@@ -36,6 +38,7 @@ class Prepared:
     execution: Execution
     unflatten: Callable[[dict[str, Any]], Any] | None
     trains: bool
+    looped_experts: LoopedExpertParameters | None = None
 
     @functools.cached_property
     def programs(self) -> tuple[Program, ...]:

@@ -169,6 +169,10 @@ class StepState:
         tensor: torch.Tensor = self.weights.find(name)
         return tensor
 
+    def is_here(self, name: str) -> bool:
+        """Whether this rank has anything of ``name``."""
+        return self._is_here(self.infos[name])
+
     def trains(self, name: str) -> bool:
         """Whether a parameter is trained: it may have been frozen since the plan was made."""
         info = self.infos[name]

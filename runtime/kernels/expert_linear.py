@@ -12,6 +12,7 @@ import torch
 
 from runtime.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient, rows_by_expert
 from runtime.kernels.library import differentiable, differentiable_again, gradients_of, register
+from runtime.kernels.routing_listeners import note_layer_routing
 
 
 def expert_linear(input: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -37,6 +38,12 @@ def expert_linear(input: torch.Tensor, expert_ids: torch.Tensor, weight: torch.T
             f"input is {input.dtype}, weight {weight.dtype} and expert_ids {expert_ids.dtype}: expected one dtype for "
             "input and weight, and integers"
         )
+    note_layer_routing(expert_ids, len(weight))
+    return own_expert_linear(input, expert_ids, weight)
+
+
+def own_expert_linear(input: torch.Tensor, expert_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``expert_linear`` of which nobody is told where tokens go: some of a mixture's experts."""
     result: torch.Tensor = _forward(input, expert_ids, weight)
     return result
 

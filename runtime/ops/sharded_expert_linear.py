@@ -8,7 +8,8 @@ import spmd_types as spmd
 import torch
 from spmd_types import P, V
 
-from runtime import kernels
+from runtime.kernels.expert_linear import own_expert_linear
+from runtime.kernels.routing_listeners import note_layer_routing
 from runtime.ops.mesh_types import first_of_shard
 
 
@@ -26,8 +27,9 @@ def expert_linear(
     Returns:
         [..., out], zero where the expert is another rank's.
     """
+    note_layer_routing(expert_ids, num_experts)
     local = expert_ids - first_of_shard(num_experts, axes, weight.device)
-    rows = kernels.expert_linear(input, local, weight)
+    rows = own_expert_linear(input, local, weight)
     for axis in axes:
         rows = spmd.reinterpret(rows, axis, src=V, dst=P)
     return rows
