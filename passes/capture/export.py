@@ -12,6 +12,7 @@ from torch.export import Dim, ExportedProgram
 from passes.capture.custom_functions import traced_custom_functions
 from passes.capture.host_functions import traced_host_functions
 from passes.torch_compat.tracing import (
+    float32_precisions_kept,
     idle_conversions,
     lazy_code,
     quiet_export,
@@ -43,6 +44,7 @@ def export(
         warnings.catch_warnings(),
         quiet_export(),
         lazy_code(),
+        float32_precisions_kept(),
         traced_custom_functions(),
         traced_host_functions(),
         idle_conversions(),

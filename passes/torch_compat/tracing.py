@@ -68,6 +68,35 @@ def lazy_code() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def float32_precisions_kept() -> Iterator[None]:
+    """Export switches libraries off and on without a word about their precision of float32.
+
+    torch's own way writes ``allow_tf32`` of cuDNN, too: it raises where ``fp32_precision`` was set, and elsewhere
+    leaves convolutions that do not follow ``torch.backends.fp32_precision`` any more.
+    """
+    original = _trace._ignore_backend_decomps
+    _trace._ignore_backend_decomps = _libraries_off
+    try:
+        yield
+    finally:
+        _trace._ignore_backend_decomps = original
+
+
+@contextlib.contextmanager
+def _libraries_off() -> Iterator[None]:
+    cudnn, mkldnn = bool(torch.backends.cudnn.enabled), bool(torch.backends.mkldnn.enabled)
+    nnpack = torch.backends.nnpack.set_flags(False)
+    torch._C._set_cudnn_enabled(False)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(cudnn)
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.backends.nnpack.set_flags(*nnpack)
+
+
+@contextlib.contextmanager
 def stack_traces_noted(notes: bool) -> Iterator[None]:
     """Whether nodes carry the lines of code that they come from; torch 2.11 notes them whatever is asked."""
     config: Any = getattr(torch.fx, "config", None)
