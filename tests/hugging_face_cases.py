@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import DataLoaderConfiguration
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -171,6 +172,41 @@ def accelerated(
         for batch in accelerator.prepare(DataLoader(rows, batch_size=BATCH)):
             predictions += len(accelerator.gather_for_metrics(model(**batch).logits))
     return losses, predictions
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+class SeveralLoaders:
+    """Loaders after one another, as scripts write them: there is no ``dataset``."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+def evaluated(trainer_class: Any, folder: str) -> list[dict[str, float]]:
+    """Metrics of a stream with a short end, and of two loaders that have no dataset in common."""
+    streamed, joined = (
+        trainer_class(llama(), arguments(folder, BATCH), eval_dataset=dataset, compute_metrics=metrics)
+        for dataset in (Stream(samples(13)), samples(5))
+    )
+    loaders = SeveralLoaders(*(joined.get_eval_dataloader(samples(count)) for count in (13, 9)))
+    results = (streamed.evaluate(), joined.evaluation_loop(loaders, "Evaluation").metrics)
+    return [{name: result[f"eval_{name}"] for name in ("loss", "mean", "rows")} for result in results]
 
 
 def with_own_loss(trainer_class: Any) -> Any:

@@ -22,6 +22,7 @@ from tests.hugging_face_cases import (
     FULL,
     accelerated,
     arguments,
+    evaluated,
     figures,
     llama,
     lora,
@@ -82,6 +83,14 @@ def test_numbers_as_labels_and_an_optimizer_of_the_scripts_own(logged: dict[str,
     """Evaluated after the best weights came back; nothing tells the loss to ignore what fills up a batch."""
     alone = regression_script(transformers.Trainer, str(tmp_path), BATCH)
     close(logged["regression"], figures(alone), 2e-6)
+
+
+def test_evaluations_without_a_length_or_a_dataset(tmp_path: Path) -> None:
+    """What fills up a short batch does not count; what is planned is the first batch there is."""
+    for ours, alone in zip(
+        *(evaluated(kind, str(tmp_path)) for kind in (hf.Trainer, transformers.Trainer)), strict=True
+    ):
+        close([*ours.values()], [*alone.values()], 2e-6)
 
 
 def test_predictions_that_are_generated(logged: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import ModelOutput
 
 from planner.integrations.accelerate import Accelerator
@@ -80,8 +81,8 @@ class TransformersTrainer(transformers.Trainer):
             raise ValueError(
                 "fsdp, deepspeed and fp16 are other ways to train than a plan's: leave them out (bf16 works)"
             )
-        # Every process counts the labels of the whole batch.
-        self.args.average_tokens_across_devices = False
+        if self.args.world_size > 1:  # every process counts the labels of the whole batch
+            self.args.average_tokens_across_devices = False
 
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that plans, in the place of accelerate's."""
@@ -129,12 +130,14 @@ class TransformersTrainer(transformers.Trainer):
             self.args.per_device_train_batch_size = size
 
     def _plan_with(self, dataset: Any, batch_size: int) -> None:
-        """Let the accelerator plan for a whole batch of ``dataset``."""
+        """Let the accelerator plan for a whole batch of ``dataset``; without one, for the first batch there is."""
         if isinstance(self.model, ParallelModule):
             return
-        with torch.random.fork_rng():
-            batch = example_batch(dataset, batch_size * self.accelerator.num_processes, collator_for(self))
-        options: dict[str, Any] = {"example_inputs": self._with_count(dict(batch))}
+        options: dict[str, Any] = {}
+        if dataset is not None:
+            with torch.random.fork_rng():
+                batch = example_batch(dataset, batch_size * self.accelerator.num_processes, collator_for(self))
+            options["example_inputs"] = self._with_count(dict(batch))
         if self._has_own_loss():
             options["loss_fn"] = self._loss_of_outputs
         self.accelerator.plan_options = {**self.plan_options, **options}
@@ -200,7 +203,7 @@ class TransformersTrainer(transformers.Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers', with losses weighed by the samples of a global batch."""
-        self._evaluated = dataloader.dataset
+        self._evaluated = getattr(dataloader, "dataset", None)
         size = self.args.per_device_eval_batch_size
         self.args.per_device_eval_batch_size = size * self.accelerator.num_processes
         try:
@@ -212,6 +215,11 @@ class TransformersTrainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """Outputs and loss of a global batch, whole on every process."""
+        state = self.accelerator.gradient_state
+        rows = find_batch_size(inputs)
+        if state.end_of_dataloader and rows is not None:
+            # Of a dataset without a length accelerate does not know how short its last batch is.
+            state.active_dataloader.remainder = rows
         batch = self._with_count(on_device(self, inputs)) if self._has_own_loss() else None
         whole = _WholeOutputs(self.parallel, batch, loss_alone=prediction_loss_only)
         return super().prediction_step(whole, inputs, prediction_loss_only, ignore_keys)  # type: ignore[arg-type]
