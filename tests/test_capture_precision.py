@@ -27,9 +27,11 @@ def precisions() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
+    before = precisions()
     yield
-    for switch in SWITCHES:
-        switch.fp32_precision = "none"
+    for switch, precision in zip(SWITCHES, before, strict=True):
+        switch.fp32_precision = precision
+    assert backends.cudnn.allow_tf32  # raises where torch's older switches and these contradict each other
 
 
 def capture_convolution() -> None:

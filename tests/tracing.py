@@ -23,7 +23,6 @@ from torch import nn
 import passes.capture  # noqa: F401
 import runtime.execution.program_builder as builder
 from passes.capture.nested_values import flatten
-from passes.capture.python_state import plain_state
 from runtime.calls.content_keys import state_key, structure_key
 from tests.open_trace import OpenTrace
 
@@ -121,9 +120,33 @@ def _key(
     code = getattr(loss_fn, "__code__", None)
     function = type(loss_fn) if code is None else (code.co_filename, code.co_firstlineno, code.co_code, code.co_consts)
     return (
-        *(modules, _functions(model), _states(model), repr(plain_state(model)), repr(getattr(model, "config", None))),
+        *(modules, _functions(model), _states(model), _plain_attributes(model), repr(getattr(model, "config", None))),
         *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, modes),
     )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _plain_attributes(model: nn.Module) -> str:
+    """The numbers, texts and flags of the modules, and those in their containers; other entries by their class."""
+    usual = vars(nn.Module()).keys()
+    return repr(
+        {
+            (path, name): _entries(value)
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if name not in usual and isinstance(value, (*_PLAIN, list, dict, set))
+        }
+    )
+
+
+def _entries(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: entry if isinstance(entry, _PLAIN) else type(entry) for key, entry in value.items()}
+    if isinstance(value, (list, set)):
+        return [entry if isinstance(entry, _PLAIN) else type(entry) for entry in value]
+    return value
 
 
 def _functions(model: nn.Module) -> tuple[tuple[str, str, str], ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,9 @@ from passes.capture.forward_hooks import announced_hooks
 from passes.capture.literals import merge_equal_literals
 from passes.capture.model_copy import copy_of
 from passes.capture.nested_values import Path, Structure, rebuild
+from passes.capture.next_call import check_next_call
 from passes.capture.open_shapes import OpenDims, StaticProgram, with_sizes
 from passes.capture.picked_rows import OperatorCall, PickedRows, check_picked_rows, operator_calls, refuse_picked_rows
-from passes.capture.python_state import describe, set_attributes
 from passes.capture.refusals import refuse_inputs, refuse_unsupported
 from passes.capture.repeats import RepeatedEntries, find_repeats
 from passes.capture.rows_left_out import placeholders_without_rows
@@ -104,29 +103,9 @@ def _capture_whole(model: nn.Module, **options: Any) -> Graph:
     if options.get("buffer_values") is None:
         options["buffer_values"] = dict(model.named_buffers())
     graph, call = _traced(model, **options)
-    changed = call.result.changed
-    if not changed:
-        return graph
-    set_attributes(call.model, changed)
-    again, _ = _traced(call.model, **options)
-    if not _same_program(graph, again):
-        raise CaptureError(
-            f"cannot capture {type(model).__name__}: forward changes {describe(changed)} and computes something else "
-            "at the next call, which a program does not: pass the number as an argument of forward, or keep it in a "
-            "buffer that tensor operations change"
-        )
-    warnings.warn(
-        f"forward of {type(model).__name__} changes {describe(changed)}: tracing called it on a copy, and the program "
-        "does not change it any more",
-        stacklevel=3,
-    )
+    if call.result.changes:
+        check_next_call(model, graph, call, functools.partial(_traced, **options))
     return graph
-
-
-def _same_program(first: Graph, second: Graph) -> bool:
-    """Whether two graphs compute the same, from the same literal tensors."""
-    literals = [(one.data, other.data) for one, other in zip(first.states, second.states) if one.data is not None]
-    return first == second and all(other is not None and torch.equal(one, other) for one, other in literals)
 
 
 def _traced(model: nn.Module, **options: Any) -> tuple[Graph, FlatCall]:
@@ -161,9 +140,13 @@ def _trace_path(
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
     open_dims: OpenDims | None = None,
+    placed: Sequence[torch.Tensor] = (),
+    returns_placed: bool = False,
 ) -> _Trace:
     stand_ins = StandIns(device_of(model), with_symbols=open_dims is not None)
-    call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get)
+    call = copy_of(FlatCall(model, args, dict(kwargs or {}), loss_fn), stand_ins.get, placed)
+    call.placed = {id(stand_ins.get(tensor)): place for place, tensor in enumerate(placed)}
+    call.returns_placed = returns_placed
     refuse_inputs(call.tensors)
     copied = call.model
     if training is not None and training != model.training:
@@ -224,7 +207,7 @@ class _Trace:
         merge_equal_literals(program)
         sources = _sources(program, call, self.states, gradients=self.gradients)
         try:
-            reconnect_saved_values(program)
+            reconnect_saved_values(program, call.placed)
             graph = _to_graph(program, sources, call)
         except CaptureError as error:
             raise CaptureError(f"cannot capture {type(call.model).__name__}: {error}") from error
@@ -280,7 +263,7 @@ def trace_shapes(model: nn.Module, open_dims: OpenDims, **options: Any) -> Calla
         except NotRepeated:
             trace = _trace(model, **options, open_dims=open_dims)
             inline_regions(trace.program.graph_module)
-    if trace.call.result.changed or trace.call.reads.guards:
+    if trace.call.result.changes or trace.call.reads.guards:
         raise CaptureError("forward changes attributes, or reads values of its inputs, which is traced for each shape")
 
     def graph(shapes: Mapping[Path, Any]) -> Graph:
@@ -315,7 +298,7 @@ def _capture_shortened(model: nn.Module, options: dict[str, Any]) -> Graph | Non
         return None
     try:
         graph, call = _traced(model, **options, repeats=repeats)
-        return None if call.result.changed else unfold(graph, repeats)
+        return None if call.result.changes else unfold(graph, repeats)
     except (CaptureError, NotRepeated):
         return None
 
@@ -399,6 +382,7 @@ def _sources(
     names = list(call.parameters_of_forward)
     inputs = iter(call.tensors.items())
     sources: dict[str, Source] = {}
+    call.result.constants = {}
     for spec in program.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
@@ -414,6 +398,7 @@ def _sources(
         relative_paths = tuple(path.removeprefix("model.") for path in group)
         kind = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}.get(spec.kind, "constant")
         data = program.constants.get(spec.target) if kind == "constant" else None
+        call.result.constants[relative_paths[0]] = data
         sources[node.name] = Source(
             kind,
             relative_paths[0],

@@ -10,22 +10,30 @@ import torch
 from torch import nn
 
 from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
-from passes.capture.python_state import Changes, changes, no_python_draws, plain_state
+from passes.capture.python_draws import no_python_draws
+from passes.capture.python_state import StateChanges, TracedStates, WatchedState
 from passes.capture.value_reads import ValueReads
 from passes.capture.watch import WatchedForward
 from passes.ir.value_guards import GuardReading
 
 LossFunction = Callable[[Any, Any], Any]
+_PLACED = "placed in Python"
+
+
+def placed_output(number: int) -> str:
+    """The output of the graph under which a call returns a tensor that it puts somewhere for its next call."""
+    return f"{_PLACED}.{number}"
 
 
 class CallResult:
-    """What a call returned, taken apart."""
+    """What a call returned, taken apart; the literal tensors of its graph by path."""
 
     structure: Structure
     tensors: dict[Path, torch.Tensor]
     checkpoints: bool
     sizes_of_targets: list[GuardReading]
-    changed: Changes
+    changes: StateChanges
+    constants: dict[str, Any]
 
 
 class FlatCall(nn.Module):
@@ -43,13 +51,29 @@ class FlatCall(nn.Module):
         self.tensors = {path[1:]: tensor for path, tensor in self.tensors.items()}
         self.originals = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self.reads: ValueReads
+        #: Identities of the traced tensors that a call before placed in Python → which of them each is.
+        self.placed: dict[int, int] = {}
+        self.returns_placed = False
         # An object of its own: export puts the module's attributes back after tracing.
         self.result = CallResult()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.reads.begin(self.sources(tensors))
+        sources = self.sources(tensors)
+        self.reads.begin(sources)
         args, kwargs = self.unflatten(tensors)
-        before = plain_state(self.model)
+        states: TracedStates = {id(tensor): source for source, tensor in sources.items() if source[0] != "input"}
+        state = WatchedState(self.model, (self.loss_fn,), states)
+        try:
+            structure, results = self.called(args, kwargs)
+            self.result.changes = state.changes()
+        finally:
+            state.put_back()
+        self.result.structure, self.result.tensors = structure, results
+        if self.returns_placed:
+            results.update({(_PLACED, n): tensor for n, tensor in enumerate(self.result.changes.tensors)})
+        return tuple(self.result.tensors.values())
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Structure, dict[Path, torch.Tensor]]:
         with WatchedForward(self.originals, self.reads) as watched, no_python_draws():
             if self.loss_fn is None:
                 outputs = self.model(*args, **kwargs, **self.extra)
@@ -61,9 +85,7 @@ class FlatCall(nn.Module):
                 results[path] = watched.checked(results[path])
         self.result.checkpoints = watched.checkpoints
         self.result.sizes_of_targets = watched.sizes_of_targets
-        self.result.changed = changes(before, plain_state(self.model))
-        self.result.structure, self.result.tensors = structure, results
-        return tuple(self.result.tensors.values())
+        return structure, results
 
     def sources(self, tensors: tuple[torch.Tensor, ...]) -> dict[tuple[str, Any], torch.Tensor]:
         """What the trace begins with, now that the tracer has put its own tensors in place."""

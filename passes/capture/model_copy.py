@@ -27,9 +27,12 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleT
 _LIBRARIES = ("torch.", "transformers.")
 
 
-def copy_of(model: _Model, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> _Model:
-    """``model`` with ``stand_in(tensor)`` for its parameters and buffers, and for plain attributes on meta."""
+def copy_of(
+    model: _Model, stand_in: Callable[[torch.Tensor], torch.Tensor], others: Iterable[torch.Tensor] = ()
+) -> _Model:
+    """``model`` with ``stand_in(tensor)`` for its parameters and buffers, plain attributes on meta, and ``others``."""
     tensors = {id(tensor): stand_in(tensor) for module in model.modules() for tensor in _tensors(module)}
+    tensors.update({id(tensor): stand_in(tensor) for tensor in others})
     return _Copies(model, tensors).of(model)
 
 

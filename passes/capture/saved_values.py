@@ -6,6 +6,7 @@ still shares its memory with the value that was traced: the node with this memor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from passes.ir.errors import CaptureError
 from passes.torch_compat.tensor_fields import FakeTensor, storage_id
 
 
-def reconnect_saved_values(program: ExportedProgram | StaticProgram) -> None:
+def reconnect_saved_values(program: ExportedProgram | StaticProgram, constants: Collection[int] = ()) -> None:
     """Give the users of a saved value the node that computed it, so that gradients of gradients flow through it.
+
+    Args:
+        constants: identities of the values without data that stay constants of the program.
 
     Raises:
         CaptureError: for a value that no node computed.
     """
-    saved = lifted_values(program)
+    saved = {node: value for node, value in lifted_values(program).items() if id(value) not in constants}
     if not saved:
         return
     computed = _Computed()
