@@ -7,13 +7,13 @@ at random, as in Monte Carlo arithmetic (Parker, 1997): the results then differ 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from passes.capture.independent_copy import independent_copy
 from planner.verification.comparison import Comparison
 from planner.verification.training_run import Results, TrainingCase, compare, run_alone
 
@@ -57,7 +57,7 @@ def judged_by_rounding(
 
 def last_bits_changed(model: nn.Module, *, seed: int) -> nn.Module:
     """A copy of ``model`` with every weight larger or smaller by one unit in the last place."""
-    changed = copy.deepcopy(model)
+    changed = independent_copy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in changed.parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 
 from cost_models import Cluster
 from passes.capture import keep_float64
+from passes.capture.independent_copy import independent_copy
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
 from passes.plan import Plan
@@ -127,7 +127,7 @@ def verify(
         num_stages = 1 if user_plan is None else user_plan.step.axes.get("pp", 1)
         places = VirtualPlaces(layout, num_stages=num_stages)
         parallel = parallelise(
-            copy.deepcopy(single),
+            independent_copy(single),
             places,
             plan=user_plan,
             planner=find_plan if user_plan is None else None,
@@ -177,7 +177,7 @@ class _Subject:
     def trained(cls, model: nn.Module, training: TrainingCase, dtype: torch.dtype) -> _Subject:
         before = torch.get_rng_state()
         with keep_float64():
-            subject = cls(model, training, dtype, run_alone(copy.deepcopy(model), training))
+            subject = cls(model, training, dtype, run_alone(independent_copy(model), training))
         if not torch.equal(torch.get_rng_state(), before):
             raise ValueError(
                 f"{type(model).__name__} draws random numbers in forward: on one device torch draws others than a plan "
@@ -268,7 +268,7 @@ def _invariant(layout: VirtualLayout) -> tuple[str, ...]:
 def real_module(model: Any, *, dtype: torch.dtype, seed: int) -> nn.Module:
     """The model with real weights, without dropout, on the CPU, in ``dtype``."""
     if isinstance(model, nn.Module):
-        module = copy.deepcopy(model)
+        module = independent_copy(model)
     else:
         from planner.library import build_model, load_config
 

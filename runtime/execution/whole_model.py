@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
+from passes.capture.independent_copy import independent_copy
 from passes.torch_compat.module_tables import buffers_of, parameters_of
 from runtime.execution.step_state import StepState
 
@@ -21,7 +20,7 @@ def whole_model(lean: nn.Module, state: StepState) -> nn.Module:
         ValueError: if tensors have no data yet.
     """
     state.check()
-    model, device = copy.deepcopy(lean), state.places.layout.device
+    model, device = independent_copy(lean), state.places.layout.device
     with torch.no_grad():
         for info in state.everything():
             whole = state.whole(info.names[0]).to(device)
