@@ -82,3 +82,8 @@ def test_a_penalty_on_parameters_adds_to_their_gradients() -> None:
 def test_hooks_see_whole_gradients_and_layers_may_be_frozen(plan: str) -> None:
     assert on_ranks(2)["hooks"][plan] < 1e-9
     assert on_ranks(2)["frozen"][plan] < 1e-9
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS[2] if not plan.startswith("pp")])
+def test_a_backward_pass_that_raised_leaves_nothing_behind(plan: str) -> None:
+    assert on_ranks(2)["raised"][plan] < 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -256,6 +257,23 @@ def layers_may_be_frozen(plan: str) -> float:
     return difference(parallel.full_state_dict(), dict(single.state_dict()))
 
 
+def backward_after_one_that_raised(plan: str) -> float:
+    """Gradients of a backward pass after two that ran out of memory, which a script catches."""
+
+    def raises(gradient: torch.Tensor) -> None:
+        raise MemoryError
+
+    parallel, single = compiled(plan), seeded(Odd)
+    for module in (parallel, single):
+        for hook in (raises, raises, lambda gradient: None):
+            batch = odd_batch()
+            batch["x"].requires_grad_().register_hook(hook)
+            module.zero_grad()
+            with contextlib.suppress(MemoryError):
+                module(**batch)["loss"].backward()
+    return difference(parallel.full_gradients(), {name: p.grad for name, p in single.named_parameters()})
+
+
 def gradients_of_a_penalty_are_added() -> bool:
     """What autograd computes on the DTensors joins what the program computes."""
     parallel, single = compiled("tp"), seeded(Odd)
@@ -327,6 +345,7 @@ def main() -> None:
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
         result["hooks"] = {plan: hooks_see_whole_gradients(plan) for plan in plans}
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
+        result["raised"] = {plan: backward_after_one_that_raised(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
         result["recomputed"] = recomputed_on_a_mesh()

@@ -16,7 +16,7 @@ from passes.rules.expert_rules import EXPERT_LINEAR, stacked_by_loop
 from runtime.agreement.ranks_together import Ranks
 from runtime.execution.expert_load import ChunkListener, following_chunks
 from runtime.kernels.routing_listeners import listening, listening_to_layers
-from runtime.torch_compat.autograd_engine import when_done
+from runtime.torch_compat.autograd_engine import FollowedPass, when_done
 
 #: For each expert, the paths of its parameters.
 _Experts = tuple[frozenset[str], ...]
@@ -52,6 +52,7 @@ class LoopedExpertParameters:
         #: Whether the model has such experts, on whatever rank: all ranks gather then.
         self.any = not compiled and any(stacked_by_loop(node) for stage in stages for node in stage.sharded.graph.nodes)
         self._of_backward: list[frozenset[str]] = []
+        self._pass: FollowedPass | None = None
         if unfollowed := sorted(here | experts if compiled else here):
             warnings.warn(
                 f"experts without tokens: {unfollowed[0]!r} and other parameters of a loop over experts "
@@ -86,11 +87,12 @@ class LoopedExpertParameters:
 
     def _backward_comes(self, idle: frozenset[str]) -> None:
         """Note a forward pass whose outputs' gradient arrives; several may be differentiated together."""
-        if not self._of_backward:
+        if self._pass is None or not self._pass.is_running:  # one that raised has left its entries
+            self._pass, self._of_backward = FollowedPass(), []
             fresh = self._without_gradient()
 
             def end() -> None:
-                passes, self._of_backward = self._of_backward, []
+                passes, self._of_backward, self._pass = self._of_backward, [], None
                 when_done(lambda: self._drop(fresh, frozenset.intersection(*passes)))  # behind ZeRO's own end
 
             when_done(end)

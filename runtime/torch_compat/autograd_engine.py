@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from passes.torch_compat.tensor_fields import gradient_hooks, saved_tensors_hooks_of_thread
 
 __all__ = [
+    "FollowedPass",
     "functions_keep_their_nodes",
     "gradient_hooks",
     "has_saved_tensors_hooks",
@@ -31,6 +33,24 @@ def in_backward() -> bool:
 def when_done(function: Callable[[], Any]) -> None:
     """Call ``function`` at the end of the backward pass that this thread runs."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class FollowedPass:
+    """The backward pass that this thread runs, as long as it runs.
+
+    A pass that raises calls nothing at its end: the engine drops it with all that was to be called.
+    """
+
+    def __init__(self) -> None:
+        def held() -> None:
+            """Nothing is to be done: who holds this is running."""
+
+        when_done(held)
+        self._held = weakref.ref(held)
+
+    @property
+    def is_running(self) -> bool:
+        return self._held() is not None
 
 
 class _Twice(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime.program_tools.recompute import can_be_made_again
-from runtime.torch_compat.autograd_engine import in_backward, when_done
+from runtime.torch_compat.autograd_engine import FollowedPass, in_backward, when_done
 from runtime.torch_compat.dispatcher import unseen_by_checkpoints
 from runtime.zero.bundle_gradients import Gradients
 from runtime.zero.flat_places import FlatTensor
@@ -111,7 +111,9 @@ class Unit:
         self.after: Unit | None = None
         self._expected: int | None = None
         self._open_uses = 0
-        self._callback_queued = False
+        #: Of an automatic unit: the backward pass whose end finishes, and the one that gathered ``_backward``.
+        self._finishing_pass: FollowedPass | None = None
+        self._gathering_pass: FollowedPass | None = None
         self._backward: list[Gathered] | None = None
         # Learnt by the first use, so that no step gathers ahead what its backward pass does not read.
         self._needed_backward = False
@@ -151,7 +153,7 @@ class Unit:
         # A step that failed halfway may have left gradients.
         for bundle in self._bundles:
             bundle.gradients.discard()
-        self._backward, self._callback_queued = None, False
+        self._backward, self._finishing_pass = None, None
         self._expected = self._open_uses = num_uses
         self.refresh_needed()
 
@@ -177,6 +179,7 @@ class Unit:
             self._gather_ahead()
         if torch.is_grad_enabled() and self._bundles:
             if self._expected is None and not in_backward():
+                self._forget_raised_pass()
                 self._open_uses += 1
             flat = [whole for some in wholes for whole in some]
             at_once = self.zero == _GATHERED_PER_USE or self._is_small
@@ -218,16 +221,19 @@ class Unit:
 
     def _gathered_again(self) -> list[Gathered]:
         """Gathered for the backward pass of a use: once, and let go after it."""
+        if self._gathering_pass is not None and not self._gathering_pass.is_running:
+            self._drop_backward()
         if self._backward is None:
             self._backward = [bundle.weights.gather() for bundle in self._bundles]
             self._gather_ahead()
             if in_backward():
                 # A backward pass that ends without gradients of the weights must not keep them either.
+                self._gathering_pass = FollowedPass()
                 when_done(self._drop_backward)
         return self._backward
 
     def _drop_backward(self) -> None:
-        self._backward = None
+        self._backward, self._gathering_pass = None, None
 
     def _gather_ahead(self) -> None:
         """Let the unit that will be used next start gathering."""
@@ -247,6 +253,7 @@ class Unit:
         """The whole gradient of one weight in one use, by its number in the order of the bundles."""
         if gradient is None:
             return
+        self._follow_pass()
         for bundle in self._bundles:
             if nr < len(bundle.places):
                 bundle.gradients.add({nr: gradient})
@@ -264,7 +271,8 @@ class Unit:
 
     def end_use(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """These gradients complete one use."""
-        self._backward = None
+        self._follow_pass()
+        self._drop_backward()
         self._needed_backward, self._gathered_backward = self._gathered_backward, False
         if self.zero >= _REDUCED_PER_USE and self.after is not None:
             # One whole gradient at a time waits for its reduction.
@@ -278,12 +286,26 @@ class Unit:
         if self._open_uses == 0:
             for bundle in self._bundles:
                 bundle.gradients.launch()
-        if self._expected is None and not self._callback_queued:
-            self._callback_queued = True
+
+    def _follow_pass(self) -> None:
+        """Finish at the end of this backward pass, if the unit is automatic."""
+        if self._expected is not None:
+            return
+        self._forget_raised_pass()
+        if self._finishing_pass is None:
+            self._finishing_pass = FollowedPass()
             when_done(self._end_of_backward)
 
+    def _forget_raised_pass(self) -> None:
+        """What a backward pass that raised has added is part of no gradient."""
+        if self._finishing_pass is None or self._finishing_pass.is_running:
+            return
+        for bundle in self._bundles:
+            bundle.gradients.discard()
+        self._finishing_pass, self._open_uses = None, 0
+
     def _end_of_backward(self) -> None:
-        self._callback_queued = False
+        self._finishing_pass = None
         self.finish()
 
     def _make_bundles(self) -> tuple[_Bundle, ...]:
