@@ -12,7 +12,6 @@ and their averages at the end are compared with plain PyTorch on one device. The
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic_worker import Training, train_alone, train_elastically
+from benchmarks.elastic_worker import Training, rows_in, train_alone, train_elastically
 from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader
 from runtime.elastic.supervisor import Supervisor
 
@@ -116,15 +115,6 @@ class Killer:
 def newest_in(rows: Sequence[Sequence[float]]) -> int:
     """The last step of which anything was written down."""
     return int(max((row[0] for row in rows), default=-1))
-
-
-def rows_in(folder: Path) -> list[list[float]]:
-    """What processes have written down: step, loss, how many took part, bytes of their own shard and of another's."""
-    rows = []
-    for path in folder.glob("losses-*"):
-        for line in path.read_text().split("\n")[:-1]:
-            rows.append(json.loads(line))
-    return rows
 
 
 def run_elastically(

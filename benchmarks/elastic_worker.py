@@ -30,6 +30,7 @@ class Training:
         fix: decisions of the step under any number of them.
         pause: seconds that a step lasts at least.
         dies: a process, by its number, that kills itself within a step.
+        late: a process, by its number, that joins when those that are left have done a step without the lost one.
     """
 
     axes: Mapping[int, str]
@@ -38,6 +39,7 @@ class Training:
     every: int = 1
     pause: float = 0.0
     dies: tuple[int, int] | None = None
+    late: int | None = None
 
 
 def model() -> nn.Module:
@@ -57,6 +59,9 @@ def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 def train_elastically(training: Training, folder: Path) -> None:
     """Train as a process that a supervisor has started; each writes down the losses that it has seen, by step."""
     torch.set_num_threads(1)
+    if int(os.environ[MEMBER_VARIABLE]) == training.late:
+        while len({row[2] for row in rows_in(folder)}) < 2:
+            time.sleep(0.05)
     job = Elastic()
     options = {"loss_fn": loss_of, "example_inputs": (batch_of(0),), "fix": dict(training.fix)}
     parallel = job.compile(model(), training.axes, **options)
@@ -85,6 +90,15 @@ def train_elastically(training: Training, folder: Path) -> None:
         weights = parallel.full_state_dict()
         averages = {name: one.full_tensor() for name, one in average.items()}  # type: ignore[attr-defined]
         torch.save([weights, averages], folder / f"weights-{torch.distributed.get_rank()}.pt")
+
+
+def rows_in(folder: Path) -> list[list[float]]:
+    """What processes have written down: step, loss, how many took part, bytes of their own shard and of another's."""
+    rows = []
+    for path in folder.glob("losses-*"):
+        for line in path.read_text().split("\n")[:-1]:
+            rows.append(json.loads(line))
+    return rows
 
 
 def train_alone(training: Training) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
