@@ -87,3 +87,8 @@ def test_hooks_see_whole_gradients_and_layers_may_be_frozen(plan: str) -> None:
 @pytest.mark.parametrize("plan", [plan for plan in PLANS[2] if not plan.startswith("pp")])
 def test_a_backward_pass_that_raised_leaves_nothing_behind(plan: str) -> None:
     assert on_ranks(2)["raised"][plan] < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["tp", "dp", "zero 1", "zero 3"])
+def test_several_forwards_have_one_backward(plan: str) -> None:
+    assert on_ranks(2)["several"][plan] < 1e-9

@@ -274,6 +274,19 @@ def backward_after_one_that_raised(plan: str) -> float:
     return difference(parallel.full_gradients(), {name: p.grad for name, p in single.named_parameters()})
 
 
+def one_backward_of_several_forwards(plan: str) -> float:
+    """Gradients of a sum of two losses, with an evaluation before it is differentiated."""
+    parallel, single = compiled(plan), seeded(Odd)
+    for module in (parallel, single):
+        losses = [module(**odd_batch())["loss"] for _ in range(2)]
+        module.eval()
+        with torch.inference_mode():
+            evaluated = module(**odd_batch())["loss"]
+        module.train()
+        (losses[0] + 2 * losses[1] + evaluated).backward()
+    return difference(parallel.full_gradients(), {name: p.grad for name, p in single.named_parameters()})
+
+
 def gradients_of_a_penalty_are_added() -> bool:
     """What autograd computes on the DTensors joins what the program computes."""
     parallel, single = compiled("tp"), seeded(Odd)
@@ -346,6 +359,7 @@ def main() -> None:
         result["hooks"] = {plan: hooks_see_whole_gradients(plan) for plan in plans}
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["raised"] = {plan: backward_after_one_that_raised(plan) for plan in plans}
+        result["several"] = {plan: one_backward_of_several_forwards(plan) for plan in (*plans, "zero 1")}
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
         result["recomputed"] = recomputed_on_a_mesh()

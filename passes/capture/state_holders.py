@@ -30,8 +30,8 @@ _LIBRARIES = frozenset(sys.stdlib_module_names - {"__main__", "types", "collecti
 }
 #: What tracing itself puts into the copy of a model.
 _OURS = f"{__package__}."
-#: Attributes in which transformers notes that it has put its hooks onto a model.
-_NOTES_OF_LIBRARIES = frozenset({"_output_capturing_hooks_installed"})
+#: Attributes in which transformers notes that its hooks are on a model, and torch an LSTM's weights once more.
+_NOTES_OF_LIBRARIES = frozenset({"_output_capturing_hooks_installed", "_flat_weights", "_flat_weight_refs"})
 #: Classes whose objects say what a model is; what a forward notes in them, it notes once.
 _DESCRIPTIONS = frozenset({"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"})
 _MAX_ENTRIES = 1024

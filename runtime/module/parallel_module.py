@@ -98,6 +98,9 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         Raises:
             ValueError: if the plan cannot divide the inputs, or the call does not fit the model.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # in the other nothing is traced, and weights outlive it
+                return self.forward(*args, local_inputs=local_inputs, **kwargs)
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:

@@ -207,7 +207,8 @@ class Unit:
             bundle.gradients.settle()
 
     def _kept(self) -> list[list[torch.Tensor]]:
-        return [bundle.weights.kept_tensors() for bundle in self._bundles]
+        are_saved = self._expected is None and self._open_uses > 0
+        return [bundle.weights.kept_tensors(are_saved=are_saved) for bundle in self._bundles]
 
     def _gathered(self) -> list[list[torch.Tensor]]:
         """Whole weights for one use, which autograd need not keep."""

@@ -90,15 +90,20 @@ class WorkingWeights:
         """Whole weights, of its own for every call."""
         return self._fill(self._empty())
 
-    def kept_tensors(self) -> list[torch.Tensor]:
-        """Whole weights that live on (stages 0 to 2): those of the last call unless the owners have changed."""
+    def kept_tensors(self, *, are_saved: bool = False) -> list[torch.Tensor]:
+        """Whole weights that live on (stages 0 to 2): those of the last call unless the owners have changed.
+
+        Args:
+            are_saved: a backward pass that is still to come may read them: they are written only where they differ, so
+                that autograd complains of a change and of nothing else.
+        """
         if self.as_owned:
             return [owner.detach() for owner in self.owners]
         if self._kept is None:
             self._kept, self._fresh = self._fill(self._empty()), True
             self._share_storage(self._kept)
         elif not self._fresh:
-            self._fill(self._kept)
+            self._fill(self._kept, unless_equal=are_saved)
             self._fresh = True
         return self._kept.wholes()
 
@@ -106,17 +111,21 @@ class WorkingWeights:
         owner = self.owners[0]
         return Gathered(torch.empty(self.layout.total, dtype=self._compute, device=owner.device), self.layout)
 
-    def _fill(self, gathered: Gathered) -> Gathered:
+    def _fill(self, gathered: Gathered, *, unless_equal: bool = False) -> Gathered:
         with torch.no_grad():
-            if not self._pieces:
-                copy_all(gathered.wholes(), [owner.detach() for owner in self.owners])
-                return gathered
-            self.prefetch()
-            rows = self._group.wait(self._running)
-            self._running = None
-            targets, sources = self.layout.gather_pairs(rows, gathered.flat)
-            copy_all(targets, sources)
+            targets, sources = self._parts(gathered)
+            if not unless_equal or not all(map(torch.equal, targets, sources)):
+                copy_all(targets, sources)
         return gathered
+
+    def _parts(self, gathered: Gathered) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parts of the whole weights, and what the owners have for each."""
+        if not self._pieces:
+            return gathered.wholes(), [owner.detach() for owner in self.owners]
+        self.prefetch()
+        rows = self._group.wait(self._running)
+        self._running = None
+        return self.layout.gather_pairs(rows, gathered.flat)
 
     def _share_storage(self, gathered: Gathered) -> None:
         """Let owners be the part of the kept weights that they equal, where that is contiguous memory."""
