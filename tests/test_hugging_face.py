@@ -27,6 +27,7 @@ from tests.hugging_face_cases import (
     llama,
     lora,
     regression_script,
+    samples,
     script,
     translated,
     with_own_loss,
@@ -91,6 +92,25 @@ def test_evaluations_without_a_length_or_a_dataset(tmp_path: Path) -> None:
         *(evaluated(kind, str(tmp_path)) for kind in (hf.Trainer, transformers.Trainer)), strict=True
     ):
         close([*ours.values()], [*alone.values()], 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:hooks were registered on or removed")
+def test_noise_on_embeddings_ends_with_the_training(tmp_path: Path) -> None:
+    losses = {}
+    for alpha in (None, 0.001, 20.0):
+        model = llama()
+        changes = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
+        options = arguments(tmp_path, BATCH, neftune_noise_alpha=alpha, **changes)
+        trainer = hf.Trainer(model, options, train_dataset=samples(2 * BATCH))
+        for _ in range(2):
+            trainer.train()
+            losses[alpha] = trainer.state.log_history[1]["loss"]
+        batch = trainer.data_collator(samples(BATCH))
+        noisy, plain = (trainer.model.train(mode)(**batch).loss.item() for mode in (True, False))
+        assert noisy == plain
+        assert not model.get_input_embeddings()._forward_hooks
+    assert losses[None] == pytest.approx(losses[0.001], rel=1e-4)
+    assert losses[None] != pytest.approx(losses[20.0], rel=1e-4)
 
 
 def test_predictions_that_are_generated(logged: dict[str, Any], tmp_path: Path) -> None:

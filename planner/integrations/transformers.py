@@ -26,6 +26,7 @@ from planner.integrations.saved_training import SavedTraining
 from planner.integrations.torch_compat.framework_internals import (
     collator_for,
     count_labels,
+    moved_noise,
     on_device,
     train_batch_size,
 )
@@ -59,6 +60,7 @@ class TransformersTrainer(transformers.Trainer):
 
     model: Any
     optimizer: Any
+    neftune_hook_handle: Any
 
     def __init__(
         self,
@@ -116,8 +118,11 @@ class TransformersTrainer(transformers.Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._plan_with(self.train_dataset, train_batch_size(self))
+        handed_over = self.model
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.model = self.model_wrapped = self.callback_handler.model = prepared[0]
+        if self.neftune_noise_alpha is not None and handed_over is not self.model:
+            self.neftune_hook_handle = moved_noise(self.neftune_hook_handle, handed_over, self.model)
         return prepared
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+from passes.torch_compat.module_tables import hooks_of
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
@@ -51,3 +54,14 @@ def count_labels(trainer: Any, batch: Any) -> Any:
 def on_device(trainer: Any, inputs: Any) -> dict[str, Any]:
     """A batch on the trainer's device."""
     return dict(trainer._prepare_inputs(inputs))
+
+
+def moved_noise(handle: RemovableHandle, handed_over: Any, planned: Any) -> RemovableHandle:
+    """NEFTune's hook on a planned model, once planning has copied it; the model that was handed over loses its own."""
+    from transformers.integrations.neftune import deactivate_neftune, neftune_post_forward_hook
+
+    deactivate_neftune(handed_over, handle)
+    hooks = hooks_of(planned.get_input_embeddings(), "_forward_hooks")
+    moved = RemovableHandle(hooks)
+    moved.id = next(number for number, hook in hooks.items() if hook is neftune_post_forward_hook)
+    return moved
