@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Training:
         fix: decisions of the step under any number of them.
         pause: seconds that a step lasts at least.
         dies: a process, by its number, that kills itself within a step.
+        die_together: processes that kill themselves in the same step, once all of them have come to its end.
+        checkpoint_every: steps from one checkpoint to the next; 0: averages of the weights and no checkpoints.
         late: a process, by its number, that joins when those that are left have done a step without the lost one.
     """
 
@@ -40,6 +42,8 @@ class Training:
     pause: float = 0.0
     dies: tuple[int, int] | None = None
     late: int | None = None
+    die_together: tuple[Sequence[int], int] = ((), 0)
+    checkpoint_every: int = 0
 
 
 def model() -> nn.Module:
@@ -67,20 +71,27 @@ def train_elastically(training: Training, folder: Path) -> None:
     parallel = job.compile(model(), training.axes, **options)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
     schedule = StepLR(optimizer, step_size=1, gamma=DECAY)
-    average = {name: one.detach().clone() for name, one in parallel.named_parameters()} if parallel.has_work else {}
+    average = {}
+    if parallel.has_work and not training.checkpoint_every:
+        average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
+    to_keep: dict[str, Any] = {"averages": average}
+    if training.checkpoint_every:
+        to_keep = {"checkpoints": folder / "checkpoints", "checkpoint_every": training.checkpoint_every}
     with (folder / f"losses-{os.getpid()}").open("w", buffering=1) as losses:
         for step in job.steps(
-            optimizer, num_steps=training.num_steps, every=training.every, averages=average, carried=schedule
+            optimizer, num_steps=training.num_steps, every=training.every, carried=schedule, **to_keep
         ):
             with step:
                 loss = float(parallel.train_step(batch_of(step.number)))
                 optimizer.step()
                 if (int(os.environ[MEMBER_VARIABLE]), step.number) == training.dies:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if step.number == training.die_together[1]:
+                    die_together(training.die_together[0], folder)
                 optimizer.zero_grad()
                 schedule.step()
                 with torch.no_grad():
-                    for name, one in parallel.named_parameters():
+                    for name, one in parallel.named_parameters() if average else ():
                         average[name].lerp_(one, 0.1)
                 time.sleep(training.pause)
                 copy = job.last_copy
@@ -90,6 +101,16 @@ def train_elastically(training: Training, folder: Path) -> None:
         weights = parallel.full_state_dict()
         averages = {name: one.full_tensor() for name, one in average.items()}  # type: ignore[attr-defined]
         torch.save([weights, averages], folder / f"weights-{torch.distributed.get_rank()}.pt")
+
+
+def die_together(numbers: Sequence[int], folder: Path) -> None:
+    """Kill this process if it is one of ``numbers``, once all of these have come here."""
+    own = int(os.environ[MEMBER_VARIABLE])
+    if own in numbers:
+        (folder / f"dies-{own}").touch()
+        while not all((folder / f"dies-{number}").exists() for number in numbers):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rows_in(folder: Path) -> list[list[float]]:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from passes.plan import Plan
 from planner.compilation import compile
+from planner.elastic_checkpoints import ElasticCheckpoints
 from planner.joining import join
 from planner.kept_plans import KeptPlans
 from planner.targets import process_group_as_cluster
@@ -138,6 +140,8 @@ class Elastic:
         averages: Averages | Sequence[Averages] = (),
         carried: Stateful | Sequence[Stateful] = (),
         restore: Callable[[], int] | None = None,
+        checkpoints: str | Path | None = None,
+        checkpoint_every: int = 1000,
     ) -> Iterator[ElasticStep]:
         """The steps of the training, each to be run in a ``with`` block that ends after the optimizer's.
 
@@ -151,13 +155,23 @@ class Elastic:
             averages, carried: as of ``parallel.replan``; they go back to a copy, too.
             restore: called on all ranks where the copies do not have the whole state any more: it loads the newest
                 checkpoint into the module and the optimizers, and says how many steps that has.
+            checkpoints: in the place of ``restore``: a directory, on a file system that all processes share, into which
+                ``checkpoint_every`` steps are saved, and from whose newest checkpoint training goes on where copies do
+                not have the whole state, and in a job that is started anew. Of one optimizer, without ``averages``.
 
         Raises:
-            ValueError: for less than one step.
-            StateLost: if there is no ``restore`` then.
+            ValueError: for less than one step; for both ``restore`` and ``checkpoints``, and what these do not have.
+            StateLost: if there is no checkpoint then.
         """
         if num_steps < 1 or every < 1:
             raise ValueError(f"num_steps={num_steps}, every={every}: at least 1 each")
+        if restore is not None and checkpoints is not None:
+            raise ValueError("restore and checkpoints both say what to load when the state is lost: give one of them")
+        self._checkpoints = None
+        if checkpoints is not None:
+            self._checkpoints = ElasticCheckpoints(
+                checkpoints, checkpoint_every, optimizer=optimizer, averages=averages, carried=carried
+            )
         self._num_steps, self._every, self._restore = num_steps, every, restore
         self._state_of: dict[str, Any] = {"averages": averages, "carried": carried}
         self._optimizer = optimizer
@@ -165,7 +179,7 @@ class Elastic:
             self._member.arrive()
             self._change()
         else:
-            self._attempt(self._copy)
+            self._attempt(self._begin)
         while self.step < num_steps:
             if self.parallel.has_work:
                 yield ElasticStep(self)
@@ -178,6 +192,8 @@ class Elastic:
         """A step is done: copy the state, and take in processes that have come."""
         self.step += 1
         ends = self.step == self._num_steps
+        if self._checkpoints is not None and (self.step % self._checkpoints.every == 0 or ends):
+            self._checkpoints.save(self.parallel, self.step)
         if (self.step % self._every == 0 or ends) and self._copy() and not ends:
             self._change()
 
@@ -199,6 +215,14 @@ class Elastic:
         except Exception as error:
             if not self.go_on_after(error):
                 raise
+
+    def _begin(self) -> None:
+        """Go on from the newest checkpoint, if there is one, and make the first copy."""
+        if self._checkpoints is not None:
+            self._checkpoints.go_on_with(self.parallel.ranks_at_work)
+            if any(self.parallel.ranks_at_work.gathered(self._checkpoints.latest() is not None)):
+                self.step = self._checkpoints.load(self.parallel)
+        self._copy()
 
     def _copy(self) -> bool:
         """Copy the state; whether any rank has seen that others have come."""
@@ -243,24 +267,57 @@ class Elastic:
         parallel, self._second_holders = self.parallel, None
         parallel.leave(self._optimizer)
         steps = [own for own in gathered([one.step for one in self._copies]) if own]
-        in_all = set.intersection(*map(set, steps)) if steps else set()
-        if not in_all:
-            raise StateLost("no process has any state of the training any more: start the job again")
-        self.step = max(in_all)
-        saved = merged([one for one in self._copies if one.step == self.step])
+        if not steps:
+            raise StateLost(f"no process has any state of the training any more: {self._way_back()}")
+        in_all = set.intersection(*map(set, steps))
         try:
-            self._plan_anew(saved)
-        except StateLost:
-            if self._restore is None:
-                raise
-            self._plan_anew(None if saved is None else without_tensors(saved))
-            self.step = self._restore()
+            if not in_all:
+                raise StateLost("the processes that are left have copies of different steps")
+            self.step = max(in_all)
+            self._plan_anew(merged([one for one in self._copies if one.step == self.step]))
+            if parallel.has_work and self._checkpoints is not None:
+                self._checkpoints.go_on_with(parallel.ranks_at_work)
+        except StateLost as error:
+            self._go_back(error)
         self.num_changes += 1
         if parallel.has_work:
             self._copy()
         gathered(None)
         if not parallel.has_work:
             self._copies = []
+
+    def _go_back(self, error: StateLost) -> None:
+        """Go on from the newest checkpoint: copies do not have the whole state any more.
+
+        Raises:
+            StateLost: if there is none.
+        """
+        if self._restore is None and self._checkpoints is None:
+            raise StateLost(f"{error}, and there is no checkpoint: {self._way_back()}") from error
+        self._plan_anew(without_tensors(self._copies[-1].saved) if self._copies else None)
+        if self._restore is not None:
+            self.step = self._restore()
+            return
+        step, problem = 0, ""
+        if self.parallel.has_work:
+            checkpoints = self._checkpoints
+            assert checkpoints is not None
+            checkpoints.go_on_with(self.parallel.ranks_at_work)
+            if checkpoints.latest() is None:
+                problem = f"{error}, and there is no checkpoint in {checkpoints.directory} yet: start the job again"
+            else:
+                step = checkpoints.load(self.parallel)
+        outcomes = gathered((step, problem))
+        if problem := max(words for _, words in outcomes):
+            raise StateLost(problem) from error
+        self.step = max(steps for steps, _ in outcomes)
+        if rank_in() == 0:
+            print(f"meshwright: {error}; training goes on from the checkpoint of step {self.step}", file=sys.stderr)
+
+    def _way_back(self) -> str:
+        if self._checkpoints is None:
+            return "start the job again (checkpoints='DIRECTORY' of job.steps has it go on from there)"
+        return f"start the job again, which goes on from the newest checkpoint in {self._checkpoints.directory}"
 
     def _plan_anew(self, saved: SavedState | None) -> None:
         """Plan for as many ranks as there is a plan for, and take the state from what was saved."""

@@ -47,10 +47,24 @@ def test_a_second_holder_is_on_another_node_if_there_is_one() -> None:
 
 def test_a_training_goes_on_without_a_process_that_was_killed_and_with_the_next() -> None:
     """2 → 1 → 2 ranks, ZeRO 3: the half of the lost one is with the other."""
-    result = run_on_ranks("elastic_worker", 1, {})
+    result = run_on_ranks("elastic_worker", 1, {})["lost and come"]
     assert result["losses"] < 1e-12 and result["weights"] < 1e-10
     assert result["steps"] == list(range(6)) and result["processes"] == [1, 2]
     assert result["own bytes"] == pytest.approx(2 * result["second bytes"], rel=0.01)  # when alone, the whole
+
+
+def test_where_a_shard_and_its_copy_are_lost_training_goes_on_from_the_checkpoint_by_itself() -> None:
+    """3 → 1 ranks in the fourth step, ZeRO 3; checkpoints after two steps and four."""
+    result = run_on_ranks("elastic_worker", 1, {})["checkpoint"]
+    assert result["losses"] < 1e-12 and result["weights"] < 1e-10
+    alone = [int(number) for number, _, processes, *_ in result["rows"] if processes == 1]
+    assert alone == [2, 3, 4]  # the third step comes again
+
+
+def test_without_a_checkpoint_the_error_says_that_there_is_none() -> None:
+    result = run_on_ranks("elastic_worker", 1, {})["no checkpoint"]
+    assert "there is no checkpoint: start the job again (checkpoints='DIRECTORY'" in result["error"]
+    assert {int(processes) for _, _, processes, *_ in result["rows"]} == {3}
 
 
 @dataclass

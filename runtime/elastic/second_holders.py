@@ -138,7 +138,7 @@ def merged(copies: Sequence[StateCopy]) -> SavedState | None:
 
 def without_tensors(saved: SavedState) -> SavedState:
     """What is left where a part of the state has no holder any more."""
-    return replace(saved, rank=replace(saved.rank, pieces={}))
+    return replace(saved, rank=replace(saved.rank, pieces={}, of_all=frozenset()))
 
 
 def second_holder(rank: int, nodes: Sequence[str]) -> int | None:
