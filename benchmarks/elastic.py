@@ -1,17 +1,23 @@
 """Processes killed at random moments of an elastic training: 4 → 3 → 4, and the losses are those of one device.
 
-    python -m benchmarks.elastic [--kills 10] [--seed 0] [--only zero] [--markdown benchmarks/results/elastic.md]
+    python -m benchmarks.elastic [--kills 10] [--seed 0] [--only zero] [--points] [--markdown PATH]
 
 Four processes train in float64, each with a part of the state. Again and again one of them gets a SIGKILL: at a random
 moment after all four have taken part in a step. The others go on as three from what they hold, with the same global
 batch; another process starts in the place of the lost one and joins. Every loss that any of them wrote, the weights
 and their averages at the end are compared with plain PyTorch on one device. The exit status is 1 if any differs by
-1e-6, or a step is missing.
+1e-6, a step is missing, or more than the step under way was lost.
+
+With ``--points`` they are killed at points that are drawn by the seed, and not by a clock: in the forward pass, in the
+backward pass, while a collective is under way, between two tensors of the optimizer's step, in the copy to the second
+holder, and before all know that it is complete (``kill_points.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import random
 import signal
@@ -20,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.elastic_worker import Training, rows_in, train_alone, train_elastically
+from benchmarks.kill_points import drawn
 from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader
 from runtime.elastic.supervisor import Supervisor
 
@@ -180,10 +187,21 @@ def compared(training: Training, folder: Path) -> dict[str, Any]:
             if got or not training.checkpoint_every
         ),
         "steps": sorted({int(entry[0]) for entry in rows}),
+        "lost": most_lost(folder),
+        "killed": [path.read_text() for path in sorted(folder.glob("killed-*"), key=lambda each: int(each.name[7:]))],
         "processes": sorted({int(entry[2]) for entry in rows}),
         "own bytes": max(int(entry[3]) for entry in rows),
         "second bytes": max(int(entry[4]) for entry in rows),
     }
+
+
+def most_lost(folder: Path) -> int:
+    """The most steps that any process had to do again after another was lost."""
+    lost = 0
+    for path in folder.glob("losses-*"):
+        steps = [json.loads(line)[0] for line in path.read_text().split("\n")[:-1]]
+        lost = max([lost, *(before + 1 - step for before, step in itertools.pairwise(steps))])
+    return lost
 
 
 def row(name: str, training: Training, seed: int, num_kills: int) -> tuple[str, bool]:
@@ -191,14 +209,20 @@ def row(name: str, training: Training, seed: int, num_kills: int) -> tuple[str, 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         started = time.monotonic()
-        killer = run_elastically(training, folder, random.Random(seed), num_kills)
+        if training.points:
+            killer = run_elastically(training, folder, random.Random(seed), 0, max_restarts=num_kills)
+        else:
+            killer = run_elastically(training, folder, random.Random(seed), num_kills)
         seconds = time.monotonic() - started
         result = compared(training, folder)
-    kills = len(killer.killed_at)
+    kills = len(killer.killed_at) + len(result["killed"])
+    for words in result["killed"]:
+        print(f"killed: {words}")
     off = max(result["losses"], result["weights"])
     holds = off < TOLERANCE and result["steps"] == list(range(training.num_steps)) and kills == num_kills
+    holds = holds and result["lost"] <= training.every
     cells = [name, kills, training.num_steps, ", ".join(map(str, result["processes"])),
-             f"{result['losses']:.1e}", f"{result['weights']:.1e}",
+             f"{result['losses']:.1e}", f"{result['weights']:.1e}", result["lost"],
              f"{result['own bytes']:,}", f"{result['second bytes']:,}", f"{seconds:.0f}"]  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |", holds
 
@@ -207,19 +231,23 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=10, help="of each training")
     parser.add_argument("--steps", type=int, help="of each training")
+    parser.add_argument("--points", action="store_true", help="kill at points within a step, and not by a clock")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="trainings whose name has this in it")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     lines: Sequence[str] = [
-        "| training | kills | steps | processes | losses | weights, averages | own bytes | another's bytes | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| training | kills | steps | processes | losses | weights, averages | again | own bytes | another's | s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     all_held = True
     for name, training in TRAININGS.items():
         if options.only in name:
             if options.steps:
-                training = Training(training.axes, training.fix, options.steps, training.every, training.pause)
+                training = replace(training, num_steps=options.steps)
+            if options.points:
+                points = drawn(options.kills, NUM_PROCESSES, options.seed)
+                training = replace(training, points=points, pause=0.0)
             line, held = row(name, training, options.seed, options.kills)
             all_held = all_held and held
             lines = [*lines, line]

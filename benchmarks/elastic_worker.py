@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from benchmarks.kill_points import Fate, KillPoint
 from planner.elastic import Elastic
 from runtime.elastic.job_rounds import MEMBER_VARIABLE
 
@@ -32,6 +33,8 @@ class Training:
         dies: a process, by its number, that kills itself within a step.
         die_together: processes that kill themselves in the same step, once all of them have come to its end.
         checkpoint_every: steps from one checkpoint to the next; 0: averages of the weights and no checkpoints.
+        points: at which a process dies, one after the other, each when as many as at first take part. While fewer do,
+            no step begins before the next process is ready.
         late: a process, by its number, that joins when those that are left have done a step without the lost one.
     """
 
@@ -44,6 +47,7 @@ class Training:
     late: int | None = None
     die_together: tuple[Sequence[int], int] = ((), 0)
     checkpoint_every: int = 0
+    points: Sequence[KillPoint] = ()
 
 
 def model() -> nn.Module:
@@ -77,11 +81,16 @@ def train_elastically(training: Training, folder: Path) -> None:
     to_keep: dict[str, Any] = {"averages": average}
     if training.checkpoint_every:
         to_keep = {"checkpoints": folder / "checkpoints", "checkpoint_every": training.checkpoint_every}
+    fate = Fate(training.points, max(training.axes), folder)
+    if job.joins:
+        (folder / f"ready-{os.environ[MEMBER_VARIABLE]}").touch()
     with (folder / f"losses-{os.getpid()}").open("w", buffering=1) as losses:
         for step in job.steps(
             optimizer, num_steps=training.num_steps, every=training.every, carried=schedule, **to_keep
         ):
             with step:
+                if training.points:
+                    meet_fate(fate, job, folder)
                 loss = float(parallel.train_step(batch_of(step.number)))
                 optimizer.step()
                 if (int(os.environ[MEMBER_VARIABLE]), step.number) == training.dies:
@@ -101,6 +110,14 @@ def train_elastically(training: Training, folder: Path) -> None:
         weights = parallel.full_state_dict()
         averages = {name: one.full_tensor() for name, one in average.items()}  # type: ignore[attr-defined]
         torch.save([weights, averages], folder / f"weights-{torch.distributed.get_rank()}.pt")
+
+
+def meet_fate(fate: Fate, job: Elastic, folder: Path) -> None:
+    """Wait for those that are on their way if some were lost, and die if it is this process's turn."""
+    num_ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    fate.begin_step(job.step, round_number=job.num_changes, rank=rank, num_ranks=num_ranks)
+    while len(list(folder.glob("ready-*"))) < fate.num_killed:
+        time.sleep(0.01)
 
 
 def die_together(numbers: Sequence[int], folder: Path) -> None:

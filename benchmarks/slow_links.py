@@ -1,12 +1,19 @@
 """DiLoCo on 2 × 2 ranks beside synchronous training on 4: loss at equal tokens, bytes between the islands.
 
-torchrun --nproc-per-node 4 -m benchmarks.slow_links
+    torchrun --nproc-per-node 4 -m benchmarks.slow_links [--markdown benchmarks/results/slow_links.md]
+
+Both ways start from the same weights and see the same samples. The exit status is 1 if a float32 run sent anything but
+4·parameters bytes from island to island every H steps, or if no run is within 2% of the synchronous loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,56 +67,98 @@ def trained(parallel: Any, stepper: Any, schedule: Any, feed: Iterator[dict[str,
         stepper.zero_grad()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--inner-steps", type=int, default=20)
-    parser.add_argument("--fragments", type=int, default=1)
-    parser.add_argument("--wire-format")
-    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both ways' AdamW")
-    parser.add_argument("--outer-rate", type=float, default=0.7, help="of the outer SGD; the paper's")
-    parser.add_argument(
-        "--outer-momentum", type=float, default=0.9, help="of Nesterov, the paper's; 0: plain averaging"
-    )
-    options = parser.parse_args()
-    process = planner.init()
-    train, held_out = datasets()
-    example = next(batches(train, 1, part=0, parts=1))
+@dataclass(frozen=True)
+class Run:
+    """A way to train by DiLoCo: steps between two exchanges, the outer SGD, and how parameters are sent."""
 
-    parallel = planner.compile(fresh(), "dp=4", example_inputs=example)
-    optimizer, schedule = optimizer_of(parallel, options.steps, options.rate)
-    trained(parallel, optimizer, schedule, batches(train, options.steps, part=0, parts=1))
-    synchronous = evaluated(parallel.full_state_dict(), held_out)
+    inner_steps: int
+    outer_rate: float
+    outer_momentum: float
+    fragments: int = 1
+    wire_format: str | None = None
 
+    def outer_sgd(self, copies: list[torch.Tensor]) -> torch.optim.Optimizer:
+        momentum = self.outer_momentum
+        return torch.optim.SGD(copies, lr=self.outer_rate, momentum=momentum, nesterov=momentum > 0)
+
+
+RUNS = (
+    Run(10, 1.0, 0.0),
+    Run(20, 1.0, 0.0),
+    Run(50, 1.0, 0.0),
+    Run(20, 1.0, 0.0, fragments=4),
+    Run(20, 1.0, 0.0, wire_format="int8"),
+    Run(10, 0.7, 0.5),
+    Run(10, 0.7, 0.9),
+)
+MOST = 0.02
+ABOUT = (
+    "# DiLoCo beside synchronous training",
+    "",
+    "`torchrun --nproc-per-node 4 -m benchmarks.slow_links`: the language model of `examples/`, from scratch, on four",
+    "ranks and on two islands of two, with as many tokens; the loss of held-out samples. Bytes a step are counted:",
+    "what the first island sent to the other.",
+    "",
+)
+
+
+def synchronous(train: Any, held_out: Any, steps: int, rate: float) -> float:
+    """The held-out loss after synchronous training on four ranks."""
+    parallel = planner.compile(fresh(), "dp=4", example_inputs=next(batches(train, 1, part=0, parts=1)))
+    optimizer, schedule = optimizer_of(parallel, steps, rate)
+    trained(parallel, optimizer, schedule, batches(train, steps, part=0, parts=1))
+    return evaluated(parallel.full_state_dict(), held_out)
+
+
+def by_islands(run: Run, train: Any, held_out: Any, steps: int, rate: float) -> tuple[float, int]:
+    """The held-out loss after DiLoCo on two islands of two, and the bytes that the first island sent meanwhile."""
     islands = planner.Islands(2)
     example = next(batches(train, 1, part=0, parts=2))
     parallel = planner.compile(fresh(), islands.mesh("dp=2"), example_inputs=example)
-    optimizer, schedule = optimizer_of(parallel, options.steps, options.rate)
-
-    def outer_sgd(copies: list[torch.Tensor]) -> torch.optim.Optimizer:
-        momentum = options.outer_momentum
-        return torch.optim.SGD(copies, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0)
-
+    optimizer, schedule = optimizer_of(parallel, steps, rate)
     outer = planner.DiLoCo(
-        parallel,
-        optimizer,
-        outer=outer_sgd,
-        islands=islands,
-        inner_steps=options.inner_steps,
-        fragments=options.fragments,
-        wire_format=options.wire_format,
-    )
-    trained(parallel, outer, schedule, batches(train, options.steps, part=islands.index, parts=2))
+        parallel, optimizer, outer=run.outer_sgd, islands=islands, inner_steps=run.inner_steps,
+        fragments=run.fragments, wire_format=run.wire_format,
+    )  # fmt: skip
+    trained(parallel, outer, schedule, batches(train, steps, part=islands.index, parts=2))
     sent = sum(gathered(outer.bytes_sent)[: len(islands.members[0])])
     outer.synchronise()
-    diloco = evaluated(parallel.full_state_dict(), held_out)
+    return evaluated(parallel.full_state_dict(), held_out), sent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400, help="a multiple of every run's H")
+    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate of both ways' AdamW")
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    process = planner.init()
+    train, held_out = datasets()
     parameters = sum(value.numel() for value in fresh().parameters())
-    if process.rank == 0:
-        print(f"loss after {options.steps} steps: synchronous {synchronous:.4f}, DiLoCo {diloco:.4f} "
-              f"({diloco / synchronous - 1:+.2%})")  # fmt: skip
-        print(f"bytes from island to island a step: {sent / options.steps:.0f}, 4·parameters/H is "
-              f"{4 * parameters / options.inner_steps:.0f}")  # fmt: skip
+    best = synchronous(train, held_out, options.steps, options.rate)
+    lines = [
+        *ABOUT,
+        f"{options.steps} steps of {BATCH} samples, {parameters:,} parameters; synchronous loss {best:.4f}",
+        "",
+        "| H | outer rate | momentum | fragments | sent as | loss | beside synchronous | bytes a step | 4·params/H |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    is_exact, nearest = True, math.inf
+    for run in RUNS:
+        loss, sent = by_islands(run, train, held_out, options.steps, options.rate)
+        due = 4 * parameters * (options.steps // run.inner_steps)
+        is_exact = is_exact and (run.wire_format is not None or sent == due)
+        nearest = min(nearest, loss / best - 1)
+        cells = [run.inner_steps, run.outer_rate, run.outer_momentum, run.fragments, run.wire_format or "float32",
+                 f"{loss:.4f}", f"{loss / best - 1:+.2%}", f"{sent / options.steps:,.1f}",
+                 f"{due / options.steps:,.1f}"]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if process.rank == 0:
+            print(lines[-1], flush=True)
+    if process.rank == 0 and options.markdown is not None:
+        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if is_exact and nearest < MOST else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

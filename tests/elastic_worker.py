@@ -10,12 +10,22 @@ from typing import Any
 
 from benchmarks.elastic import compared, run_elastically
 from benchmarks.elastic_worker import Training, rows_in
+from benchmarks.kill_points import PHASES, KillPoint
 
 
 def with_a_process_lost_and_another_come(folder: Path) -> dict[str, Any]:
     """One of two dies, the half of whose state the other holds, too; a third takes its place."""
     training = Training({2: "dp=2", 1: "dp=1"}, {"zero": 3}, num_steps=6, dies=(2, 2), late=3)
     run_elastically(training, folder, random.Random(0), 0, num_processes=2, least=1, max_restarts=1)
+    return compared(training, folder)
+
+
+def killed_within_a_collective_and_a_copy(folder: Path) -> dict[str, Any]:
+    """2 → 1 → 2 → 1 → 2: each time one in the place of the lost one."""
+    phases = {phase.name: phase for phase in PHASES}
+    points = [KillPoint(phases["collective"], 2, 0, 1), KillPoint(phases["copy to the second holder"], 3, 1, 1)]
+    training = Training({2: "dp=2", 1: "dp=1"}, {"zero": 3}, num_steps=16, points=points)
+    run_elastically(training, folder, random.Random(0), 0, num_processes=2, least=1, max_restarts=2)
     return compared(training, folder)
 
 
@@ -32,12 +42,13 @@ def with_both_holders_lost(folder: Path, *, checkpoint_every: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    answers = {}
     place = Path(os.environ["MESHWRIGHT_TEST_FOLDER"])
-    for name, every in (("lost and come", None), ("checkpoint", 2), ("no checkpoint", 0)):
-        (place / name).mkdir()
-        if every is None:
-            answers[name] = with_a_process_lost_and_another_come(place / name)
-        else:
-            answers[name] = with_both_holders_lost(place / name, checkpoint_every=every)
+    for folder in (folders := [place / name for name in ("lost", "points", "checkpoint", "no checkpoint")]):
+        folder.mkdir()
+    answers = {
+        "lost and come": with_a_process_lost_and_another_come(folders[0]),
+        "points": killed_within_a_collective_and_a_copy(folders[1]),
+        "checkpoint": with_both_holders_lost(folders[2], checkpoint_every=2),
+        "no checkpoint": with_both_holders_lost(folders[3], checkpoint_every=0),
+    }
     (place / "answer.json").write_text(json.dumps(answers), encoding="utf-8")

@@ -53,6 +53,14 @@ def test_a_training_goes_on_without_a_process_that_was_killed_and_with_the_next(
     assert result["own bytes"] == pytest.approx(2 * result["second bytes"], rel=0.01)  # when alone, the whole
 
 
+def test_no_more_than_the_step_under_way_is_lost_wherever_in_it_a_process_is_killed() -> None:
+    """While a collective is under way, and within the copy to the second holder."""
+    result = run_on_ranks("elastic_worker", 1, {})["points"]
+    assert [words.split(" of step ")[0] for words in result["killed"]] == ["collective", "copy to the second holder"]
+    assert result["losses"] < 1e-12 and result["weights"] < 1e-10
+    assert result["steps"] == list(range(16)) and result["lost"] <= 1
+
+
 def test_where_a_shard_and_its_copy_are_lost_training_goes_on_from_the_checkpoint_by_itself() -> None:
     """3 → 1 ranks in the fourth step, ZeRO 3; checkpoints after two steps and four."""
     result = run_on_ranks("elastic_worker", 1, {})["checkpoint"]
