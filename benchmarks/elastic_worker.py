@@ -35,6 +35,7 @@ class Training:
         checkpoint_every: steps from one checkpoint to the next; 0: averages of the weights and no checkpoints.
         points: at which a process dies, one after the other, each when as many as at first take part. While fewer do,
             no step begins before the next process is ready.
+        take_in: as of ``Elastic.steps``; the last step but one waits for those that come, unless ``"always"``.
         late: a process, by its number, that joins when those that are left have done a step without the lost one.
     """
 
@@ -48,6 +49,7 @@ class Training:
     die_together: tuple[Sequence[int], int] = ((), 0)
     checkpoint_every: int = 0
     points: Sequence[KillPoint] = ()
+    take_in: str = "always"
 
 
 def model() -> nn.Module:
@@ -78,7 +80,7 @@ def train_elastically(training: Training, folder: Path) -> None:
     average = {}
     if parallel.has_work and not training.checkpoint_every:
         average = {name: one.detach().clone() for name, one in parallel.named_parameters()}
-    to_keep: dict[str, Any] = {"averages": average}
+    to_keep: dict[str, Any] = {"averages": average, "take_in": training.take_in}
     if training.checkpoint_every:
         to_keep = {"checkpoints": folder / "checkpoints", "checkpoint_every": training.checkpoint_every}
     fate = Fate(training.points, max(training.axes), folder)
@@ -86,11 +88,17 @@ def train_elastically(training: Training, folder: Path) -> None:
         (folder / f"ready-{os.environ[MEMBER_VARIABLE]}").touch()
     with (folder / f"losses-{os.getpid()}").open("w", buffering=1) as losses:
         for step in job.steps(
-            optimizer, num_steps=training.num_steps, every=training.every, carried=schedule, **to_keep
+            optimizer,
+            num_steps=training.num_steps,
+            every=training.every,
+            carried=schedule,
+            **to_keep,
         ):
             with step:
                 if training.points:
                     meet_fate(fate, job, folder)
+                while training.take_in != "always" and step.number == training.num_steps - 2 and not job.others_wait:
+                    time.sleep(0.01)
                 loss = float(parallel.train_step(batch_of(step.number)))
                 optimizer.step()
                 if (int(os.environ[MEMBER_VARIABLE]), step.number) == training.dies:

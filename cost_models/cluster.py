@@ -191,6 +191,15 @@ class Cluster:
         return Cluster.from_dict(live.describe(mesh))
 
     @staticmethod
+    def of_local_devices(device_type: str, num_devices: int) -> Cluster:
+        """As ``from_device_mesh``, of so many devices of the type that this process has, whether they are there or not.
+
+        Raises:
+            ValueError: as ``from_device_mesh``.
+        """
+        return Cluster.from_dict(live.describe_devices(device_type, num_devices))
+
+    @staticmethod
     def uniform(
         num_devices: int,
         *,

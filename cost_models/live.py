@@ -35,11 +35,20 @@ def describe(mesh: DeviceMesh) -> dict[str, Any]:
     Raises:
         ValueError: if nothing is known of the device type or GPU.
     """
-    if mesh.device_type == "cpu":
-        return _on_hosts(load_preset("cpu-local"), mesh.size(), mesh.size())
-    if mesh.device_type != "cuda":
+    return describe_devices(mesh.device_type, mesh.size())
+
+
+def describe_devices(device_type: str, num_devices: int) -> dict[str, Any]:
+    """The same of so many devices as this process has one of.
+
+    Raises:
+        ValueError: as ``describe``.
+    """
+    if device_type == "cpu":
+        return _on_hosts(load_preset("cpu-local"), num_devices, num_devices)
+    if device_type != "cuda":
         raise ValueError(
-            f"no figures for device type {mesh.device_type!r}: expected a mesh of 'cpu' or 'cuda', or name the cluster"
+            f"no figures for device type {device_type!r}: expected a mesh of 'cpu' or 'cuda', or name the cluster"
             " (a preset or a .toml file)"
         )
     import torch
@@ -48,7 +57,7 @@ def describe(mesh: DeviceMesh) -> dict[str, Any]:
     preset = match_preset(properties.name, properties.total_memory)
     data = load_preset(preset) if preset else estimate(properties)
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
-    return _on_hosts(data, mesh.size(), per_host)
+    return _on_hosts(data, num_devices, per_host)
 
 
 def match_preset(device_name: str, memory_bytes: float) -> str | None:

@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cost_models import Cluster
+from passes.ir.errors import CaptureError
 from passes.plan import Plan
 from planner.compilation import compile
 from planner.elastic_checkpoints import ElasticCheckpoints
+from planner.elastic_gain import GainPricing, decide
 from planner.joining import join
 from planner.kept_plans import KeptPlans
 from planner.targets import process_group_as_cluster
@@ -25,6 +28,7 @@ from runtime.agreement.ranks_together import gathered, num_ranks, rank_in
 from runtime.elastic.job_process import LOOK_SECONDS, JobProcess, TrainingFinished
 from runtime.elastic.second_holders import SecondHolders, StateCopy, merged, without_tensors
 from runtime.launch.process import init
+from runtime.migration.move_price import REPLAN_SECONDS
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import StateLost
 from runtime.module.meeting import SavedState, Stateful
@@ -78,6 +82,8 @@ class Elastic:
         #: How often another plan was taken up because the processes had changed.
         self.num_changes = 0
         self.last_copy: StateCopy | None = None
+        #: Number of the round whose newcomers wait.
+        self._waiting_round = 0
 
     def compile(self, model: nn.Module, target: Any = None, **options: Any) -> ParallelModule:
         """As ``planner.compile``, for as many processes as there are; one that joins has no part yet.
@@ -98,6 +104,7 @@ class Elastic:
         if target is not None and not callable(target) and not isinstance(target, Mapping):
             raise ValueError(f"target={target!r} is for one number of processes: give a function of it, or a mapping")
         self._target, self._plans = target, KeptPlans(model, options)
+        self._pricing = GainPricing(model, options)
         self._options = {name: value for name, value in options.items() if name not in (*_OF_MODEL, "optimizer")}
         if self.joins:
             kept = {name: options[name] for name in _OF_MODEL if name in options}
@@ -142,6 +149,8 @@ class Elastic:
         restore: Callable[[], int] | None = None,
         checkpoints: str | Path | None = None,
         checkpoint_every: int = 1000,
+        take_in: str = "if it pays",
+        replan_seconds: float = REPLAN_SECONDS,
     ) -> Iterator[ElasticStep]:
         """The steps of the training, each to be run in a ``with`` block that ends after the optimizer's.
 
@@ -158,13 +167,23 @@ class Elastic:
             checkpoints: in the place of ``restore``: a directory, on a file system that all processes share, into which
                 ``checkpoint_every`` steps are saved, and from whose newest checkpoint training goes on where copies do
                 not have the whole state, and in a job that is started anew. Of one optimizer, without ``averages``.
+            take_in: when processes that come get a part: ``"if it pays"``, by the seconds that are predicted of the
+                steps that are left, of moving and, ``replan_seconds``, of making programs (else they wait, and are
+                taken in when another is lost); or ``"always"``.
 
         Raises:
-            ValueError: for less than one step; for both ``restore`` and ``checkpoints``, and what these do not have.
+            ValueError: for less than one step, another ``take_in``, both ``restore`` and ``checkpoints``, and what the
+                latter do not have.
             StateLost: if there is no checkpoint then.
         """
         if num_steps < 1 or every < 1:
             raise ValueError(f"num_steps={num_steps}, every={every}: at least 1 each")
+        if take_in not in ("if it pays", "always") or not replan_seconds >= 0:
+            raise ValueError(
+                f"take_in={take_in!r}, replan_seconds={replan_seconds}: processes are taken in 'if it pays' or "
+                "'always', and programs are made in seconds of at least 0"
+            )
+        self._take_in, self._replan_seconds = take_in, replan_seconds
         if restore is not None and checkpoints is not None:
             raise ValueError("restore and checkpoints both say what to load when the state is lost: give one of them")
         self._checkpoints = None
@@ -194,8 +213,10 @@ class Elastic:
         ends = self.step == self._num_steps
         if self._checkpoints is not None and (self.step % self._checkpoints.every == 0 or ends):
             self._checkpoints.save(self.parallel, self.step)
-        if (self.step % self._every == 0 or ends) and self._copy() and not ends:
-            self._change()
+        if self.step % self._every == 0 or ends:
+            seen = self._copy()
+            if seen > self._waiting_round and not ends and self._takes_in(seen):
+                self._change()
 
     def go_on_after(self, error: BaseException) -> bool:
         """Whether ``error`` was because of a lost process, and the training goes on without it."""
@@ -224,8 +245,60 @@ class Elastic:
                 self.step = self._checkpoints.load(self.parallel)
         self._copy()
 
-    def _copy(self) -> bool:
-        """Copy the state; whether any rank has seen that others have come."""
+    def _takes_in(self, seen: int) -> bool:
+        """Whether those that have come are to get a part, the same on all ranks at work; says why.
+
+        Args:
+            seen: the number of the round that has them.
+        """
+        if self._take_in == "always":
+            return True
+        ranks = self.parallel.ranks_at_work
+        outcome: tuple[bool, str] = (True, "")
+        if rank_in(ranks.group) == 0:
+            outcome = self._gain_decided()
+        takes_in, words = ranks.gathered(outcome)[0]
+        if words and rank_in(ranks.group) == 0:
+            print(f"meshwright: {words}", file=sys.stderr, flush=True)
+        if not takes_in:
+            self._waiting_round = seen
+        return bool(takes_in)
+
+    def _gain_decided(self) -> tuple[bool, str]:
+        """Whether the plan for all that have come pays, and the prices in words; it is kept if it does."""
+        newest, present, copy = self._member.newer_round(), self._member.round, self.last_copy
+        plan = self.parallel.plan
+        if newest is None or present is None or copy is None or present.lost(newest) or plan.step.costs.simulated <= 0:
+            return True, ""
+        facts, count = copy.saved.facts, len(newest.members)
+        if count <= len(present.members):
+            return False, ""  # who came is gone again
+        cluster = Cluster.of_local_devices(self.parallel.layout.device.type, count)
+        target = cluster if self._target is None else self._target_for(count)
+
+        def make() -> Plan:
+            own = self._plans.read(target, facts.trains, cluster)
+            if own is None:
+                own = self._pricing.plan_for(target, cluster, facts)
+                self._plans.note(target, facts.trains, own, writes=True, cluster=cluster)
+            return own
+
+        try:
+            remaining = self._num_steps - self.step
+            decision = decide(plan, make, cluster, remaining_steps=remaining, replan_seconds=self._replan_seconds)
+        except CaptureError:  # can be planned for with its weights alone, as all do when they have met
+            return True, ""
+        outcome = "are taken in" if decision.moved else "wait: another plan would not pay"
+        words = f"{count} processes where {len(present.members)} were; those that came {outcome}"
+        return decision.moved, f"{words}\n{decision.summary().rstrip()}"
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether processes have come that have no part yet."""
+        return self._member.newer_round() is not None
+
+    def _copy(self) -> int:
+        """Copy the state; the number of the newest round that any rank has seen, 0 where there is no newer one."""
         if self._second_holders is None:
             self._second_holders = SecondHolders(self.parallel.ranks_at_work)
         saved = self.parallel.state_of_rank(self._optimizer, **self._state_of)
@@ -235,7 +308,7 @@ class Elastic:
         self._copies.append(made)
         seen = self._second_holders.settle(0 if newer is None else newer.number)
         self._copies, self.last_copy = [made], made
-        return seen > 0
+        return seen
 
     def _waited_for_work(self) -> bool:
         """Wait until the processes change; whether they have before the training came to its end."""

@@ -37,9 +37,13 @@ class KeptPlans:
         }
         self._plans: dict[str, Plan] = {}
 
-    def read(self, target: Any, trains: Mapping[str, bool]) -> Plan | None:
-        """The plan for a target, if there is one."""
-        key = self._key(target, trains)
+    def read(self, target: Any, trains: Mapping[str, bool], cluster: Cluster | None = None) -> Plan | None:
+        """The plan for a target, if there is one.
+
+        Args:
+            cluster: of the job that it is for; None: of the present one.
+        """
+        key = self._key(target, trains, cluster)
         if key not in self._plans:
             content = read_kept("plans", key)
             if content is None:
@@ -50,15 +54,17 @@ class KeptPlans:
                 return None
         return self._plans[key]
 
-    def note(self, target: Any, trains: Mapping[str, bool], plan: Plan, *, writes: bool) -> None:
-        """Keep a plan; ``writes``: in a file, too."""
-        key = self._key(target, trains)
+    def note(
+        self, target: Any, trains: Mapping[str, bool], plan: Plan, *, writes: bool, cluster: Cluster | None = None
+    ) -> None:
+        """Keep a plan; ``writes``: in a file, too; ``cluster``: as of ``read``."""
+        key = self._key(target, trains, cluster)
         if writes and key not in self._plans:
             keep("plans", key, json.loads(plan.to_json()))
         self._plans[key] = plan
 
-    def _key(self, target: Any, trains: Mapping[str, bool]) -> str:
-        cluster = (target if isinstance(target, Cluster) else process_group_as_cluster()).to_dict()
+    def _key(self, target: Any, trains: Mapping[str, bool], of_job: Cluster | None) -> str:
+        cluster = (target if isinstance(target, Cluster) else of_job or process_group_as_cluster()).to_dict()
         frozen = sorted(name for name, is_trained in trains.items() if not is_trained)
         words = target.to_json() if isinstance(target, Plan) else "" if isinstance(target, Cluster) else str(target)
         return key_of(_SOURCES, {**self._facts, "target": words, "cluster": cluster, "frozen": frozen})

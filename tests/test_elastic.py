@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from dataclasses import dataclass
@@ -9,7 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
+from cost_models import Cluster
+from passes.plan import Plan
+from planner import plan
 from planner.cli.elastic_launch import launch_elastic
+from planner.elastic_gain import decide
+from planner.training_timeline import moving_bound
 from runtime.elastic.job_process import JobProcess, TrainingFinished
 from runtime.elastic.job_rounds import MEMBER_VARIABLE, STORE_VARIABLE, Leader, Round, announce
 from runtime.elastic.second_holders import second_holder
@@ -51,6 +57,32 @@ def test_a_training_goes_on_without_a_process_that_was_killed_and_with_the_next(
     assert result["losses"] < 1e-12 and result["weights"] < 1e-10
     assert result["steps"] == list(range(6)) and result["processes"] == [1, 2]
     assert result["own bytes"] == pytest.approx(2 * result["second bytes"], rel=0.01)  # when alone, the whole
+
+
+def test_one_that_comes_waits_where_its_part_does_not_pay() -> None:
+    result = run_on_ranks("elastic_worker", 1, {})["does not pay"]
+    assert result["losses"] < 1e-12 and result["weights"] < 1e-10
+    assert [int(each[2]) for each in sorted(result["rows"]) if each[0] >= 2] == [1, 1, 1]
+    assert "2 processes where 1 were; those that came wait: another plan would not pay\n* stay: " in result["log"]
+    assert "  dp=2: " in result["log"] and "+ 30 s for programs" in result["log"]
+
+
+def test_a_gain_is_priced_by_the_steps_that_are_left_and_the_move() -> None:
+    """GPT-2 on one and on four slow devices: the step's difference must be worth 30 s and the move."""
+    present, wider = (plan("gpt2", f"cpu-local:{count}", global_batch=8, seq_len=64) for count in (1, 4))
+    cluster = Cluster.parse("cpu-local:4")
+    saved = present.step.costs.simulated - wider.step.costs.simulated
+    assert saved > 0
+    moving = moving_bound(present, wider, cluster)
+    for steps, pays in ((math.ceil((30 + moving) / saved) + 1, True), (math.floor((30 + moving) / saved) - 1, False)):
+        decision = decide(present, lambda: wider, cluster, remaining_steps=steps, replan_seconds=30.0)
+        assert decision.moved is pays, decision.summary()
+
+    def without_plan() -> Plan:
+        raise ValueError("nothing fits")
+
+    decision = decide(present, without_plan, cluster, remaining_steps=10**6, replan_seconds=30.0)
+    assert not decision.moved and "nothing fits" in decision.summary()
 
 
 def test_no_more_than_the_step_under_way_is_lost_wherever_in_it_a_process_is_killed() -> None:
