@@ -29,6 +29,7 @@ REFUSALS = {
     "one parameter": "clip by parallel.clip_grad_norm_",
     "other output": "keeps nothing else",
     "twice": "call the model again before each backward",
+    "second": "cannot be differentiated again",
 }
 if are_subclasses_dispatched():
     REFUSALS["noise"] = "has other values on other ranks"
@@ -63,6 +64,11 @@ def test_what_cannot_be_right_is_refused(case: str) -> None:
 @pytest.mark.parametrize("count", PLANS)
 def test_averages_are_copies_that_run_for_themselves(count: int) -> None:
     assert max(on_ranks(count)["averages"].values()) < 1e-9
+
+
+@pytest.mark.parametrize("of", ["asked for", "asked for with inputs"])
+def test_autograd_gives_gradients_that_are_asked_for(of: str) -> None:
+    assert {plan: error for plan, error in on_ranks(2)[of].items() if not error < 1e-9} == {}
 
 
 def test_torch_compile_leaves_it_as_it_is() -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from transformers.optimization import Adafactor
@@ -222,6 +223,9 @@ def refusals() -> dict[str, str]:
     results["twice"] = error_of(outputs["loss"].backward)
     results["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
     results["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
+    whole = compiled("zero 1")
+    weights = list(whole.parameters())
+    results["second"] = error_of(lambda: torch.autograd.grad(whole(**batch)["loss"], weights, create_graph=True))
     results["one parameter"] = error_of(lambda: nn.utils.get_total_norm([next(iter(pipeline.parameters())).grad]))
     next(iter(pipeline.parameters())).requires_grad_(False)
     results["frozen"] = error_of(lambda: pipeline.train_step(**batch))
@@ -285,6 +289,39 @@ def one_backward_of_several_forwards(plan: str) -> float:
         module.train()
         (losses[0] + 2 * losses[1] + evaluated).backward()
     return difference(parallel.full_gradients(), {name: p.grad for name, p in single.named_parameters()})
+
+
+def gradients_asked_for(plan: str) -> float:
+    """Gradients that ``autograd.grad`` gives, and those after passes of which one is for some parameters only."""
+    parallel, single = compiled(plan), seeded(Odd)
+    results: list[dict[str, torch.Tensor]] = []
+    for module in (parallel, single):
+        trained = dict(module.named_parameters())
+        module(**odd_batch())["loss"].backward()
+        given = torch.autograd.grad(3 * module(**odd_batch())["loss"], list(trained.values()))
+        (module(**odd_batch())["loss"] / 2).backward(
+            inputs=[one for name, one in trained.items() if name.endswith("weight")]
+        )
+        result = dict(zip(trained, given)) | {f"{name}.grad": one.grad for name, one in trained.items()}
+        results.append({name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in result.items()})
+    mine, expected = results
+    return difference(mine, {name: expected[name] for name in mine})  # a pipeline's rank has some of them
+
+
+def gradients_asked_for_with_those_of_inputs(plan: str) -> float:
+    """Gradients of parameters and of an input, of two outputs, asked for in one pass."""
+    parallel, single = compiled(plan), seeded(Odd)
+    results = []
+    for module in (parallel, single):
+        batch = odd_batch()
+        live = batch["x"].requires_grad_()
+        names, parameters = zip(*module.named_parameters())
+        module(**batch)["loss"].backward(inputs=[live, *parameters])
+        again = torch.autograd.grad(module(**batch)["loss"], parameters)
+        result = dict(zip(names, again)) | {f"{name}.grad": one.grad for name, one in zip(names, parameters)}
+        results.append({name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in result.items()})
+        results[-1]["x"] = live.grad
+    return difference(*results)
 
 
 def gradients_of_a_penalty_are_added() -> bool:
@@ -360,6 +397,8 @@ def main() -> None:
         result["frozen"] = {plan: layers_may_be_frozen(plan) for plan in plans}
         result["raised"] = {plan: backward_after_one_that_raised(plan) for plan in plans}
         result["several"] = {plan: one_backward_of_several_forwards(plan) for plan in (*plans, "zero 1")}
+        result["asked for"] = {plan: gradients_asked_for(plan) for plan in (*asked["plans"], "zero 1")}
+        result["asked for with inputs"] = {plan: gradients_asked_for_with_those_of_inputs(plan) for plan in plans}
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
         result["recomputed"] = recomputed_on_a_mesh()

@@ -6,24 +6,34 @@ the gradients of its loss are put aside until ``loss.backward()`` adds them, mul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+
+from runtime.parameters.sharded import as_seen, local_of
+from runtime.torch_compat.autograd_engine import gradient_node, will_run
 
 
-def differentiable(loss_path: str, parameters: Iterable[nn.Parameter], step: Callable[[], torch.Tensor]) -> Any:
+def differentiable(
+    loss_path: str,
+    owners: Iterable[nn.Parameter],
+    parameters: Sequence[torch.Tensor],
+    step: Callable[[], torch.Tensor],
+) -> Any:
     """What a model returns whose loss ``step`` computes, with gradients that are added by the loss's backward.
 
     Args:
         loss_path: where the loss stands in the model's output; "" if that is the loss.
-        parameters: those to whose ``grad`` ``step`` adds.
+        owners: those to whose ``grad`` ``step`` adds.
+        parameters: the trained ones as users see them, which may be asked for: ``torch.autograd.grad(loss, …)``.
     """
-    gradients = _gradients_of(list(parameters), step)
+    gradients = _gradients_of(list(owners), step)
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
-        loss = _AddGradients.apply(anchor, gradients)  # type: ignore[no-untyped-call]
+        loss = _AddGradients.apply(gradients, gradient_node(anchor), anchor, *parameters)  # type: ignore[no-untyped-call]
     return LossAlone(loss_path, loss) if loss_path else loss
 
 
@@ -63,12 +73,22 @@ class _Gradients:
         self._pairs: list[tuple[nn.Parameter, torch.Tensor]] | None = pairs
 
     def add(self, factor: torch.Tensor) -> None:
+        """Add the gradients, multiplied by ``factor``, to the owners' ``grad``."""
+        for owner, gradient in self._taken(factor):
+            owner.grad = gradient if owner.grad is None else owner.grad + gradient
+
+    def of(self, parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients of ``parameters``, multiplied by ``factor``; None of those that have none."""
+        by_owner = {id(owner): gradient for owner, gradient in self._taken(factor)}
+        return [as_seen(one, by_owner.get(id(local_of(one)))) for one in parameters]
+
+    def _taken(self, factor: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
         if self._pairs is None:
             raise ValueError("the gradients of this loss have been added: call the model again before each backward")
-        for parameter, gradient in self._pairs:
+        pairs, self._pairs = self._pairs, None
+        for _, gradient in pairs:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._pairs = None
+        return pairs
 
 
 def _gradients_of(parameters: list[nn.Parameter], step: Callable[[], torch.Tensor]) -> _Gradients:
@@ -85,14 +105,21 @@ def _gradients_of(parameters: list[nn.Parameter], step: Callable[[], torch.Tenso
 
 
 class _AddGradients(torch.autograd.Function):
-    """The loss; its backward adds what was put aside."""
+    """The loss; its backward adds what was put aside, or hands on what is asked for.
+
+    Of the tensors, the first belongs to passes that ask for nothing in particular, the others are parameters.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gradients: _Gradients) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, gradients: _Gradients, node_of_every_pass: Node, anchor: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.node_of_every_pass, ctx.parameters = gradients, node_of_every_pass, parameters
         return gradients.loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
-        ctx.gradients.add(factor.detach())
-        return None, None
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if will_run(ctx.node_of_every_pass):
+            ctx.gradients.add(factor.detach())
+            return None, None, None, *(None for _ in ctx.parameters)
+        return None, None, None, *ctx.gradients.of(ctx.parameters, factor.detach())

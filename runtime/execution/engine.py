@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner
+from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.execution.step_state import StepState
 from runtime.kernels.routing_listeners import unheard
 from runtime.program_tools.adapters import apply_adapters
@@ -187,14 +189,25 @@ class Engine:
                 unit.finish()
         return self._loss(prepared, losses)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool = False) -> Any:
-        """The model's outputs; with a pipeline the loss alone has gradients, in training mode."""
+    def __call__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        local_inputs: bool = False,
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """The model's outputs; with a pipeline the loss alone has gradients, in training mode.
+
+        ``parameters`` are those trained ones, as users see them, whose gradients a script may ask autograd for.
+        """
         by_steps = self.places.num_stages > 1 and self.model.training and torch.is_grad_enabled()
         training = None if by_steps else False
         call, prepared = self._prepare(FORWARD, args, kwargs, local_inputs=local_inputs, training=training)
         if prepared.trains:
             path = prepared.last.outputs[0].path
-            return differentiable(path, self._trained(), lambda: self._step(call, prepared, local_inputs, 1.0))
+            step = partial(self._step, call, prepared, local_inputs, 1.0)
+            return differentiable(path, self._trained(), parameters, step)
         ops.begin_step(training=False)
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             for unit in in_order_of_use(prepared.stages):
@@ -202,7 +215,8 @@ class Engine:
             outputs = self._looped_experts(prepared).forward(prepared.execution.forward)
         if not prepared.split.is_shared:
             outputs = counted_once(outputs, prepared.split.copies)
-        return wrap_outputs(prepared.last, outputs, self.layout)
+        leaves = [leaf for unit in in_order_of_use(prepared.stages) for leaf in unit.leaves]
+        return wrap_outputs(prepared.last, outputs, self.layout, GradientsOfParameters(parameters, leaves))
 
     def _looped_experts(self, prepared: Prepared) -> LoopedExpertParameters:
         def find(path: str) -> nn.Parameter | None:

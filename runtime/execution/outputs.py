@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import spmd_types as spmd
 import torch
-from torch.distributed.tensor import DTensor
 
 from passes.emit import OutputSpec, Program
 from passes.ir.types import I, P, Placement, R, largest_part, shard_dim, uneven_dims
 from runtime import ops
 from runtime.calls.model_call import Path
+from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.mesh.layout import Layout
 
 Key = TypeVar("Key")
@@ -66,14 +66,16 @@ def is_whole(spec: OutputSpec, program: Program) -> bool:
     return all(size == 1 or spmd_type in plain for size, spmd_type in zip(program.mesh.sizes, spec.placement))
 
 
-def wrap_outputs(program: Program, outputs: dict[str, torch.Tensor], layout: Layout) -> Any:
+def wrap_outputs(
+    program: Program, outputs: dict[str, torch.Tensor], layout: Layout, requested: GradientsOfParameters
+) -> Any:
     """The model's own container if every output is whole; else one like it that gathers on access."""
     pending = {spec.path: spec for spec in program.outputs if not is_whole(spec, program)}
-    outputs = {path: local if path in pending else _taking_dtensors(local) for path, local in outputs.items()}
+    outputs = {path: local if path in pending else _differentiable(local, requested) for path, local in outputs.items()}
     rebuild: Callable[[dict[str, Any]], Any] = program.unflatten or dict
     if not pending:
         return rebuild(outputs)
-    gatherer = _Gatherer(outputs, pending, layout, rebuild)
+    gatherer = _Gatherer(outputs, pending, layout, rebuild, requested)
     example = rebuild(dict(outputs))
     if isinstance(example, torch.Tensor):
         return gatherer.container(pending)
@@ -99,13 +101,8 @@ def _with_gradients_times(factor: float, tensors: Mapping[Key, torch.Tensor]) ->
     }
 
 
-def _taking_dtensors(output: Any) -> Any:
-    """An output that may be added to what a script computes from parameters, which are DTensors (an L2 penalty)."""
-    return _with_gradient(output, _plain) if isinstance(output, torch.Tensor) and output.requires_grad else output
-
-
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _differentiable(output: Any, requested: GradientsOfParameters) -> Any:
+    return requested.shown(output) if isinstance(output, torch.Tensor) and output.requires_grad else output
 
 
 def _with_gradient(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -124,11 +121,13 @@ class _Gatherer:
         pending: Mapping[str, OutputSpec],
         layout: Layout,
         rebuild: Callable[[dict[str, Any]], Any],
+        requested: GradientsOfParameters,
     ) -> None:
         self.outputs = dict(outputs)
         self.pending = dict(pending)
         self.layout = layout
         self.rebuild = rebuild
+        self.requested = requested
 
     def container(self, paths: Any) -> Any:
         """The model's container with the outputs at ``paths`` whole (the others may still be parts)."""
@@ -136,7 +135,7 @@ class _Gatherer:
             spec = self.pending.pop(path, None)
             if spec is not None:
                 whole = whole_output(self.outputs[path], spec.placement, self.layout, spec.shape)
-                self.outputs[path] = _taking_dtensors(whole)
+                self.outputs[path] = _differentiable(whole, self.requested)
         return self.rebuild(dict(self.outputs))
 
     def below(self, key: str) -> list[str]:

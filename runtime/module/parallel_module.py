@@ -104,7 +104,8 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:
-            outputs = self._engine(args, kwargs, local_inputs=local_inputs)
+            parameters = self._tree.trained() if torch.is_grad_enabled() else ()
+            outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=parameters)
             self._engine.calls.settle()
             return outputs
         finally:

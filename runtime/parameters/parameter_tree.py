@@ -52,6 +52,8 @@ class ParameterTree:
         self._memory: list[tuple[ShardedParameter, torch.Tensor, torch.Tensor]] = []
         #: Of every parameter that the plan trains.
         self._trained: list[tuple[str, torch.Tensor]] = []
+        #: Every parameter, each once.
+        self._seen: list[torch.Tensor] = []
         #: Of every module: its parameters, and its submodules with their number when that was looked up.
         self._tables: list[dict[str, Any]] = []
         self._modules: list[tuple[dict[str, Any], int]] = []
@@ -78,6 +80,8 @@ class ParameterTree:
             for name in (piece.name, *piece.aliases):
                 self.weights.put(name, self._shown(piece), persistent=piece.persistent)
                 self._note_slot(name)
+        kept = [self._parameters.get(id(piece.tensor), piece.tensor) for piece in owned if piece.kind == "parameter"]
+        self._seen = list({id(one): one for one in kept}.values())
         self._note_memory()
 
     def follow(self) -> None:
@@ -107,6 +111,10 @@ class ParameterTree:
         """Hand gradients that autograd left at the DTensors to the plain parameters."""
         for parameter in self._parameters.values():
             parameter.take_gradient()
+
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters as users see them, each once, without the frozen."""
+        return [one for one in self._seen if one.requires_grad]
 
     def frozen(self) -> tuple[str, ...]:
         """Names of parameters that the plan trains and that someone has frozen since."""

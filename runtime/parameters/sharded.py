@@ -188,3 +188,10 @@ class ShardedParameter(ParameterTensor):
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind a parameter of a parallel module; any other is returned as it is."""
     return parameter.owner if isinstance(parameter, ShardedParameter) else parameter
+
+
+def as_seen(parameter: torch.Tensor, local: torch.Tensor | None) -> torch.Tensor | None:
+    """``local``, shaped as the plain tensor behind a parameter, as users see that parameter's gradient."""
+    if local is None or not isinstance(parameter, ShardedParameter):
+        return local
+    return parameter.placed(local)

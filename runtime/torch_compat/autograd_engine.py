@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from passes.torch_compat.tensor_fields import gradient_hooks, saved_tensors_hooks_of_thread
 
@@ -16,10 +16,13 @@ __all__ = [
     "FollowedPass",
     "functions_keep_their_nodes",
     "gradient_hooks",
+    "gradient_node",
     "has_saved_tensors_hooks",
     "in_backward",
+    "keeps_graph",
     "saved_tensors_hooks_of_thread",
     "when_done",
+    "will_run",
 ]
 
 _SAVED_NAMES: dict[type, tuple[str, ...]] = {}
@@ -33,6 +36,21 @@ def in_backward() -> bool:
 def when_done(function: Callable[[], Any]) -> None:
     """Call ``function`` at the end of the backward pass that this thread runs."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def gradient_node(leaf: torch.Tensor) -> Node:
+    """The node that adds to the gradient of ``leaf``; it lasts as long as the result, or a graph that it is in."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward pass that this thread runs comes to ``node``: not if it was asked for other tensors."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that this thread runs was told to retain the graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class FollowedPass:
@@ -76,12 +94,12 @@ def functions_keep_their_nodes() -> bool:
     return True
 
 
-def has_saved_tensors_hooks(node: torch.autograd.graph.Node) -> bool:
+def has_saved_tensors_hooks(node: Node) -> bool:
     """Whether ``node`` holds a tensor behind ``saved_tensors_hooks``; True where torch does not tell."""
     return any(getattr(saved, "unpack_hook", True) is not None for saved in _saved_tensors(node))
 
 
-def _saved_tensors(node: torch.autograd.graph.Node) -> Iterator[Any]:
+def _saved_tensors(node: Node) -> Iterator[Any]:
     kind = type(node)
     if kind not in _SAVED_NAMES:
         _SAVED_NAMES[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
