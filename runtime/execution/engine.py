@@ -31,13 +31,13 @@ from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
 from runtime.execution.differentiated_loss import differentiable
 from runtime.execution.experts_without_tokens import LoopedExpertParameters
+from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.execution.mixed_precision import cast_floats, computing_in
 from runtime.execution.outputs import counted_once, with_all_shares, wrap_outputs
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.program_builder import Maker, local_axes
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner
-from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.execution.step_state import StepState
 from runtime.kernels.routing_listeners import unheard
 from runtime.program_tools.adapters import apply_adapters

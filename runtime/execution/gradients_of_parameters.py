@@ -2,7 +2,7 @@
 
 What users see of a parameter (a DTensor) is no leaf of the programs' autograd graph, so autograd would find no way from
 an output to it: ``grad`` would refuse, ``backward(inputs=…)`` would leave no gradient and not say so. Each output
-therefore has a second way back, over one node for all parameters (the *hub*), which a usual backward pass does not use::
+therefore has a second way back, over one node for all parameters (the *hub*), that usual backward passes leave alone::
 
     output ── Shown ──┬── the programs' graph ── tokens and owners
                       └── Hub ── the parameters that users see
