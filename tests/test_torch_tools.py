@@ -71,6 +71,10 @@ def test_autograd_gives_gradients_that_are_asked_for(of: str) -> None:
     assert {plan: error for plan, error in on_ranks(2)[of].items() if not error < 1e-9} == {}
 
 
+def test_outputs_that_a_script_holds_outlive_their_plan() -> None:
+    assert max(on_ranks(2)["held outputs"]) < 1e-9
+
+
 def test_torch_compile_leaves_it_as_it_is() -> None:
     assert on_ranks(2)["torch.compile"]
 

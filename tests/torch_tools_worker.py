@@ -362,6 +362,24 @@ def torch_compile_leaves_it_as_it_is() -> bool:
     return difference(parallel.full_gradients(), expected) < 1e-9
 
 
+def outputs_outlive_a_plan() -> list[float]:
+    """Gradients under another plan while a script holds the outputs of the first, and with plans of first calls."""
+    errors = []
+    for parallel in (compiled("dp"), planner.compile(seeded(Odd), "dp=2")):
+        held = []
+        for target in ("tp=2", "dp=2", None):
+            single = seeded(Odd)
+            for module in (parallel, single):
+                module.zero_grad()
+                held.append(module(**odd_batch())["loss"])
+                held[-1].backward()
+            expected = {name: one.grad for name, one in single.named_parameters()}
+            errors.append(difference(parallel.full_gradients(), expected))
+            if target:
+                parallel.replan(target)
+    return errors
+
+
 class Checkpointed(Odd):
     """A model that recomputes a part of itself."""
 
@@ -399,6 +417,7 @@ def main() -> None:
         result["several"] = {plan: one_backward_of_several_forwards(plan) for plan in (*plans, "zero 1")}
         result["asked for"] = {plan: gradients_asked_for(plan) for plan in (*asked["plans"], "zero 1")}
         result["asked for with inputs"] = {plan: gradients_asked_for_with_those_of_inputs(plan) for plan in plans}
+        result["held outputs"] = outputs_outlive_a_plan()
         result["penalty"] = gradients_of_a_penalty_are_added()
         result["torch.compile"] = torch_compile_leaves_it_as_it_is()
         result["recomputed"] = recomputed_on_a_mesh()

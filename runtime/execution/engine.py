@@ -195,11 +195,12 @@ class Engine:
         kwargs: dict[str, Any],
         *,
         local_inputs: bool = False,
-        parameters: Sequence[torch.Tensor] = (),
+        parameters: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> Any:
         """The model's outputs; with a pipeline the loss alone has gradients, in training mode.
 
-        ``parameters`` are those trained ones, as users see them, whose gradients a script may ask autograd for.
+        ``parameters`` gives those trained ones, as users see them, whose gradients a script may ask autograd for. They
+        are asked for when the call's programs are prepared, which may cut the weights anew.
         """
         by_steps = self.places.num_stages > 1 and self.model.training and torch.is_grad_enabled()
         training = None if by_steps else False
@@ -207,7 +208,7 @@ class Engine:
         if prepared.trains:
             path = prepared.last.outputs[0].path
             step = partial(self._step, call, prepared, local_inputs, 1.0)
-            return differentiable(path, self._trained(), parameters, step)
+            return differentiable(path, self._trained(), parameters(), step)
         ops.begin_step(training=False)
         with self._inputs_of(call, prepared, local_inputs), ops.stored_at_end():
             for unit in in_order_of_use(prepared.stages):
@@ -216,7 +217,8 @@ class Engine:
         if not prepared.split.is_shared:
             outputs = counted_once(outputs, prepared.split.copies)
         leaves = [leaf for unit in in_order_of_use(prepared.stages) for leaf in unit.leaves]
-        return wrap_outputs(prepared.last, outputs, self.layout, GradientsOfParameters(parameters, leaves))
+        shown = parameters() if torch.is_grad_enabled() else ()
+        return wrap_outputs(prepared.last, outputs, self.layout, GradientsOfParameters(shown, leaves))
 
     def _looped_experts(self, prepared: Prepared) -> LoopedExpertParameters:
         def find(path: str) -> nn.Parameter | None:

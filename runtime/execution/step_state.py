@@ -13,6 +13,7 @@ from passes.pipeline_cut import Deferral
 from passes.torch_compat.module_tables import convert_tensors
 from runtime.execution.rank_mapping import Places, VirtualPlaces
 from runtime.execution.state_info import Placing, StateInfo, unplanned
+from runtime.state.exchange import exchange
 from runtime.state.initialise import initialised_tensors, still_on_meta
 from runtime.state.owned import Owned
 from runtime.state.weight_tree import WeightTree
@@ -118,7 +119,7 @@ class StepState:
             if info.is_parameter and local.is_meta == owner.is_meta and local.dtype == owner.dtype:
                 owner.data = local
             else:
-                torch.utils.swap_tensors(owner, tensor)
+                exchange(owner, tensor)
             tensor = owner
         for name in info.names:
             self.weights.put(name, tensor, persistent=name in self.state_names)

@@ -36,6 +36,7 @@ from runtime.migration.state_entries import (
 from runtime.migration.transfer_plan import MovingTensor, StateLost, TransferPlan, plan_transfers
 from runtime.migration.transport import Transport
 from runtime.parameters import ShardedParameter
+from runtime.state.exchange import exchange
 from runtime.state.owned import Owned
 
 
@@ -178,7 +179,7 @@ def fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give ``target``, which is on meta, the memory of ``tensor``; it stays the same object."""
     if isinstance(target, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor, requires_grad=target.requires_grad)
-    torch.utils.swap_tensors(target, tensor)
+    exchange(target, tensor)
 
 
 def _regroup(optimizer: torch.optim.Optimizer, groups: Sequence[Group], shown: Mapping[str, ShardedParameter]) -> None:

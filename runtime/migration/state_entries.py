@@ -175,7 +175,8 @@ def let_go(
         parameter.drop_gradient()
     for piece in owned:
         if isinstance(piece.tensor, torch.nn.Parameter) and not piece.tensor.is_meta:
-            piece.tensor.data = torch.empty(0, dtype=piece.tensor.dtype, device=piece.tensor.device)
+            element = torch.empty((), dtype=piece.tensor.dtype, device=piece.tensor.device)
+            piece.tensor.data = element.expand(piece.tensor.shape)  # of one element, in the shape that DTensors have
     for parameter in parameters:
         parameter.refresh()
     for optimizer in optimizers:

@@ -104,8 +104,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:
-            parameters = self._tree.trained() if torch.is_grad_enabled() else ()
-            outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=parameters)
+            outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
             self._engine.calls.settle()
             return outputs
         finally:

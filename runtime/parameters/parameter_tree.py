@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from passes.torch_compat.module_tables import parameters_of
 from runtime.parameters.sharded import ShardedParameter
+from runtime.state.exchange import exchange
 from runtime.state.owned import Owned
 from runtime.state.weight_tree import WeightTree
 from runtime.torch_compat.dtensors import dtensor_over, dtensor_spec, local_part
@@ -113,7 +114,8 @@ class ParameterTree:
             parameter.take_gradient()
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters as users see them, each once, without the frozen."""
+        """The parameters as users see them, each once, without the frozen; what was cut anew is taken up first."""
+        self.follow()
         return [one for one in self._seen if one.requires_grad]
 
     def frozen(self) -> tuple[str, ...]:
@@ -161,11 +163,11 @@ class ParameterTree:
             shown = self._made_of(piece)
             before = self._shown_before.pop(piece.name, None)
             if before is not None:
-                torch.utils.swap_tensors(before, shown)
+                exchange(before, shown)
                 shown = before
             self._parameters[id(piece.tensor)] = shown
         elif _differs(shown, piece):
-            torch.utils.swap_tensors(shown, self._made_of(piece))
+            exchange(shown, self._made_of(piece))
         shown.state_on_host = piece.state_on_host
         shown.refresh()
         return shown

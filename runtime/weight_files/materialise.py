@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from runtime.state.exchange import exchange
 from runtime.state.owned import Owned
 
 
@@ -18,5 +19,5 @@ def materialise(owned: Owned, device: torch.device | str) -> torch.Tensor:
         new: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, new)
+        exchange(tensor, new)
     return tensor.detach()
