@@ -91,6 +91,12 @@ def test_long_lines_are_broken_inside_brackets_and_mean_the_same() -> None:
     assert ast.dump(ast.parse(broken)) == ast.dump(ast.parse(source))
 
 
+def test_what_follows_a_closed_bracket_is_broken_too() -> None:
+    names = ", ".join(f"argument_number_{index}" for index in range(12))
+    source = f"if x:\n    y = function({names})" + " + gradient_of_activation * slope(te)" * 4 + "\n"
+    assert ast.dump(ast.parse(fitted(source))) == ast.dump(ast.parse(source))
+
+
 def test_a_missing_reduction_is_refused_and_the_line_named() -> None:
     import dataclasses
 

@@ -79,13 +79,14 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _brackets(line: str) -> Iterator[tuple[int, int]]:
-    """Where the outermost brackets of a line open and close."""
-    opened = 0
+    """Where the outermost brackets of a line open and close; not the one that a broken line starts by closing."""
+    opened: int | None = None
     for position, char, depth in _scanned(line):
         if char in _CLOSING and depth == 1:
             opened = position
-        elif char in _CLOSING.values() and depth == 0:
+        elif char in _CLOSING.values() and depth == 0 and opened is not None:
             yield opened, position
+            opened = None
 
 
 def _scanned(text: str) -> Iterator[tuple[int, str, int]]:
