@@ -145,3 +145,11 @@ def test_recurrent_layers_count_their_products() -> None:
     graph = capture(Tagger(nn.LSTM(6, 8, batch_first=True), 8), args=(torch.randn(4, 3, 6),))
     (node,) = [node for node in graph.nodes if node.op == "aten.lstm.input"]
     assert forward_flops(node, graph.values) == 2 * 4 * 3 * (4 * 8 * 6 + 4 * 8 * 8)
+
+
+def test_pipelines_are_cut_between_recurrent_layers_and_what_follows() -> None:
+    torch.manual_seed(0)
+    model = Tagger(nn.LSTM(6, 8, batch_first=True), 8)
+    report = planner.verify(model, "pp=2", batch=(torch.randn(4, 3, 6),), steps=1)
+    assert report.ok, report.table()
+    assert [chunk.groups[0].count for chunk in report.plan.step.chunks] == [1, 1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 import planner
@@ -45,4 +47,28 @@ def test_three_samples_on_two_ranks_are_those_of_one_device(build: type[nn.Modul
     model = seeded(build)
     with pytest.warns(UserWarning, match="3 samples cannot be shared equally by the 2 ranks of dp"):
         report = planner.verify(model, plan, batch=models.batch_of(model, samples=3), steps=1)
+    assert report.largest_error <= 1e-9 and report.disagreement == 0
+
+
+class PairsOfSamples(nn.Module):
+    """A contrastive loss, for which ranks exchange samples for other dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        projected = F.normalize(torch.cat([self.project(a), self.project(b)]), dim=1)
+        similar = projected @ projected.t()
+        itself = torch.eye(similar.shape[0], dtype=torch.bool)
+        others = (torch.arange(similar.shape[0]) + a.shape[0]) % similar.shape[0]
+        return F.cross_entropy(similar.masked_fill(itself, float("-inf")), others)
+
+
+def test_five_samples_of_a_loss_over_pairs_are_computed_whole_by_each_of_four_ranks() -> None:
+    model = seeded(PairsOfSamples)
+    batches = [{name: torch.randn(count, 8, dtype=torch.float64) for name in ("a", "b")} for count in (8, 5)]
+    plan = planner.verify(model, "dp=4", batch=batches[0], fix={"zero": 3}, steps=1).plan
+    with pytest.warns(UserWarning, match="5 samples cannot be shared equally by the 4 ranks of dp"):
+        report = planner.verify(model, plan, batch=batches[1], steps=1)
     assert report.largest_error <= 1e-9 and report.disagreement == 0

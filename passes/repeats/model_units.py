@@ -1,9 +1,9 @@
 """The graph as a chain of units: what a pipeline may cut between, and what crosses each cut.
 
 A unit is one copy of a repeated block, or a stretch of operators between blocks. A stretch is cut further wherever only
-one value with a gradient crosses and both sides compute something (a matrix product or a convolution), so that models
-without repeated blocks can be cut too. Smaller values that only the end of the model uses, behind all that is heavy,
-may cross with it: what routers say of each token, for a load-balancing loss.
+one value with a gradient crosses and both sides compute something (a matrix product, a convolution, a recurrent layer),
+so that models without repeated blocks can be cut too. Smaller values that only the end of the model uses, behind all
+that is heavy, may cross with it: what routers say of each token, for a load-balancing loss.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from passes.ir.graph import Graph, Node
 from passes.repeats.repeated_blocks import BlockRun
+from passes.rules.flops import FLOPS
 from passes.rules.kinds import ATTENTION, CONVOLUTION, MATMUL, kind_of
 
-#: Kinds of operators that make a piece of a stretch worth a unit of its own.
-HEAVY = frozenset((MATMUL, CONVOLUTION, ATTENTION))
+#: Kinds of operators that make a piece of a stretch worth a unit of its own; so do others that compute more than they
+#: move (recurrent layers).
+HEAVY_KINDS = frozenset((MATMUL, CONVOLUTION, ATTENTION))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Chain:
             yield None, tuple(piece)
 
     def _heavy(self, name: str) -> bool:
-        return kind_of(self.nodes[name]) in HEAVY
+        return is_heavy(self.nodes[name])
 
     def _narrow(self, position: int) -> bool:
         """Whether only one value crosses the edge behind ``position`` for the next operators, and it has a gradient."""
@@ -152,10 +154,15 @@ def made_anywhere(graph: Graph) -> frozenset[str]:
     available = {value.name for value in graph.inputs if not value.requires_grad}
     available.update(state.value.name for state in graph.states if state.value.kind != "parameter")
     for node in graph.nodes:
-        light = kind_of(node) not in HEAVY and not any(value.requires_grad for value in node.outputs)
+        light = not is_heavy(node) and not any(value.requires_grad for value in node.outputs)
         if light and all(name in available for name in node.inputs):
             available.update(value.name for value in node.outputs)
     return frozenset(available)
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether a piece of a stretch with ``node`` in it is worth a unit of its own."""
+    return kind_of(node) in HEAVY_KINDS or node.op in FLOPS
 
 
 def unit_of_nodes(units: Sequence[ModelUnit]) -> Mapping[str, int]:

@@ -15,7 +15,7 @@ from passes.ir.types import shard_dim
 from passes.pipeline_cut import BATCH_AXIS, DependentSamplesError, StepPrograms
 from passes.plan import Plan
 from passes.plan.step_plan import StepPlan
-from passes.shard.context import input_key
+from passes.shard.context import UndividedError, input_key
 from runtime.pipeline.torch_schedules import runs_own_order
 
 
@@ -61,13 +61,16 @@ def split_of(graph: Graph, plan: Plan, *, training: bool) -> BatchSplit:
     return BatchSplit(axis_size, count, copies)
 
 
-def cut_whole(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> tuple[StepPrograms, BatchSplit]:
-    """The programs that ``cut`` makes for a batch that every rank computes whole, in micro-batches if they allow it.
+def cut_batch(split: BatchSplit, cut: Callable[[BatchSplit], StepPrograms]) -> tuple[StepPrograms, BatchSplit]:
+    """The programs that ``cut`` makes; of a batch that every rank computes whole in micro-batches if they allow it.
 
-    In several, programs must not ask which part of the batch is their rank's: all ranks have every micro-batch.
+    In several, programs must not ask which part of the batch is their rank's: all ranks have every micro-batch. Where
+    the plan's ranks exchange their samples for other dims (a loss over all pairs of samples), these need not divide.
     """
+    if split.is_shared:
+        return cut(split), split
     if split.num_microbatches > 1:
-        with contextlib.suppress(DependentSamplesError):
+        with contextlib.suppress(DependentSamplesError, UndividedError):
             programs = cut(split)
             if not any(_asks_for_rank(emit(stage.sharded).source) for stage in programs.stages):
                 return programs, split

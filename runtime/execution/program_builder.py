@@ -31,7 +31,7 @@ from runtime.calls.content_keys import state_key
 from runtime.calls.frozen_prefix import asks_for_prefix
 from runtime.calls.model_call import ModelCall, Path, read_call
 from runtime.calls.model_watch import ModelWatch
-from runtime.execution.batch_split import BatchSplit, cut_whole, split_of
+from runtime.execution.batch_split import BatchSplit, cut_batch, split_of
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
@@ -141,7 +141,8 @@ class Maker:
         with self.places.layout.plain():
             graph = self._example_graph()
             training = graph.loss is not None
-            self._first = self._cut(graph, training=training, split=split_of(graph, plan, training=True))
+            split = split_of(graph, plan, training=True)
+            self._first, _ = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
     def _make_first(self, example: ModelCall) -> None:
@@ -277,10 +278,7 @@ class Maker:
             assert self.plan is not None
             training = graph.loss is not None if training is None else training
             split = split_of(graph, self.plan, training=training)
-            if split.is_shared:
-                programs = self._cut(graph, training=training, split=split)
-            else:
-                programs, split = cut_whole(split, lambda tried: self._cut(graph, training=training, split=tried))
+            programs, split = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
             stages = [stage for stage in programs.stages if self._wants(stage.index)]
             written = with_in_place_writes if self._scratch else lambda sharded: sharded
             emitted = {stage.index: emit(chain_up(pair_rotaries(written(stage.sharded)))) for stage in stages}

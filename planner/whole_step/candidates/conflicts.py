@@ -88,9 +88,12 @@ def _possible(search: Search, demands: Demands) -> bool:
 
 
 def _minimal(search: Search) -> list[str]:
-    """A minimal set of names whose demands contradict each other; empty if there is no candidate without demands."""
+    """A minimal set of names whose demands contradict each other; empty if there is no candidate without demands.
+
+    Sizes of 1, which a mesh demands of the axes that it does not have, are left out first.
+    """
     conflicting = [name for name in (*CHOICES, *_HIDDEN) if name in {*search.demands.fixed, *search.demands.forbidden}]
-    for name in list(conflicting):
+    for name in sorted(conflicting, key=lambda name: search.demands.fixed.get(name) != frozenset((1,))):
         fewer = [other for other in conflicting if other != name]
         if not _possible(search, _only(search.demands, fewer)):
             conflicting = fewer
@@ -144,7 +147,8 @@ def _sizes(search: Search) -> dict[str, int]:
 
 def _figures(search: Search) -> str:
     sizes = _sizes(search)
-    return f"{sizes['devices']} devices, a global batch of {sizes['batch']} and a model of {sizes['units']} parts"
+    parts = f"{sizes['units']} part{'s' if sizes['units'] != 1 else ''}"
+    return f"{sizes['devices']} devices, a global batch of {sizes['batch']} and a model of {parts}"
 
 
 def _demand(demands: Demands, name: str) -> str:
