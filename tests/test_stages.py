@@ -274,6 +274,29 @@ def test_a_call_whose_weights_are_trained_in_an_earlier_chunk_is_refused() -> No
             parallel(x=batch["x"])
 
 
+class TiedEnds(models.Chain):
+    """The last layer has the first one's weight, and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        y = self.third(torch.tanh(self.first(x)))
+        return {"y": y} if target is None else {"loss": self.loss(y, target)}
+
+
+def test_a_tied_weight_is_used_in_the_chunk_that_has_the_others_of_its_operator() -> None:
+    model = seeded(TiedEnds)
+    batch = models.batch_of(model)
+    expected = model(x=batch["x"])["y"].detach()
+    plan = plan_of(TiedEnds, pp=2, num_microbatches=2)
+    with keep_float64(), virtual_ranks(plan.mesh) as layout, torch.no_grad():
+        parallel = parallelise(model, VirtualPlaces(layout, num_stages=2), plan=plan, example_inputs=batch)
+        parts = parallel(x=batch["x"])["y"]
+        torch.testing.assert_close(layout.join(parts, ("R", "R", "R")), expected, rtol=1e-12, atol=1e-12)
+
+
 class AlsoShares(models.Chain):
     """Without a target, what comes out is normalised: operators that training does not have."""
 

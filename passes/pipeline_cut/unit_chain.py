@@ -126,8 +126,12 @@ def by_weights(
     at = min((place for places in where.values() for place in places), default=(0, UnitPolicy("none", 0)), key=_chunk)
 
     def after(names: Iterable[str]) -> tuple[int, UnitPolicy]:
-        candidates = (place for name in names for place in where.get(paths.get(name, ""), ()))
-        return min((place for place in candidates if place[0] >= at[0]), default=at, key=_chunk)
+        """The first chunk from here on that has all weights among ``names`` (a tied one is in several), or else one."""
+        places = [where[path] for path in (paths.get(name, "") for name in names) if path in where]
+        candidates = [place for of_weight in places for place in of_weight if place[0] >= at[0]]
+        having_all = set.intersection(*({place[0] for place in of_weight} for of_weight in places)) if places else set()
+        best = [place for place in candidates if place[0] in having_all] or candidates
+        return min(best, default=at, key=_chunk)
 
     for index, unit in enumerate(units):
         operations = pieces.get(index, [])
