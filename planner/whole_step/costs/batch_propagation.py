@@ -87,7 +87,7 @@ def follow_batch(
         if node.writes_buffer:
             mixing.append(node.name)
             mixers.append(node.name)
-        choice = _best(node, values, types, rules, counts=node.name in behind_loss)
+        choice = _best(node, values, types, rules, counts=node.name in behind_loss, num_samples=max(1, size))
         labels[node.name] = choice.label
         types.update(zip((value.name for value in node.outputs), choice.outputs))
         for name, needed in zip(node.inputs, choice.inputs):
@@ -134,13 +134,20 @@ def _whole(value: Value) -> SpmdType:
 
 
 def _best(
-    node: Node, values: Mapping[str, Value], types: Mapping[str, SpmdType], rules: RuleFor, *, counts: bool
+    node: Node,
+    values: Mapping[str, Value],
+    types: Mapping[str, SpmdType],
+    rules: RuleFor,
+    *,
+    counts: bool,
+    num_samples: int,
 ) -> AxisChoice:
     """The choice with the least cost of input conversions; of equal ones the one that divides the work.
 
     What is made of weights alone is R: its gradient stays partial until the parameter's own is reduced, which happens
     once. What is made of samples and has been reduced is I. ``counts``: the loss depends on it, so that sums without a
-    gradient are exact counts for as long as they can be.
+    gradient are exact counts for as long as they can be. Of dims only those are cut that hold whole samples
+    (``num_samples`` or a multiple): whatever divides the batch divides them.
     """
     rule = rules(node, values)
     if rule is None or node.writes_buffer:  # what is written here is whole
@@ -149,7 +156,13 @@ def _best(
     of_weights = any(input_grads) and all(
         values[name].kind == "parameter" or types[name] == R for name, grad in zip(node.inputs, input_grads) if grad
     )
-    choices = axis_choices(rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs])
+    choices = [
+        choice
+        for choice in axis_choices(
+            rule, input_grads=input_grads, output_grads=[value.requires_grad for value in node.outputs]
+        )
+        if _cuts_samples(choice, node, values, num_samples)
+    ]
 
     def effort(choice: AxisChoice) -> tuple[float, bool, bool]:
         conversion_effort = sum(
@@ -161,6 +174,14 @@ def _best(
         return conversion_effort + reduction_effort, choice.factor is None, (R in choice.outputs) != of_weights
 
     return min(choices, key=effort)
+
+
+def _cuts_samples(choice: AxisChoice, node: Node, values: Mapping[str, Value], num_samples: int) -> bool:
+    """Whether every dim that ``choice`` cuts is as long as a number of whole batches."""
+    tensors = (*(values[name] for name in node.inputs), *node.outputs)
+    cuts = zip(tensors, (*choice.inputs, *choice.outputs))
+    dims = ((value, shard_dim(spmd_type)) for value, spmd_type in cuts)
+    return all(dim is None or value.shape[dim] % num_samples == 0 for value, dim in dims)
 
 
 def _replicated(node: Node, values: Mapping[str, Value]) -> AxisChoice:
