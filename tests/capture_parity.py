@@ -27,7 +27,7 @@ def assert_parity(
     reference = copy.deepcopy(model)
     with keep_float64():
         graph = capture(model, args=args, kwargs=kwargs, loss_fn=loss_fn)
-        loss = _graph_loss(graph, model, args, kwargs)
+        loss = graph_loss(graph, model, args, kwargs)
         expected = _model_loss(reference, args, kwargs, loss_fn, graph)
     assert torch.allclose(loss, expected, rtol=tolerance, atol=tolerance)
     loss.backward()
@@ -43,7 +43,7 @@ def assert_parity(
     return graph
 
 
-def _graph_loss(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def graph_loss(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     _, tensors = flatten((args, kwargs))
     by_path = {path[1:]: tensor for path, tensor in tensors.items()}
     inputs = {value.name: by_path[path] for value, path in zip(graph.inputs, graph.input_paths)}

@@ -130,6 +130,13 @@ def checked(draw: Draw) -> Arguments:
     return (draw.normal(*draw.shape(0, 3)), torch.tensor(expected), expected, "here"), {}
 
 
+@fused("checked_each")
+def checked_each(draw: Draw) -> Arguments:
+    expected = draw.flag()
+    shape = draw.shape(0, 3)
+    return (draw.normal(*shape), torch.full(shape, expected), expected, "here"), {}
+
+
 @fused("linear_sum_assignment")
 def linear_sum_assignment(draw: Draw) -> Arguments:
     return (draw.normal(draw.size(), draw.size()),), {"maximize": draw.flag()}

@@ -16,11 +16,13 @@ from passes.canonicalise.cross_entropy_form import cross_entropy, split_cross_en
 from passes.canonicalise.ctc_losses import write_out_ctc_losses
 from passes.canonicalise.dead_code import drop_dead_code
 from passes.canonicalise.dense_experts import route_dense_experts
+from passes.canonicalise.elementwise_checks import check_each_element
 from passes.canonicalise.embedding_bags import write_out_embedding_bags
 from passes.canonicalise.epsilons import write_out_epsilons
 from passes.canonicalise.expert_gates import join_expert_gates
 from passes.canonicalise.expert_loops import gather_expert_loops
 from passes.canonicalise.expert_rows import expert_linear
+from passes.canonicalise.filled_scalars import fill_scalars
 from passes.canonicalise.functionalise import functionalise
 from passes.canonicalise.gathered_experts import name_gathered_experts
 from passes.canonicalise.gradient_carriers import nodes_with_gradient
@@ -77,6 +79,8 @@ def canonicalise(
     replace_out_arguments(module)
     functionalise(module, buffers)
     replace_synonyms(module)
+    check_each_element(module)
+    fill_scalars(module)
     make_gradients_dense(module)
     write_out_epsilons(module)
     drop_noops(module, trainable)

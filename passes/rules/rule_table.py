@@ -82,6 +82,7 @@ RULES: dict[str, str] = {
     "aten.linalg_cholesky.default": "~ ...__ -> ...__",
     # what Python did beside torch
     "meshwright.checked.default": "~ ... / -> ...",
+    "meshwright.checked_each.default": POINTWISE_2,
     "meshwright.linear_sum_assignment.default": "~ __ -> _, _",
     # factor tables
     "aten.one_hot.default": "~ ... -> ..._",

@@ -16,6 +16,7 @@ _OF_CTC = "Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengt
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("checked(Tensor value, Tensor condition, bool expected, str place) -> Tensor")
+_LIBRARY.define("checked_each(Tensor value, Tensor flags, bool expected, str place) -> Tensor")
 _LIBRARY.define("linear_sum_assignment(Tensor cost, bool maximize=False) -> (Tensor, Tensor)")
 
 
@@ -24,12 +25,12 @@ _LIBRARY.define(f"ctc_losses_backward(Tensor gradient, {_OF_CTC}) -> Tensor")
 
 
 def _checked(value: torch.Tensor, condition: torch.Tensor, expected: bool, place: str) -> torch.Tensor:
-    """``value``, if ``condition`` is ``expected``.
+    """``value``, if ``condition`` is ``expected`` (``checked_each``: each of its elements, one for each of ``value``).
 
     Raises:
         ValueError: if not.
     """
-    if bool(condition) is not expected:
+    if bool((condition != expected).any()):
         raise ValueError(f"the model raises an error here: what it checks came out {not expected} at {place}")
     return value.clone()
 
@@ -78,12 +79,14 @@ def _only_to_value(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("checked", _checked, _key)
+    _LIBRARY.impl("checked_each", _checked, _key)
     _LIBRARY.impl("ctc_losses", _ctc_losses, _key)
     _LIBRARY.impl("ctc_losses_backward", _ctc_losses_backward, _key)
     _LIBRARY.impl("linear_sum_assignment", _assignment, _key)
-torch.library.register_fake("meshwright::checked", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
+for _name in ("checked", "checked_each"):
+    torch.library.register_fake(f"meshwright::{_name}", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
+    torch.library.register_autograd(f"meshwright::{_name}", _only_to_value, lib=_LIBRARY)
 torch.library.register_fake("meshwright::linear_sum_assignment", _assignment_shapes, lib=_LIBRARY)
-torch.library.register_autograd("meshwright::checked", _only_to_value, lib=_LIBRARY)
 torch.library.register_fake(
     "meshwright::ctc_losses", lambda values, *_: values.new_empty((values.shape[1],)), lib=_LIBRARY
 )
