@@ -214,6 +214,8 @@ class Engine:
             for unit in in_order_of_use(prepared.stages):
                 unit.refresh_needed()  # nothing tells when an owner's memory is written (an optimizer, ``.data``, EMA)
             outputs = self._looped_experts(prepared).forward(prepared.execution.forward)
+            for unit in () if torch.is_grad_enabled() else in_order_of_use(prepared.stages):
+                unit.drop_ahead()
         if not prepared.split.is_shared:
             outputs = counted_once(outputs, prepared.split.copies)
         leaves = [leaf for unit in in_order_of_use(prepared.stages) for leaf in unit.leaves]

@@ -201,6 +201,12 @@ class Unit:
             bundle.weights.drop_prefetched()
         self._expected, self._open_uses, self._backward = None, 0, None
 
+    def drop_ahead(self) -> None:
+        """Let go of weights that were gathered ahead of a use that did not come. All ranks must call it."""
+        for unit in (self, self.after):
+            for bundle in () if unit is None else unit._bundles:
+                bundle.weights.drop_prefetched()
+
     def settle(self) -> None:
         """Wait for the reductions that have been started."""
         for bundle in self._bundles:
