@@ -22,7 +22,7 @@ from planner.checkpointed_models import CheckpointedModel, enables_checkpoints, 
 from planner.engine_under_another_plan import ModelReplanner
 from planner.extensions import load_extensions
 from planner.later_planning import is_step_on_axes, planned_later
-from planner.planning import as_cluster, example_inputs_of, plan_graph
+from planner.planning import as_cluster, check_samples, example_inputs_of, plan_graph
 from planner.planning import plan as make_plan
 from planner.rank_comparison import check_compiled_alike, ranks_of
 from planner.sharding_ilp.constraints import dividing
@@ -182,6 +182,7 @@ def engine_for(
     demands = {"constraints": constraints, "memory_limit": memory_limit, **options}
     if optimizer is not None:
         demands["optimizer"] = optimizer
+    check_samples(example_inputs, batch_size)
     if example_inputs is None and batch_size is not None:
         example_inputs = example_inputs_of(model, batch_size=batch_size, seq_len=seq_len)
     compute = None if precision is None else compute_dtype(precision)

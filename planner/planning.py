@@ -361,6 +361,7 @@ def capture_for_planning(
 
     module = as_module(model, dtype=dtype)
     made_up = example_inputs is None
+    check_samples(example_inputs, batch_size)
     if example_inputs is None:
         example_inputs = example_inputs_of(module, batch_size=batch_size, seq_len=seq_len)
     tell(Report(CAPTURING))
@@ -389,6 +390,21 @@ def as_module(model: Any, *, dtype: str | None = None) -> torch.nn.Module:
 
     config = load_config(str(model)) if isinstance(model, (str, Path)) else model
     return build_model(config, dtype=dtype or "bfloat16", device="meta")
+
+
+def check_samples(example_inputs: Any, batch_size: int | None) -> None:
+    """Raise ValueError for a number of samples that example inputs, which are planned for, do not have."""
+    import torch
+
+    from passes.torch_compat.operators import tree_leaves
+
+    sizes = {leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if batch_size is not None and sizes and batch_size not in sizes:
+        raise ValueError(
+            f"a step of {batch_size} samples (batch_size, global_batch) is asked for, but example_inputs have "
+            f"{' or '.join(map(str, sorted(sizes)))}, and a step is planned for them: give inputs of {batch_size} "
+            "samples (tensors on meta will do), or leave the number out"
+        )
 
 
 def example_inputs_of(module: torch.nn.Module, *, batch_size: int | None, seq_len: int | None) -> Mapping[str, Any]:

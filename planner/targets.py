@@ -116,8 +116,8 @@ def axis_sizes(target: DeviceMesh | MeshShape) -> dict[str, int]:
     return target.as_dict()
 
 
-def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
-    """Raise ValueError for an option that ``compile`` does not have.
+def check_options(options: Mapping[str, Any], *, step: bool | None, of: str = "compile") -> None:
+    """Raise ValueError for an option that ``compile`` (or what ``of`` names) does not have.
 
     Args:
         step: whether a whole step is planned, or how tensors are split over a given mesh; None for either.
@@ -134,7 +134,7 @@ def check_options(options: Mapping[str, Any], *, step: bool | None) -> None:
         if name in of_step | of_mesh:
             other = "on a given mesh alone" if step else "of a whole step (on a cluster, or with fix=)"
             raise ValueError(f"{name} is an option of plans {other}, which this is not: drop it")
-        raise ValueError(f"compile has no option {name!r}{suggest(name, allowed)}: it has {', '.join(sorted(allowed))}")
+        raise ValueError(f"{of} has no option {name!r}{suggest(name, allowed)}: it has {', '.join(sorted(allowed))}")
 
 
 def step_device_mesh(plan: Plan, target: Target, ranks: Sequence[int] | None = None) -> DeviceMesh:

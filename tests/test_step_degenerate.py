@@ -155,6 +155,13 @@ class TestBatches:
         with pytest.raises(ValueError, match="mixes the samples of a batch"):
             planned(ConvNet(), "cpu-local:2", inputs=images(), fix={"num_microbatches": 2})
 
+    def test_batch_norm_runs_on_data_ranks_that_do_not_divide_its_channels(self) -> None:
+        assert planned(ConvNet(), "cpu-local:6", inputs=images(batch=12), fix={"dp": 6, "zero": 1}).axes["dp"] == 6
+
+    def test_another_number_of_samples_than_the_inputs_have_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="a step of 7 samples .* but example_inputs have 4"):
+            planned(ConvNet(), "cpu-local:2", inputs=images(), global_batch=7)
+
     def test_an_empty_batch_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="batch"):
             planned(llama(), "cpu-local:2", batch=0)

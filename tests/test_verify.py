@@ -214,6 +214,10 @@ def test_what_would_compare_nothing_is_refused(options: dict[str, Any]) -> None:
 def test_inputs_that_are_missing_are_named() -> None:
     with pytest.raises(ValueError, match="batch is missing: TiedClassifier"):
         planner.verify(seeded(TiedClassifier), "tp=2")
+    with pytest.raises(ValueError, match="as batch=, not example_inputs="):
+        planner.verify(seeded(TiedClassifier), "tp=2", example_inputs=token_batch())
+    with pytest.raises(ValueError, match="verify has no option 'memory_limits'"):
+        planner.verify(seeded(TiedClassifier), "tp=2", batch=token_batch(), memory_limits=1)
     with torch.device("meta"):
         empty = TiedClassifier()
     with pytest.raises(ValueError, match="meta device"):

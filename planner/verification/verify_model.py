@@ -23,6 +23,7 @@ from planner.checked_numbers import check_whole_number
 from planner.compilation import parallelise
 from planner.planning import as_cluster, as_mesh_shape, plan_graph
 from planner.planning import plan as make_plan
+from planner.targets import check_options
 from planner.verification.comparison import Comparison
 from planner.verification.rounding import judged_by_rounding
 from planner.verification.training_run import Results, TrainingCase, compare, run_alone, run_sharded
@@ -84,6 +85,10 @@ def verify(
     for name, value in (("steps", steps), ("batch_size", batch_size), ("seq_len", seq_len)):
         if value is not None:
             check_whole_number(name, value, at_least=1)
+    if "example_inputs" in options:
+        raise ValueError("verify takes the global batch that it trains on as batch=, not example_inputs=")
+    own = {"constraints", "memory_limit"}
+    check_options({name: value for name, value in options.items() if name not in own}, step=None, of="verify")
     user_plan = _given_plan(mesh)
     if user_plan is not None and dtype is None:
         dtype = dtype_to_compare_in(user_plan)
