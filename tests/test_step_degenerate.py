@@ -159,7 +159,7 @@ class TestBatches:
         assert planned(ConvNet(), "cpu-local:6", inputs=images(batch=12), fix={"dp": 6, "zero": 1}).axes["dp"] == 6
 
     def test_another_number_of_samples_than_the_inputs_have_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="a step of 7 samples .* but example_inputs have 4"):
+        with pytest.raises(ValueError, match=r"a step of 7 samples .* but example_inputs have 4"):
             planned(ConvNet(), "cpu-local:2", inputs=images(), global_batch=7)
 
     def test_an_empty_batch_is_an_error(self) -> None:
