@@ -43,28 +43,35 @@ def test_four_ranks() -> None:
     """Uneven and empty pieces; what is issued; the norm of all; what is held."""
     payload = {
         "parity": cases(("none", "full"), ("in flight",)),
+        "parity in pairs": [case for case in cases(("none",), ORDERS) if case["zero"]],
         "issued": [{"zero": zero, "num_microbatches": 2} for zero in range(4)],
+        "issued in pairs": [{"zero": zero, "num_microbatches": 2} for zero in (1, 2, 3)],
         "memory": MEMORY,
         "clipping": [1.0, 2.0, 3.0, "inf"],
         "tied": None,
     }
     results = run_on_ranks("units_worker", 4, payload)
-    assert {case: worst for case, worst in results["parity"].items() if not worst < 1e-9} == {}
+    for parity in (results["parity"], results["parity in pairs"]):
+        assert {case: worst for case, worst in parity.items() if not worst < 1e-9} == {}
     assert max(results["clipping"]) < 1e-9
     assert results["tied"] == [True, True]
-    assert_issued(results["issued"])
+    assert_issued(results["issued"], COLLECTIVES)
+    assert_issued([[], *results["issued in pairs"]], COLLECTIVES_IN_PAIRS)
     for case, held in zip(MEMORY, results["memory"]):
         assert_memory(case, held)
 
 
 #: Two layers, two micro-batches: (gathers, reduce-scatters, all-reduces) of a step, by ZeRO stage.
 COLLECTIVES = {0: (0, 0, 2), 1: (2, 2, 0), 2: (2, 4, 0), 3: (8, 4, 0)}
+#: The same where pairs hold all pieces: what a pair reduced is summed over the pairs once a step.
+COLLECTIVES_IN_PAIRS = {1: (2, 2, 2), 2: (2, 4, 2), 3: (8, 4, 2)}
 
 
-def assert_issued(logs: list[list[list[str]]]) -> None:
+def assert_issued(logs: list[list[list[str]]], collectives: dict[int, tuple[int, ...]]) -> None:
     kinds = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce_")
-    for zero, (_, second) in enumerate(logs):
-        assert tuple(second.count(kind) for kind in kinds) == COLLECTIVES[zero], zero
+    for zero, expected in collectives.items():
+        _, second = logs[zero]
+        assert tuple(second.count(kind) for kind in kinds) == expected, zero
     for stage in (1, 2, 3):
         # Both layers' gathers are under way when the first computes.
         assert logs[stage][0][:3] == ["all_gather_into_tensor", "all_gather_into_tensor", "mm"]

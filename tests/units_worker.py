@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runtime.launch.groups import shared_group
 from runtime.program_tools.recompute import recomputed
 from runtime.zero.group import StateGroup, sum_over
 from runtime.zero.norm import clip_gradients
@@ -125,7 +126,7 @@ def trained_by_units(
                 unit.begin(num_microbatches)
         losses = []
         for microbatch in range(num_microbatches):
-            losses.append(forward(units, samples(group.rank, microbatch), recompute=recompute))
+            losses.append(forward(units, samples(dist.get_rank(), microbatch), recompute=recompute))
             if order != "in flight":
                 losses.pop().backward()
         for loss in losses:
@@ -170,9 +171,16 @@ def parity(cases: list[dict[str, Any]], group: StateGroup) -> dict[str, float]:
         actual = trained_by_units(
             case["zero"], case["recompute"], case["order"], case["num_microbatches"], case["steps"], group, **options
         )
-        alone = reference(group.size, case["num_microbatches"], case["steps"], **options)
+        alone = reference(dist.get_world_size(), case["num_microbatches"], case["steps"], **options)
         answers[str(case)] = difference(actual, alone, case["zero"], group)
     return answers
+
+
+def in_pairs() -> StateGroup:
+    """Neighbours hold all pieces together; every second rank holds the same."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    together, replicas = ranks[rank - rank % 2 :][:2], ranks[rank % 2 :: 2]
+    return StateGroup.of(shared_group("pieces", list(together)), shared_group("replicas", list(replicas)))
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -198,7 +206,7 @@ def issued(argument: dict[str, int], group: StateGroup) -> list[list[str]]:
             for unit in units:
                 unit.begin(argument["num_microbatches"])
             for microbatch in range(argument["num_microbatches"]):
-                forward(units, samples(group.rank, microbatch), recompute="none").backward()
+                forward(units, samples(dist.get_rank(), microbatch), recompute="none").backward()
             for unit in units:
                 unit.finish()
         logs.append(log.names)
@@ -298,7 +306,9 @@ def tied(_: None, group: StateGroup) -> list[bool]:
 
 SCENARIOS: dict[str, Callable[[Any, StateGroup], Any]] = {
     "parity": parity,
+    "parity in pairs": lambda cases, _: parity(cases, in_pairs()),
     "issued": lambda arguments, group: [issued(argument, group) for argument in arguments],
+    "issued in pairs": lambda arguments, _: [issued(argument, in_pairs()) for argument in arguments],
     "memory": lambda arguments, group: [memory(argument, group) for argument in arguments],
     "clipping": clipping,
     "tied": tied,

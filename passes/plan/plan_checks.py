@@ -66,6 +66,22 @@ def _check_stages(step: StepPlan) -> None:
                     f"step.chunks[{index}]: expected groups of at least one unit and ZeRO stages 0 to 3, got "
                     f"{group.count} units of stage {group.zero}"
                 )
+    _check_zero_ranks(step)
+
+
+def _check_zero_ranks(step: StepPlan) -> None:
+    """ZeRO divides over all data ranks, or over neighbours that make up all of them in several groups."""
+    ranks = step.zero_ranks
+    if not ranks:
+        return
+    if step.axes.get("ep", 1) > 1:
+        raise ValueError(f"step.zero_ranks: {ranks}, but with experts on an axis (ep) ZeRO divides over all: expected 0")
+    if not 1 < ranks < step.data_ranks or step.data_ranks % ranks:
+        raise ValueError(
+            f"step.zero_ranks: expected 0 (all), or 2 or more that divide the {step.data_ranks} data ranks, got {ranks}"
+        )
+    if not any(step.zero):
+        raise ValueError(f"step.zero_ranks: {ranks}, but no unit has a ZeRO stage from 1 to 3: expected 0")
 
 
 def _check_costs(where: str, chunk: ChunkPlan, *, told_apart: bool) -> None:

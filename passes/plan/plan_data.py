@@ -75,7 +75,8 @@ class CollectivePlan:
     """How often a collective is issued in one training step on one axis, and the sum of its bytes.
 
     Of one device; with a pipeline, of one device of every stage together. ``axis`` names one mesh axis, or several with
-    ``_`` between them where one group has the ranks of all. ``phase`` is ``forward``, ``backward`` or, in the plan of a
+    ``_`` between them where one group has the ranks of all; under hybrid sharding (``StepPlan.zero_ranks``) ``_shard``
+    follows for the ranks that hold all pieces together, ``_replicate`` for those that hold the same. ``phase`` is ``forward``, ``backward`` or, in the plan of a
     step, ``after``: once a step, behind all backward passes. Plans of a step list also what stages ``send`` each other.
     """
 

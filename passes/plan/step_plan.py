@@ -135,6 +135,8 @@ class StepPlan:
         stage_devices: by pipeline rank where devices are unequal, else nothing; ``memory_limit`` is then the largest.
         offload: ``"optimizer"``: the optimizer runs on the host, with its state in the host's memory
             (``planner.OffloadedOptimizer``); ``""``: nothing is there.
+        zero_ranks: over how many neighbours of the data ranks ZeRO divides (hybrid sharding): each such group holds all
+            pieces, and what its ranks reduced is summed over the groups once a step; 0: over all data ranks.
     """
 
     axes: dict[str, int]
@@ -157,6 +159,12 @@ class StepPlan:
     forward_passes: int = 1
     stage_devices: tuple[StageDevice, ...] = ()
     offload: str = ""
+    zero_ranks: int = 0
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters, experts apart."""
+        return self.sample_groups * self.axes.get("cp", 1)
 
     @property
     def sample_groups(self) -> int:

@@ -177,8 +177,9 @@ def _make_unit(names: Sequence[str], zero: int, state: StepState, shared: Collec
     weights = [_weight(name, info, state, shared=name in shared) for name, info in zip(names, infos)]
     # A piece is owned as soon as one unit shards the parameter; another of its units then gathers it once a step.
     zero = max(zero, int(any(info.sharded for info in infos)))
-    axes = infos[0].data_axes if infos else ()
-    return Unit(weights, zero=zero, group=StateGroup.of(state.places.group_over(axes)))
+    axes, zero_ranks = (infos[0].data_axes, infos[0].zero_ranks) if infos else ((), 0)
+    groups = state.places.piece_groups(axes, zero_ranks if zero else 0)
+    return Unit(weights, zero=zero, group=StateGroup.of(*groups))
 
 
 def _weight(name: str, info: StateInfo, state: StepState, *, shared: bool) -> UnitWeight:

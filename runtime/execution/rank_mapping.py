@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.types import MeshShape, Placement
 from passes.pipeline_cut import BATCH_AXIS
-from runtime.launch.groups import flattened_group, group_of, mesh_along
+from runtime.launch.groups import flattened_group, group_of, mesh_along, shared_group
 from runtime.mesh.first_rank import from_first_rank
 from runtime.mesh.layout import Layout, RankLayout, VirtualLayout, part_of
 from runtime.state.owned import rectangle
 from runtime.torch_compat.process_groups import functional_collectives as funcol
+from runtime.zero.state_pieces import piece_ranks
 
 PIPELINE = "pp"
 
@@ -42,6 +43,9 @@ class Rectangle:
         return part
 
 
+#: Of the data ranks, those that this rank's pieces are whole with, and those that hold the same pieces (None: no other
+#: rank does).
+PieceGroups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 #: The part that the rank at a coordinate of the program's mesh holds.
 RectangleOf = Callable[[tuple[int, ...]], Rectangle]
 
@@ -62,7 +66,9 @@ class Places(Protocol):
 
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None: ...
 
-    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None: ...
+    def piece_groups(self, data_axes: tuple[str, ...], zero_ranks: int) -> PieceGroups: ...
+
+    def parameter_mesh(self, data_axes: tuple[str, ...], zero_ranks: int) -> DeviceMesh | None: ...
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]: ...
 
@@ -110,7 +116,7 @@ class RankPlaces:
         self.stage: int | None = device_mesh.get_local_rank(PIPELINE) if PIPELINE in names else 0
         self.pipeline_group = device_mesh.get_group(PIPELINE) if PIPELINE in names else None
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._parameter_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._parameter_meshes: dict[tuple[tuple[str, ...], int], DeviceMesh] = {}
         self._stage_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._everyone = None if device_mesh.mesh.numel() == 1 else flattened_group(device_mesh, "ranks")
 
@@ -123,18 +129,24 @@ class RankPlaces:
         """This rank's group over several axes of the programs together; None for one rank (all ranks must call it)."""
         return _group_over(axes, self.layout, self._groups)
 
-    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+    def piece_groups(self, data_axes: tuple[str, ...], zero_ranks: int) -> PieceGroups:
+        """This rank's groups where ZeRO divides over ``zero_ranks`` of the data ranks (all of those must call it)."""
+        return _piece_groups(self.group_over(data_axes), zero_ranks)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...], zero_ranks: int) -> DeviceMesh | None:
         """The mesh that parameters lie on: of the programs or, where they are cut into pieces over ``data_axes``, the
-        other axes of several ranks and then one axis of all data ranks.
+        other axes of several ranks and then one axis of all data ranks; where pieces are divided over ``zero_ranks`` of
+        them, one of the ranks that hold the same pieces, and one of those that hold all pieces together.
 
         What cuts a tensor first is then further out, as DTensor reads a mesh.
         """
         if not data_axes:
             return self.layout.device_mesh
-        if data_axes not in self._parameter_meshes:
-            group = self.group_over(data_axes)
-            self._parameter_meshes[data_axes] = _parameter_mesh(self.layout, data_axes, group)
-        return self._parameter_meshes[data_axes]
+        key = data_axes, zero_ranks
+        if key not in self._parameter_meshes:
+            groups = self.piece_groups(data_axes, zero_ranks)
+            self._parameter_meshes[key] = _parameter_mesh(self.layout, data_axes, groups)
+        return self._parameter_meshes[key]
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Each of ``tensors`` as the first rank of the step has it."""
@@ -231,7 +243,10 @@ class VirtualPlaces:
     def group_over(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         return _group_over(axes, self.layout, self._groups)
 
-    def parameter_mesh(self, data_axes: tuple[str, ...]) -> DeviceMesh | None:
+    def piece_groups(self, data_axes: tuple[str, ...], zero_ranks: int) -> PieceGroups:
+        return _piece_groups(self.group_over(data_axes), zero_ranks)
+
+    def parameter_mesh(self, data_axes: tuple[str, ...], zero_ranks: int) -> DeviceMesh | None:
         return None
 
     def from_first(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -354,6 +369,18 @@ def _group_over(
     return groups[axes]
 
 
+def _piece_groups(data: dist.ProcessGroup | None, zero_ranks: int) -> PieceGroups:
+    """The groups of this rank among the ``data`` ranks, each made by its members alone."""
+    if data is None:
+        return None, None
+    size = piece_ranks(data.size(), zero_ranks)
+    if size == data.size():
+        return data, None
+    ranks, (group, place) = dist.get_process_group_ranks(data), divmod(data.rank(), size)
+    together = shared_group("pieces", sorted(ranks[group * size : (group + 1) * size]))
+    return together, shared_group("replicas", sorted(ranks[place::size]))
+
+
 def piece_axes(mesh: MeshShape, data_axes: Sequence[str]) -> tuple[str, ...]:
     """The axes of ``Places.parameter_mesh`` besides that of the data ranks."""
     axes = tuple(axis for axis in mesh.names if axis not in data_axes and mesh.size(axis) > 1)
@@ -361,15 +388,17 @@ def piece_axes(mesh: MeshShape, data_axes: Sequence[str]) -> tuple[str, ...]:
     return axes or (mesh.names[:1] if all(mesh.size(axis) == 1 for axis in data_axes) else ())
 
 
-def _parameter_mesh(layout: Layout, data_axes: tuple[str, ...], data: dist.ProcessGroup | None) -> DeviceMesh:
+def _parameter_mesh(layout: Layout, data_axes: tuple[str, ...], pieces: PieceGroups) -> DeviceMesh:
     """The mesh of ``Places.parameter_mesh``, on the groups that there are."""
     mesh, inner = layout.mesh, layout.device_mesh
     axes = piece_axes(mesh, data_axes)
     outer = [mesh.names.index(axis) for axis in axes]
     rest = [place for place in range(len(mesh.names)) if place not in outer]
     groups, names, sizes = [inner.get_group(axis) for axis in axes], list(axes), [mesh.size(axis) for axis in axes]
-    if data is not None:
-        groups, names, sizes = [*groups, data], [*names, "data"], [*sizes, data.size()]
+    together, replicas = pieces
+    for group, name in ((replicas, "replicas"), (together, "data")):
+        if group is not None:
+            groups, names, sizes = [*groups, group], [*names, name], [*sizes, group.size()]
     ranks = inner.mesh.permute(*outer, *rest).reshape(sizes)
     return DeviceMesh.from_group(groups, inner.device_type, mesh=ranks.contiguous(), mesh_dim_names=tuple(names))
 

@@ -18,7 +18,7 @@ from runtime.execution.rank_mapping import Rectangle, RectangleOf, piece_axes
 from runtime.execution.unit_table import sharded_paths, stages_of
 from runtime.state.owned import is_first_holder, rectangle, torch_placements
 from runtime.zero.precision import Dtypes, Precision, precision_of
-from runtime.zero.state_pieces import piece_dim, piece_of
+from runtime.zero.state_pieces import piece_dim, piece_of, piece_ranks
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class StateInfo:
         data_axes: over which its gradient is summed outside of the programs.
         used: whether any program uses it.
         sharded: whether each data rank owns a piece of it only (ZeRO 1 to 3; without dims there are no pieces).
+        zero_ranks: over how many neighbours of the data ranks pieces are divided; 0: over all.
         stages: pipeline ranks that have it, in order.
     """
 
@@ -48,6 +49,7 @@ class StateInfo:
     sharded: bool
     used: bool
     stages: tuple[int, ...]
+    zero_ranks: int = 0
 
     def unsharded_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Its shape as programs use it on the first rank."""
@@ -56,7 +58,7 @@ class StateInfo:
     def piece_dim(self, mesh: MeshShape) -> int:
         """The dim that its pieces are cut in: the same on all ranks, though they may hold parts of unequal length."""
         uneven = uneven_dims(self.shape, self.placement, mesh)
-        return piece_dim(self.unsharded_shape(mesh), self.data_size(mesh), uneven)
+        return piece_dim(self.unsharded_shape(mesh), self.piece_ranks(mesh), uneven)
 
     def rectangle(self, mesh: MeshShape) -> RectangleOf:
         """Which part of it the rank at a coordinate owns."""
@@ -65,13 +67,12 @@ class StateInfo:
             offsets, sizes = rectangle(self.shape, self.placement, mesh, coordinate)
             if not self.sharded:
                 return Rectangle(offsets, sizes, is_first_holder(self.placement, coordinate))
-            dim, offset, length = piece_of(
-                sizes, self.data_size(mesh), self._data_rank(mesh, coordinate), self.piece_dim(mesh)
-            )
+            group, rank = divmod(self._data_rank(mesh, coordinate), self.piece_ranks(mesh))
+            dim, offset, length = piece_of(sizes, self.piece_ranks(mesh), rank, self.piece_dim(mesh))
             moved = tuple(o + offset if d == dim else o for d, o in enumerate(offsets))
             cut = tuple(length if d == dim else size for d, size in enumerate(sizes))
             others = tuple(0 if axis in self.data_axes else index for axis, index in zip(mesh.names, coordinate))
-            return Rectangle(moved, cut, is_first_holder(self.placement, others))
+            return Rectangle(moved, cut, not group and is_first_holder(self.placement, others))
 
         return part
 
@@ -80,15 +81,23 @@ class StateInfo:
         part = self.rectangle(mesh)
         return lambda coordinate: part(coordinate).primary
 
-    def torch_placements(self, mesh: MeshShape, data_axes: tuple[str, ...]) -> tuple[TorchPlacement, ...]:
-        """On the axes of ``Places.parameter_mesh(data_axes)``."""
+    def torch_placements(
+        self, mesh: MeshShape, data_axes: tuple[str, ...], zero_ranks: int
+    ) -> tuple[TorchPlacement, ...]:
+        """On the axes of ``Places.parameter_mesh(data_axes, zero_ranks)``."""
         if not data_axes:
             return torch_placements(self.placement)
         types = [self.placement[mesh.names.index(axis)] for axis in piece_axes(mesh, data_axes)]
-        size = _product(mesh, data_axes)
+        ranks = _product(mesh, data_axes)
+        size = piece_ranks(ranks, zero_ranks)
         uneven = uneven_dims(self.shape, self.placement, mesh)
         dim = piece_dim(self.unsharded_shape(mesh), size, uneven)
-        return (*torch_placements(types), Shard(dim) if self.sharded and self.shape else Replicate())
+        replicas = (Replicate(),) if size < ranks else ()
+        return (*torch_placements(types), *replicas, Shard(dim) if self.sharded and self.shape else Replicate())
+
+    def piece_ranks(self, mesh: MeshShape) -> int:
+        """How many ranks its pieces are divided over, if it is."""
+        return piece_ranks(self.data_size(mesh), self.zero_ranks)
 
     def data_size(self, mesh: MeshShape) -> int:
         """How many ranks its gradient is summed over."""
@@ -169,6 +178,7 @@ class Placing:
             placement=tuple(R if axis in deferred else where for axis, where in zip(mesh.names, placement)),
             data_axes=data_axes,
             sharded=path in self.pieces and bool(data_axes) and bool(info.shape),
+            zero_ranks=self.plan.step.zero_ranks if data_axes else 0,
             used=path in self.stages,
             # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
             stages=self.stages.get(path, (0,)),

@@ -39,8 +39,8 @@ class StepState:
         self.weights.train(self._is_training)
         self.deferral: Deferral = {}
         self.placing: Placing | None = None
-        #: Axes over which ZeRO cuts parameters into pieces.
-        self._piece_axes: tuple[str, ...] = ()
+        #: Axes over which ZeRO cuts parameters into pieces, and over how many of their ranks (0: all).
+        self._pieces: tuple[tuple[str, ...], int] = ((), 0)
         self._frozen: list[nn.Parameter] = []
         #: The versions that were looked through, and what was there: nothing on meta, copies on other pipeline ranks.
         self._version_with_data = self._version_of_tied = -1
@@ -61,9 +61,9 @@ class StepState:
         infos = [placing.placed(info) for info in before]
         for axes in dict.fromkeys(info.data_axes for info in infos):
             self.places.group_over(axes)  # Made by all ranks, also by those that have no parameter of these.
-        self._piece_axes = next((info.data_axes for info in infos if info.sharded), ())
-        for axes in dict.fromkeys(info.data_axes for info in infos if info.sharded):
-            self.places.parameter_mesh(axes)
+        self._pieces = next(((info.data_axes, info.zero_ranks) for info in infos if info.sharded), ((), 0))
+        for pieces in dict.fromkeys((info.data_axes, info.zero_ranks) for info in infos if info.sharded):
+            self.places.parameter_mesh(*pieces)
         owners = [self.find(info.names[0]) for info in before]
         self.weights = WeightTree()
         self.weights.train(self._is_training)
@@ -209,20 +209,21 @@ class StepState:
                     persistent=info.persistent,
                     primary=part.primary and first_stage,
                     virtual_primary=self.places.layout.marks(info.is_primary(self._mesh)),
-                    device_mesh=self.places.parameter_mesh(self._axes_of_pieces(info)),
-                    placements=info.torch_placements(self._mesh, self._axes_of_pieces(info)),
+                    device_mesh=self.places.parameter_mesh(*self._pieces_beside(info)),
+                    placements=info.torch_placements(self._mesh, *self._pieces_beside(info)),
                     state_on_host=self.placing is not None and bool(self.placing.plan.step.offload),
                 )
             )
         return tuple(pieces)
 
-    def _axes_of_pieces(self, info: StateInfo) -> tuple[str, ...]:
-        """The data axes of the mesh that a parameter lies on: of its own pieces or, if whole there, of others'."""
+    def _pieces_beside(self, info: StateInfo) -> tuple[tuple[str, ...], int]:
+        """The data axes of the mesh that a tensor lies on, and over how many of their ranks pieces are divided: of its
+        own or, if whole there, of others."""
         if info.sharded:
-            return info.data_axes
-        places = (self._mesh.names.index(axis) for axis in self._piece_axes)
+            return info.data_axes, info.zero_ranks
+        places = (self._mesh.names.index(axis) for axis in self._pieces[0])
         is_cut = any(shard_dim(info.placement[place]) is not None for place in places)
-        return () if is_cut else self._piece_axes  # experts, one rank's alone
+        return ((), 0) if is_cut else self._pieces  # experts, one rank's alone
 
     def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Whole tensors under the names of the original's state dict (None: all of them), on every rank."""

@@ -22,10 +22,12 @@ class Gradients:
 
     Args:
         at_once: add what has been reduced to the owners' ``grad`` as soon as it is there: another unit uses the same
-            parameters, and the sum is to be held once.
+            parameters, and the sum is to be held once. Not where other groups hold the same pieces: the sum over them
+            is of one step alone, and the owners may have the gradients of earlier ones.
 
     ``add`` takes a whole gradient; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
-    reduced to the owners' ``grad``. A parameter that no gradient was added for keeps the ``grad`` it has: which those
+    reduced to the owners' ``grad``. Of several groups that hold the same pieces each reduces by itself; ``spread``
+    starts summing the results of a whole step over them. A parameter that no gradient was added for keeps the ``grad`` it has: which those
     are follows from the program, so all ranks agree.
     """
 
@@ -40,7 +42,7 @@ class Gradients:
         at_once: bool = False,
     ) -> None:
         self._owners = tuple(owners)
-        self._at_once = at_once
+        self._at_once = at_once and group.replicas is None
         self._layout = layout
         self._pieces = zero >= _PIECES
         self._group = group
@@ -49,6 +51,9 @@ class Gradients:
         self._added: set[int] = set()
         self._running: tuple[Any, set[int]] | None = None
         self._reduced: torch.Tensor | None = None
+        #: What is being summed over the groups that hold the same pieces, and what has been.
+        self._spreading: Any = None
+        self._spread: torch.Tensor | None = None
         #: The whole gradients of the last step, whose memory serves the next if nobody has kept them: memory from the
         #: system is slow at its first touch.
         self._spare: torch.Tensor | None = None
@@ -59,7 +64,7 @@ class Gradients:
     @property
     def num_bytes(self) -> int:
         """Bytes held from one micro-batch to the next."""
-        buffers = (self._buffer, self._reduced)
+        buffers = (self._buffer, self._reduced, self._spread)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers if buffer is not None)
 
     def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -113,16 +118,32 @@ class Gradients:
         self._reduced = result if self._reduced is None else self._reduced.add_(result)
         self._reduced_of |= added
 
+    def spread(self) -> None:
+        """Start summing over the groups that hold the same pieces what this one has reduced, if there are others."""
+        self.launch()
+        self.settle()
+        if self._group.replicas is not None and self._reduced is not None:
+            self._settle_spread()
+            self._spreading, self._reduced = self._group.replicas.all_reduce(self._reduced), None
+
+    @torch.no_grad()
+    def _settle_spread(self) -> None:
+        if self._spreading is not None and self._group.replicas is not None:
+            result = self._group.replicas.wait(self._spreading)
+            self._spread = result if self._spread is None else self._spread.add_(result)
+            self._spreading = None
+
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce what is left, wait, and add everything to the owners' ``grad``."""
-        self.launch()
-        self.settle()
-        if self._reduced is None:
+        self.spread()
+        self._settle_spread()
+        reduced = self._reduced if self._spread is None else self._spread
+        if reduced is None:
             return
-        self._hand_over(self._reduced, self._reduced_of)
-        self._spare = None if self._pieces else self._reduced
-        self._reduced, self._reduced_of = None, set()
+        self._hand_over(reduced, self._reduced_of)
+        self._spare = None if self._pieces else reduced
+        self._reduced, self._spread, self._reduced_of = None, None, set()
         if self._views is not None and self._views[0] is not self._spare:
             self._views = None
 
@@ -147,9 +168,10 @@ class Gradients:
         """Forget all that has been added since the last ``finish``."""
         if self._running is not None:
             self._group.wait(self._running[0])
+        self._settle_spread()
         self._running = None
         self._buffer, self._added = None, set()
-        self._reduced, self._reduced_of = None, set()
+        self._reduced, self._spread, self._reduced_of = None, None, set()
 
     def _pairs(
         self, buffer: torch.Tensor, gradients: Mapping[int, torch.Tensor]

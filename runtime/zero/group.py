@@ -19,16 +19,25 @@ _COLLECTIVES = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class StateGroup:
-    """A process group by name, its size and this rank's place in it. Without arguments: one rank alone."""
+    """A process group by name, its size and this rank's place in it. Without arguments: one rank alone.
+
+    Attributes:
+        replicas: the ranks of other groups that hold the same pieces as this one (hybrid sharding): what a group has
+            reduced is summed over them once a step. None: this is the only group.
+    """
 
     name: str = ""
     size: int = 1
     rank: int = 0
+    replicas: StateGroup | None = None
 
     @staticmethod
-    def of(group: ProcessGroup | None) -> StateGroup:
+    def of(group: ProcessGroup | None, replicas: ProcessGroup | None = None) -> StateGroup:
         """The state group of a process group; None for one rank alone."""
-        return StateGroup(group.group_name, group.size(), group.rank()) if group is not None else StateGroup()
+        if group is None:
+            return StateGroup()
+        others = None if replicas is None else StateGroup.of(replicas)
+        return StateGroup(group.group_name, group.size(), group.rank(), others)
 
     def all_gather(self, row: torch.Tensor) -> Any:
         return _COLLECTIVES.all_gather_into_tensor(row, self.size, self.name) if self.size > 1 else row

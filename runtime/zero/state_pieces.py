@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,14 @@ def piece_dim(shape: Sequence[int], group_size: int, uneven: Collection[int] = (
         if dim not in uneven and size and size % group_size == 0:
             return dim
     return 0
+
+
+def piece_ranks(data_ranks: int, zero_ranks: int) -> int:
+    """Over how many neighbours of the ranks that hold a tensor alike its pieces are divided.
+
+    ``zero_ranks``: as the plan says (``StepPlan.zero_ranks``), 0 for all.
+    """
+    return math.gcd(data_ranks, zero_ranks)
 
 
 def piece_of(shape: Sequence[int], group_size: int, rank: int, dim: int | None = None) -> tuple[int, int, int]:

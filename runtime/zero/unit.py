@@ -84,10 +84,11 @@ class Unit:
         weights: the unit's parameters, each once; owners of frozen ones are whole.
         zero: 0: all whole. 1: owners are pieces; weights gathered and gradients reduced once a step. 2: gradients
             reduced after every use, only pieces are kept. 3: weights gathered for every use, too.
-        group: the data ranks.
+        group: the data ranks or, from ZeRO 1 on, neighbours among them that hold all pieces together (``replicas``).
 
     Raises:
-        ValueError: for an unknown stage, and for an owner that is not the piece it should be.
+        ValueError: for an unknown stage, whole owners in several groups, and an owner that is not the piece it should
+            be.
     """
 
     def __init__(self, weights: Sequence[UnitWeight], *, zero: int, group: StateGroup | None = None) -> None:
@@ -95,6 +96,8 @@ class Unit:
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"unknown ZeRO stage {zero!r}: expected 0, 1, 2 or 3")
         self.zero = zero if self.group.size > 1 else 0
+        if not self.zero and self.group.replicas is not None:
+            raise ValueError("ZeRO 0 reduces over all data ranks at once: expected a group without replicas")
         self.weights = tuple(weights)
         self._check_shapes()
         self._bundles = self._make_bundles()
@@ -196,6 +199,7 @@ class Unit:
             return
         for bundle in self._bundles:
             bundle.gradients.launch()
+        self._spread()
         for bundle in self._bundles:
             bundle.gradients.finish()
             bundle.weights.drop_prefetched()
@@ -211,6 +215,12 @@ class Unit:
         """Wait for the reductions that have been started."""
         for bundle in self._bundles:
             bundle.gradients.settle()
+
+    def _spread(self) -> None:
+        """Sum what has been reduced over the groups that hold the same pieces, behind what computes meanwhile."""
+        if self.group.replicas is not None:
+            for bundle in self._bundles:
+                bundle.gradients.spread()
 
     def _kept(self) -> list[list[torch.Tensor]]:
         are_saved = self._expected is None and self._open_uses > 0
@@ -284,6 +294,8 @@ class Unit:
         if self.zero >= _REDUCED_PER_USE and self.after is not None:
             # One whole gradient at a time waits for its reduction.
             self.after.settle()
+        if self.after is not None and not self.after._open_uses:
+            self.after._spread()
         if gradients:
             self._take_all(gradients)
         if self.zero >= _REDUCED_PER_USE:
