@@ -136,11 +136,14 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
         "num_microbatches": step_plan.num_microbatches,
         "recompute": step_plan.recompute,
         "zero": step_plan.zero,
+        "zero_ranks": step_plan.zero_ranks,
         "tensors": len(comparisons),
         "loss_error": max(entry.error for entry in comparisons if entry.what == "loss"),
         # How many tokens an expert gets is no part of a plan: ranks send unlike numbers, tests of experts count them.
         "broken_rules": [] if has_experts else broken_rules(calls),
-        "unlike_plan": [] if has_experts else unlike_plan(calls, parallel.plan.collectives, step_plan.axes),
+        "unlike_plan": []
+        if has_experts
+        else unlike_plan(calls, parallel.plan.collectives, step_plan.axes, step_plan.zero_ranks),
         "dtypes": sorted({str(parameter.dtype) for parameter in parallel.parameters()}),
     }
 

@@ -15,6 +15,8 @@ from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 PIPELINE = {"pp": 2, "num_microbatches": 4}
+#: Hybrid sharding: pairs of data ranks hold all pieces together.
+PAIRS = {"dp": 4, "num_microbatches": 2, "zero_ranks": 2}
 
 
 def two_layers(model: str, name: str, **fix: Any) -> Case:
@@ -50,6 +52,10 @@ CASES: tuple[Case, ...] = (
         "tiny-gpt2", "tied weights, loss in chunks", **PIPELINE, tp=2, schedule="zb_h1", recompute="chunked_loss"
     ),
 )
+IN_PAIRS: tuple[Case, ...] = (
+    on_device_thread(two_layers("tiny-llama", "gathered from neighbours", **PAIRS, zero=3, recompute="full")),
+    two_layers("tiny-gpt2", "kept by neighbours, tied weights", **PAIRS, zero=1),
+)
 #: In the dtype that most train in, of weights that are sharded and gathered.
 SINGLE: Case = {
     **on_device_thread(
@@ -73,25 +79,28 @@ EVALUATED = ("zero bubbles and split tensors", "split sequences")
 @functools.cache
 def results() -> dict[str, dict[str, Any]]:
     # Outputs without a loss are of other programs: one of a pipeline and one of a mesh stand for all.
-    cases = [{**each, "evaluated": each["name"] in EVALUATED} for each in (*CASES, SINGLE, NARROW, NARROW_CHUNKS)]
+    cases = [
+        {**each, "evaluated": each["name"] in EVALUATED} for each in (*CASES, *IN_PAIRS, SINGLE, NARROW, NARROW_CHUNKS)
+    ]
     return run_on_ranks("step_parity_worker", 4, cases, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("entry", [*CASES, SINGLE], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE], ids=lambda entry: entry["name"])
 def test_a_step_on_four_processes_is_that_of_one_device(entry: Case) -> None:
     result = results()[entry["name"]]
     axes = {axis: size for axis, size in entry["fix"].items() if axis in result["axes"]}
     assert result["axes"] == axes and result["zero"] == [entry["fix"]["zero"]]
+    assert result["zero_ranks"] == entry["fix"].get("zero_ranks", 0)
     assert result["error"] <= TOLERANCES[entry.get("dtype", "float64")], result["worst"]
 
 
-@pytest.mark.parametrize("entry", [*CASES, SINGLE], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE], ids=lambda entry: entry["name"])
 def test_what_the_ranks_of_a_step_send_keeps_nccls_rules(entry: Case) -> None:
     """Collectives in one order in every group, transfers that pair up, and no circle of waits."""
     assert results()[entry["name"]]["broken_rules"] == []
 
 
-@pytest.mark.parametrize("entry", [*CASES, SINGLE, NARROW, NARROW_CHUNKS], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize("entry", [*CASES, *IN_PAIRS, SINGLE, NARROW, NARROW_CHUNKS], ids=lambda entry: entry["name"])
 def test_the_plan_counts_every_collective_of_the_step(entry: Case) -> None:
     """Activations, what recomputation sends again, ZeRO's gathers and reductions, sends, totals, the loss."""
     assert results()[entry["name"]]["unlike_plan"] == []

@@ -75,7 +75,9 @@ def _check_zero_ranks(step: StepPlan) -> None:
     if not ranks:
         return
     if step.axes.get("ep", 1) > 1:
-        raise ValueError(f"step.zero_ranks: {ranks}, but with experts on an axis (ep) ZeRO divides over all: expected 0")
+        raise ValueError(
+            f"step.zero_ranks: {ranks}, but with experts on an axis (ep) ZeRO divides over all: expected 0"
+        )
     if not 1 < ranks < step.data_ranks or step.data_ranks % ranks:
         raise ValueError(
             f"step.zero_ranks: expected 0 (all), or 2 or more that divide the {step.data_ranks} data ranks, got {ranks}"

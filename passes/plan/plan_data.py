@@ -14,6 +14,9 @@ from passes.ir.types import MeshShape, Placement
 from passes.plan.step_plan import StepPlan
 
 PLAN_VERSION = 4
+#: What follows the data axes in ``CollectivePlan.axis`` under hybrid sharding (``StepPlan.zero_ranks``): of the ranks
+#: that hold all pieces together, and of those that hold the same.
+OVER_PIECES, OVER_REPLICAS = "_shard", "_replicate"
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,9 @@ class CollectivePlan:
     """How often a collective is issued in one training step on one axis, and the sum of its bytes.
 
     Of one device; with a pipeline, of one device of every stage together. ``axis`` names one mesh axis, or several with
-    ``_`` between them where one group has the ranks of all; under hybrid sharding (``StepPlan.zero_ranks``) ``_shard``
-    follows for the ranks that hold all pieces together, ``_replicate`` for those that hold the same. ``phase`` is ``forward``, ``backward`` or, in the plan of a
-    step, ``after``: once a step, behind all backward passes. Plans of a step list also what stages ``send`` each other.
+    ``_`` between them where one group has the ranks of all, maybe with ``OVER_PIECES`` or ``OVER_REPLICAS`` behind
+    them. ``phase`` is ``forward``, ``backward`` or, in the plan of a step, ``after``: once a step, behind all backward
+    passes. Plans of a step list also what stages ``send`` each other.
     """
 
     collective: str

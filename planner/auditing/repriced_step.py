@@ -33,7 +33,7 @@ from planner.auditing.graph_walk import GraphWalk, walk_graph
 from planner.auditing.unit_prices import StateOfUnit, UnitPrices
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
-from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
 from planner.whole_step.costs.step_prices import (
@@ -124,8 +124,9 @@ class _StepPricer:
         sizes = dict(step.axes)
         experts = sizes.pop(EXPERT, 1)
         self.layout = MeshLayout(
-            sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes), expert=experts
-        )
+            sizes[PIPELINE], sizes[DATA], sizes[CONTEXT], sizes[TENSOR], order=tuple(sizes), expert=experts,
+            zero_ranks=step.zero_ranks,
+        )  # fmt: skip
         self.links = Links.of(cluster, self.layout)
         self.extrapolation = None if cluster.profile is None else Extrapolation(cluster.profile)
         self.links.axes.extrapolation = self.extrapolation
@@ -300,12 +301,25 @@ class _UnitParameters:
         return self.share(state) * state.elements * self.gradient_size(state)
 
     def group_of(self, state: StateOfUnit) -> int:
-        """Devices that hold the parameter alike: of experts on an axis ``ep`` fewer than of the rest."""
+        """Devices that hold the parameter alike: of experts on an axis ``ep`` fewer than of the rest.
+
+        Where ZeRO divides over some of them, those.
+        """
+        if self.is_hybrid:
+            return self.pricer.step.zero_ranks
         return self.pricer.layout.group_of(expert=state.expert)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether several groups of devices each hold all pieces."""
+        return bool(self.zero and self.pricer.step.zero_ranks)
 
     def over_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> float:
         """Seconds of one collective over the parameters that all hold alike, and of one over each rank's experts."""
         links, layout = self.pricer.links, self.pricer.layout
+        if self.is_hybrid:
+            together = sum(map(num_bytes, self.trained))
+            return links.pieces.collective_seconds(collective, num_bytes=together, axis=DATA)
         seconds = 0.0
         for expert, prices in ((False, links.group), (True, links.expert_group)):
             together = sum(num_bytes(state) for state in self.trained if self.is_apart(state) == expert)
@@ -324,8 +338,18 @@ class _UnitParameters:
         return self.over_groups("reduce_scatter", self.gradient_bytes)
 
     def reduction_each_step(self) -> float:
-        """Stage 0 and 1 reduce gradients once a step; stages 2 and 3 do it for every micro-batch."""
-        return (self.over_groups("all_reduce", self.gradient_bytes), self.scatter(), 0.0, 0.0)[self.zero]
+        """Stage 0 and 1 reduce gradients once a step; stages 2 and 3 do it for every micro-batch.
+
+        Devices that hold the same pieces sum their gradients once a step.
+        """
+        if not self.zero:
+            return self.over_groups("all_reduce", self.gradient_bytes)
+        over_replicas = 0.0
+        if self.is_hybrid:
+            piece_bytes = self.gradients / self.pricer.step.zero_ranks
+            prices = self.pricer.links.pieces
+            over_replicas = prices.collective_seconds("all_reduce", num_bytes=piece_bytes, axis=REPLICAS)
+        return over_replicas + (self.scatter() if self.zero == 1 else 0.0)
 
     def tied_exchange(self) -> float:
         """Sum the gradients of a shared parameter over the ranks that have it."""

@@ -17,6 +17,7 @@ from passes.capture import keep_float64
 from passes.capture.independent_copy import independent_copy
 from passes.ir.graph import Graph
 from passes.ir.types import I, MeshShape
+from passes.pipeline_cut import DATA_AXES
 from passes.plan import Plan
 from passes.plan.parameter_dtype import float_dtype
 from planner.checked_numbers import check_whole_number
@@ -139,7 +140,9 @@ def verify(
             loss_fn=loss_fn,
             example_inputs=training.batch,
         )
-        counter, drops = CommunicationCounter(layout.device_mesh), DroppedTokens()
+        zero_ranks = 0 if user_plan is None else user_plan.step.zero_ranks
+        counter = CommunicationCounter(layout.device_mesh, data_axes=DATA_AXES, zero_ranks=zero_ranks)
+        drops = DroppedTokens()
         results = run_sharded(
             parallel,
             training,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from passes.ir.conversions import ALL_TO_ALL
 from passes.pipeline_cut import DATA_AXES
 from passes.plan import CollectivePlan, Plan
+from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
 from passes.plan.text_tables import format_table
 from planner.verification.comparison import Comparison
 from planner.whole_step.result.unit_collectives import AFTER
@@ -113,7 +114,8 @@ class VerifyReport:
         together = step.axes.get("pp", 1) > 1
 
         def is_judged(one: CollectivePlan) -> bool:
-            is_of_weights = together and set(one.axis.split("_")) <= set(DATA_AXES)
+            axes = one.axis.removesuffix(OVER_PIECES).removesuffix(OVER_REPLICAS)
+            is_of_weights = together and set(axes.split("_")) <= set(DATA_AXES)
             return one.phase != AFTER and not is_of_weights and not (step.compiled and one.phase == "backward")
 
         return [one for one in differing if is_judged(one)]

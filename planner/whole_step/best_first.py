@@ -147,8 +147,14 @@ class Search(CandidateProblems):
                 self._leave(entry.bound)
                 continue
             for follower in self._advance(entry):
-                heapq.heappush(heap if follower.weight or follower.effort else ready, follower)
+                heapq.heappush(heap if self._can_wait(follower) else ready, follower)
             self._tell(heap)
+
+    def _can_wait(self, entry: SearchEntry) -> bool:
+        """Whether something plainer than an entry comes first: a lighter price of bytes, less effort, ZeRO over all."""
+        layout = entry.candidate.layout
+        is_hybrid = layout.zero_ranks and layout != self.zero_layouts(replace(layout, zero_ranks=0))[0]
+        return bool(entry.weight or entry.effort or is_hybrid)
 
     def _firsts(
         self, entries: list[SearchEntry], order: Callable[[SearchEntry], tuple[float, float]]
@@ -298,9 +304,8 @@ class Search(CandidateProblems):
     def _gather(self, entry: SearchEntry) -> Iterator[SearchEntry]:
         """Bound by the communication stream: what ZeRO must gather and reduce in every micro-batch to fit in memory."""
         candidate = entry.candidate
-        seconds = self.bounds.zero(
-            candidate, self.links_on(candidate.layout), self.memory, self.setting(candidate).zero
-        )
+        links = {layout: self.links_on(layout) for layout in self.zero_layouts(candidate.layout)}
+        seconds = self.bounds.zero(candidate, links, self.memory, self.setting(candidate).zero)
         if seconds == float("inf"):
             self._lacks(candidate, self.bounds.missing)
             return
@@ -334,7 +339,8 @@ class Search(CandidateProblems):
             self.bounds.learn(candidate.cut, sharded.without_samples)
         bound = self._bound(entry, sharded.least_seconds)
         if not self._is_known(entry, sharded):
-            yield self._next(entry, bound, sharded=sharded)
+            for layout in self.zero_layouts(candidate.layout):
+                yield self._next(entry, bound, sharded=sharded, candidate=replace(candidate, layout=layout))
         yield from self._with_fewer_bytes(entry, bound)
 
     def _is_known(self, entry: SearchEntry, sharded: Sharded) -> bool:

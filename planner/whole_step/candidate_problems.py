@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES
 from planner.pipeline_ilp.stage_problem import StageProblem, UnitRun
-from planner.whole_step.candidates.candidates import Candidate
+from planner.whole_step.candidates.candidates import Candidate, zero_sizes
 from planner.whole_step.candidates.demands import Demands
 from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
@@ -20,6 +22,7 @@ class CandidateProblems:
         self.level_one, self.cluster, self.demands = level_one, cluster, demands
         self.memory = demands.memory_on(cluster.device.usable_bytes)
         self.links: dict[MeshLayout, Links] = {}
+        self.divided: dict[MeshLayout, tuple[MeshLayout, ...]] = {}
         self.runs: dict[tuple[object, ...], tuple[Sharded, tuple[UnitRun, ...]]] = {}
 
     def links_on(self, layout: MeshLayout) -> Links:
@@ -27,6 +30,15 @@ class CandidateProblems:
         if layout not in self.links:
             self.links[layout] = Links.of(self.cluster, layout)
         return self.links[layout]
+
+    def zero_layouts(self, layout: MeshLayout) -> tuple[MeshLayout, ...]:
+        """A layout in all ways in which ZeRO may divide over its data ranks, over all of them first."""
+        if layout not in self.divided:
+            sizes = zero_sizes(self.cluster, layout, self.demands)
+            if not self.level_one.space.graph.training:
+                sizes = sizes[:1]
+            self.divided[layout] = tuple(replace(layout, zero_ranks=size) for size in sizes)
+        return self.divided[layout]
 
     def setting(self, candidate: Candidate) -> StageSetting:
         """Where the units of ``candidate`` run."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from passes.ir.conversions import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from passes.plan import CollectivePlan
+from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
 from passes.torch_compat.operators import TorchDispatchMode, schema
 from runtime.torch_compat.autograd_engine import in_backward
 from runtime.torch_compat.process_groups import group_named
@@ -41,11 +44,15 @@ class CommunicationCounter(TorchDispatchMode):
 
     Bytes are as in ``Step.num_bytes``: of the tensor as it is on one rank once it is whole on that axis. Works on
     real process groups and, entered inside it, under ``LocalTensorMode``. Groups of one rank send nothing.
+
+    Args:
+        data_axes, zero_ranks: over how many neighbours of the ranks of which axes the plan divides
+            (``StepPlan.zero_ranks``), to tell the groups of hybrid sharding by.
     """
 
-    def __init__(self, device_mesh: DeviceMesh) -> None:
+    def __init__(self, device_mesh: DeviceMesh, *, data_axes: Sequence[str] = (), zero_ranks: int = 0) -> None:
         super().__init__()
-        self.mesh = device_mesh
+        self.mesh, self.data_axes, self.zero_ranks = device_mesh, data_axes, zero_ranks
         groups = {name: device_mesh.get_group(name) for name in device_mesh.mesh_dim_names or ()}
         #: What to call each group; None for those that are not counted.
         self.axes: dict[str, str | None] = {
@@ -95,7 +102,18 @@ class CommunicationCounter(TorchDispatchMode):
                 rows = ranks.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
                 label = "_".join(names[place] for place in places)
                 groups.append((label, rows.reshape(-1, rows.shape[-1]).tolist()))
-        return groups
+        return [*groups, *self._of_pieces()] if self.zero_ranks else groups
+
+    def _of_pieces(self) -> Iterator[tuple[str, list[list[int]]]]:
+        """The groups of hybrid sharding: neighbours that hold all pieces together, and those that hold the same."""
+        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
+        places = [place for place, name in enumerate(names) if name in self.data_axes and ranks.shape[place] > 1]
+        label = "_".join(names[place] for place in places)
+        data = ranks.movedim(places, list(range(-len(places), 0))).flatten(-len(places)).reshape(-1, self.zero_ranks)
+        yield f"{label}{OVER_PIECES}", data.tolist()
+        num_replicas = math.prod(ranks.shape[place] for place in places) // self.zero_ranks
+        same = data.reshape(-1, num_replicas, self.zero_ranks).transpose(1, 2)
+        yield f"{label}{OVER_REPLICAS}", same.reshape(-1, num_replicas).tolist()
 
     @property
     def collectives(self) -> tuple[CollectivePlan, ...]:

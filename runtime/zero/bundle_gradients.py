@@ -27,8 +27,8 @@ class Gradients:
 
     ``add`` takes a whole gradient; ``launch`` starts reducing what has been added, asynchronously; ``finish`` adds the
     reduced to the owners' ``grad``. Of several groups that hold the same pieces each reduces by itself; ``spread``
-    starts summing the results of a whole step over them. A parameter that no gradient was added for keeps the ``grad`` it has: which those
-    are follows from the program, so all ranks agree.
+    starts summing the results of a whole step over them. A parameter that no gradient was added for keeps the ``grad``
+    it has: which those are follows from the program, so all ranks agree.
     """
 
     def __init__(

@@ -305,6 +305,8 @@ class Unit:
         if self._open_uses == 0:
             for bundle in self._bundles:
                 bundle.gradients.launch()
+            if self.before is None:  # no other unit's use is to come, behind which it could be summed
+                self._spread()
 
     def _follow_pass(self) -> None:
         """Finish at the end of this backward pass, if the unit is automatic."""

@@ -37,9 +37,12 @@ def planned_counts(collectives: Iterable[CollectivePlan]) -> Counts:
     return _summed(((item.collective, item.axis), item.count, item.num_bytes) for item in collectives)
 
 
-def recorded_counts(calls: Iterable[Call], axes: Mapping[str, int]) -> Counts:
-    """What the ranks of one pipeline issued on a mesh of ``axes`` (outermost first) over all ranks."""
-    names = dict(_groups(axes))
+def recorded_counts(calls: Iterable[Call], axes: Mapping[str, int], zero_ranks: int = 0) -> Counts:
+    """What the ranks of one pipeline issued on a mesh of ``axes`` (outermost first) over all ranks.
+
+    ``zero_ranks``: over how many neighbours of the data ranks ZeRO divides, 0 for all.
+    """
+    names = dict(_groups(axes, zero_ranks))
     counts = []
     for call in calls:
         if call.kind == "recv":
@@ -60,7 +63,7 @@ def _mesh(axes: Mapping[str, int]) -> torch.Tensor:
     return torch.arange(math.prod(axes.values())).reshape(list(axes.values()))
 
 
-def _groups(axes: Mapping[str, int]) -> Iterable[tuple[tuple[int, ...], str]]:
+def _groups(axes: Mapping[str, int], zero_ranks: int) -> Iterable[tuple[tuple[int, ...], str]]:
     """The ranks of every group, with what plans call its axes."""
     several = [axis for axis, size in axes.items() if size > 1]
     data = [axis for axis in ("dp", "cp") if axis in several]
@@ -69,6 +72,10 @@ def _groups(axes: Mapping[str, int]) -> Iterable[tuple[tuple[int, ...], str]]:
         ranks = _mesh(axes).movedim(places, list(range(-len(places), 0)))
         for members in ranks.reshape(-1, math.prod(axes[axis] for axis in group)).tolist():
             yield tuple(members), "_".join(group)
+            if zero_ranks and group == data:
+                together = [tuple(members[place : place + zero_ranks]) for place in range(0, len(members), zero_ranks)]
+                yield from ((each, f"{'_'.join(group)}_shard") for each in together)
+                yield from ((each, f"{'_'.join(group)}_replicate") for each in zip(*together))
 
 
 def _passed(call: Call) -> int:
@@ -98,8 +105,11 @@ def differences(planned: Counts, recorded: Counts) -> list[str]:
 
 
 def unlike_plan(
-    calls: Sequence[Sequence[Call]], collectives: Iterable[CollectivePlan], axes: Mapping[str, int]
+    calls: Sequence[Sequence[Call]],
+    collectives: Iterable[CollectivePlan],
+    axes: Mapping[str, int],
+    zero_ranks: int = 0,
 ) -> list[str]:
     """Where what all ranks issued (by rank) is not what the plan lists."""
     own = itertools.chain.from_iterable(calls[rank] for rank in first_pipeline(axes))
-    return differences(planned_counts(collectives), recorded_counts(own, axes))
+    return differences(planned_counts(collectives), recorded_counts(own, axes, zero_ranks))

@@ -9,8 +9,9 @@ from typing import Any
 
 from cost_models import Cluster
 from cost_models.schedules import SCHEDULES, reason_not
-from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
-from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts
+from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, ZERO_RANKS, Demands
+from planner.whole_step.candidates.mesh_layout import AXES, MeshLayout, divisors, layouts, zero_groups
+from planner.whole_step.candidates.training_options import ZERO_STAGES
 from planner.whole_step.costs.sharding import Cut
 from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 
@@ -31,6 +32,7 @@ _FIELDS = {"micro_batch": "local_batch"}
 class Candidate:
     """One layout, micro-batch and schedule of a step; shardings, cuts, recompute and ZeRO are searched for each.
 
+    Until its sharding is found, a candidate stands for all that differ in ``layout.zero_ranks`` alone.
     ``local_batch``: samples of one micro-batch on one device; ``chunks_per_rank``: chunks of the model a device holds.
     """
 
@@ -51,7 +53,7 @@ class Candidate:
 
     def value_of(self, name: str) -> Any:
         """The candidate's value of one of the choices in ``demands.CHOICES`` (those that it decides)."""
-        sizes = {EXPERT: 1, **self.layout.sizes}
+        sizes = {EXPERT: 1, ZERO_RANKS: self.layout.zero_ranks, **self.layout.sizes}
         return sizes[name] if name in sizes else getattr(self, _FIELDS.get(name, name))
 
     def bound(self, seconds: float) -> float:
@@ -118,6 +120,7 @@ def families(
             global_batch % layout.sample_groups
             or layout.pipeline > num_units
             or not demands.allows("order", layout.order)
+            or not zero_sizes(cluster, layout, demands)
         ):
             continue
         for local_batch in divisors(global_batch // layout.sample_groups):
@@ -126,6 +129,23 @@ def families(
                 continue
             if demands.allows("num_microbatches", m):
                 yield Family(layout, local_batch, m, num_units, demands)
+
+
+def zero_sizes(cluster: Cluster, layout: MeshLayout, demands: Demands) -> tuple[int, ...]:
+    """Over how many neighbours of the data ranks ZeRO may divide in a layout: 0 (all of them) first, if allowed.
+
+    Unless the user says, those within each level of links.
+    """
+    group, fixed = layout.group, demands.fixed.get(ZERO_RANKS)
+    is_all_allowed = (fixed is None or not fixed.isdisjoint((0, group))) and (
+        demands.forbidden.get(ZERO_RANKS, frozenset()).isdisjoint((0, group))
+    )
+    everyone = (0,) if is_all_allowed else ()
+    if layout.expert > 1 or not any(demands.among("zero", ZERO_STAGES)):
+        return everyone  # experts and the rest are held by unlike groups; ZeRO 0 divides nothing
+    sizes = zero_groups(cluster, layout) if fixed is None else sorted(fixed)
+    within = (size for size in sizes if 1 < size < group and group % size == 0)
+    return (*everyone, *demands.among(ZERO_RANKS, within))
 
 
 def candidates(cluster: Cluster, **options: Any) -> Iterator[Candidate]:

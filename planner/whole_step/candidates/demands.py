@@ -15,7 +15,9 @@ from planner.whole_step.candidates.mesh_layout import AXES
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES, TrainingOptions
 from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 
-#: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer.
+#: Over how many neighbours of the data ranks ZeRO divides; 0: over all.
+ZERO_RANKS = "zero_ranks"
+#: What ``fix`` and ``forbid`` may name: the mesh axes, and these. None: any positive integer (``zero_ranks``: also 0).
 CHOICES: Mapping[str, Collection[Any] | None] = {
     **dict.fromkeys(AXES),
     "micro_batch": None,
@@ -24,6 +26,7 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
     "schedule": SCHEDULES.keys(),  # those that are registered later, too
     "recompute": POLICIES,
     "zero": ZERO_STAGES,
+    ZERO_RANKS: None,
 }
 #: Chunks on each rank that interleaved schedules are tried with, unless the user says.
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
@@ -46,8 +49,9 @@ class Demands:
 
     Attributes:
         fixed: name → values allowed. The names: mesh axes (sizes), ``micro_batch`` (samples on one device at a time),
-            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``; and, not for users,
-            ``order`` (of the axes on the links, see ``layout.ORDERS``).
+            ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``, ``zero_ranks`` (0, and as
+            many as there are: all data ranks); and, not for users, ``order`` (of the axes on the links, see
+            ``layout.ORDERS``).
         forbidden: name → values not allowed.
         headroom: share of each device's memory to leave free.
         memory_limit: bytes that a device may hold; None for its own memory.
@@ -242,6 +246,13 @@ def _checker(name: str) -> Callable[[str, str, Any], Any]:
 
 
 def _positive(name: str, where: str, value: Any) -> int:
+    if name == ZERO_RANKS and value == 0 and not isinstance(value, bool):
+        return 0
+    if name == ZERO_RANKS and value == 1:
+        raise ValueError(
+            f"{where}: 'zero_ranks' must be 2 or more neighbours, over which ZeRO divides, or 0 for all data ranks, "
+            "got 1: for nothing divided say zero=0"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{where}: {name!r} must be an integer of at least 1, got {value!r}")
     return value

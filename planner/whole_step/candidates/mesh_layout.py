@@ -16,6 +16,8 @@ from cost_models.hardware import placement
 from planner.whole_step.costs.step_prices import CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 
 AXES = (PIPELINE, DATA, EXPERT, CONTEXT, TENSOR)
+#: The axis of groups that hold the same pieces, in the prices of hybrid sharding.
+REPLICAS = "replicas"
 #: Orders that are tried, outermost axis first. The tensor axis, which talks most and must be waited for, is innermost;
 #: data and context stay together, since gradients are reduced over both; a context axis is tried in the first only.
 #: An axis of experts lies just inside of the context axis, so that tokens are exchanged between neighbours.
@@ -27,7 +29,10 @@ ORDERS = (
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Sizes of the axes and their order, outermost first."""
+    """Sizes of the axes and their order, outermost first.
+
+    ``zero_ranks``: over how many neighbours of ``group`` ZeRO divides (``StepPlan.zero_ranks``); 0: over all.
+    """
 
     pipeline: int
     data: int
@@ -35,6 +40,7 @@ class MeshLayout:
     tensor: int
     order: tuple[str, ...] = field(default=ORDERS[0])
     expert: int = 1
+    zero_ranks: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,6 +76,15 @@ class MeshLayout:
         """Devices that hold the same parameters, of experts or of the rest."""
         return self.expert_group if expert else self.group
 
+    def piece_ranks(self, *, expert: bool) -> int:
+        """Over how many of those ZeRO divides their state."""
+        return self.zero_ranks or self.group_of(expert=expert)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many devices hold the same pieces of it."""
+        return self.group // self.zero_ranks if self.zero_ranks else 1
+
     @property
     def sample_groups(self) -> int:
         """Into how many parts the samples of a micro-batch are divided."""
@@ -80,7 +95,8 @@ class MeshLayout:
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
     def __str__(self) -> str:
-        return " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        axes = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        return f"{axes}, ZeRO over {self.zero_ranks}" if self.zero_ranks else axes
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class Links:
         axes: of every axis by itself.
         group: of data, context and expert axes as one axis (``dp``).
         expert_group: of data and context as one axis.
+        pieces: of ``group`` as two axes: ``dp``, over which ZeRO divides, and around it ``REPLICAS``.
         samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links,
             wherever the data axis lies, so that shardings found for one layout serve others; free where nothing is
             divided.
@@ -100,6 +117,7 @@ class Links:
     group: CostModel
     samples: tuple[float, float]
     expert_group: CostModel
+    pieces: CostModel
 
     @staticmethod
     def of(cluster: Cluster, layout: MeshLayout) -> Links:
@@ -111,9 +129,11 @@ class Links:
     ) -> Links:
         """The links with the prices that ``cost_model`` makes for axis sizes; ``sample_link``: see ``samples``."""
         samples = sample_link if layout.group > 1 else (0.0, math.inf)
-        group = cost_model(_merged(layout, (DATA, CONTEXT, EXPERT)))
+        merged = _merged(layout, (DATA, CONTEXT, EXPERT))
+        group = cost_model(merged)
+        pieces = cost_model(_in_replicas(merged, layout.zero_ranks)) if layout.zero_ranks else group
         of_experts = group if layout.expert == 1 else cost_model(_merged(layout, (DATA, CONTEXT)))
-        return Links(cost_model(layout.sizes), group, samples, of_experts)
+        return Links(cost_model(layout.sizes), group, samples, of_experts, pieces)
 
 
 def sample_link(cluster: Cluster) -> tuple[float, float]:
@@ -128,6 +148,23 @@ def _merged(layout: MeshLayout, axes: Collection[str]) -> dict[str, int]:
         name = DATA if axis in axes else axis
         merged[name] = merged.get(name, 1) * size
     return merged
+
+
+def _in_replicas(merged: Mapping[str, int], zero_ranks: int) -> dict[str, int]:
+    """``merged`` with its data axis as one of ``zero_ranks`` neighbours inside one of replicas."""
+    split: dict[str, int] = {}
+    for axis, size in merged.items():
+        split.update({REPLICAS: size // zero_ranks, DATA: zero_ranks} if axis == DATA else {axis: size})
+    return split
+
+
+def zero_groups(cluster: Cluster, layout: MeshLayout) -> tuple[int, ...]:
+    """Over how many neighbours of the data ranks ZeRO may divide beside all: those within each level of links."""
+    if layout.expert > 1:
+        return ()  # experts and the rest are held by groups of unlike ranks
+    stride = layout.stride(CONTEXT)
+    inner = [level.group_size // stride for level in cluster.levels[:-1] if level.group_size % stride == 0]
+    return tuple(dict.fromkeys(size for size in inner if 1 < size < layout.group and layout.group % size == 0))
 
 
 def layouts(cluster: Cluster, allowed: Mapping[str, frozenset[int] | None]) -> Iterator[MeshLayout]:

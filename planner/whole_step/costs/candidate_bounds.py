@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -115,11 +115,14 @@ class Bounds:
             self._experts[cut] = self.level_one.least_of_experts(cut)
         return self._experts[cut] + rest(replace(cut, pieces=cut.pieces * cut.expert, expert=1))
 
-    def zero(self, candidate: Candidate, links: Links, memory: float, stages: Collection[int]) -> float:
+    def zero(
+        self, candidate: Candidate, links: Mapping[MeshLayout, Links], memory: float, stages: Collection[int]
+    ) -> float:
         """Lower bound of ZeRO's seconds for one micro-batch, on the communication streams of all ranks together.
 
-        State must fit beside the least activations. A relaxation: fractions of layers take each stage, those that free
-        most bytes a second first (as in ``recompute``). Infinite if no stage fits.
+        State must fit beside the least activations. A relaxation: fractions of layers take each stage over each group
+        of ``links`` (layouts that differ in ``zero_ranks``), those that free most bytes a second first (as in
+        ``recompute``). Infinite if no stage fits.
         """
         least = self._least(candidate.cut.pieces)
         assert least is not None  # the candidate has been bounded by it
@@ -140,11 +143,14 @@ class Bounds:
             return math.inf
         return hull[-1][1]
 
-    def _zero_costs(self, candidate: Candidate, links: Links, stages: Collection[int]) -> Iterator[tuple[float, float]]:
-        """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage."""
-        layout, sharded = candidate.layout, self.level_one.alone(Cut(candidate.cut.pieces))
+    def _zero_costs(
+        self, candidate: Candidate, links_of: Mapping[MeshLayout, Links], stages: Collection[int]
+    ) -> Iterator[tuple[float, float]]:
+        """(bytes over one pipeline, seconds a micro-batch) of the whole model at every ZeRO stage over every group."""
+        sharded = self.level_one.alone(Cut(candidate.cut.pieces))
         assert sharded is not None  # the candidate has been bounded by it
-        for stage in stages if layout.group > 1 else (0,):
+        stages = stages if candidate.layout.group > 1 else (0,)
+        for (layout, links), stage in itertools.product(links_of.items(), stages):
             held = seconds = 0.0
             for figures in sharded.figures:
                 gathered, reduced = [0.0, 0.0], [0.0, 0.0]  # of experts on an axis of their own, behind the rest
@@ -154,14 +160,14 @@ class Bounds:
                     elements = weight.elements // layout.tensor // (layout.expert if weight.expert else 1)
                     dtype = self.training.gradients(weight.dtype)
                     parts = zero_state_bytes(
-                        elements, weight.dtype, stage=stage, group_size=layout.group_of(expert=weight.expert),
+                        elements, weight.dtype, stage=stage, group_size=layout.piece_ranks(expert=weight.expert),
                         gradient_dtype=dtype, optimizer=self.training.optimizer, offloaded=self.training.offload,
                     )  # fmt: skip
                     held += (1 if weight.shared else figures.unit.count) * parts.total
                     group = int(weight.expert and layout.expert > 1)
                     gathered[group] += 0.0 if weight.shared else elements * item_size(weight.dtype)
                     reduced[group] += 0.0 if weight.shared else elements * item_size(dtype)
-                for group, prices in enumerate((links.group, links.expert_group)):
+                for group, prices in enumerate((links.pieces, links.expert_group)):
                     if group and (not gathered[group] or layout.expert_group == 1):
                         continue
                     if stage == 3:

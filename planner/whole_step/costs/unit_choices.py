@@ -10,7 +10,7 @@ from cost_models.dtypes import item_size
 from cost_models.memory import OPTIMIZER_MOMENTS, StateBytes, zero_state_bytes
 from cost_models.step import LayerCosts, LayerSeconds
 from planner.pipeline_ilp.stage_problem import UnitChoice, UnitRun
-from planner.whole_step.candidates.mesh_layout import Links, MeshLayout
+from planner.whole_step.candidates.mesh_layout import REPLICAS, Links, MeshLayout
 from planner.whole_step.candidates.training_options import ZERO_STAGES, TrainingOptions
 from planner.whole_step.costs.step_prices import DATA, PIPELINE
 from planner.whole_step.costs.unit_costs import Policy, UnitFigures, Weight
@@ -173,14 +173,16 @@ def _contention(forward: float, backward: float, zero: _Zero, setting: StageSett
 
 def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
     """Costs by ZeRO stage: 0 all-reduces gradients once a step; 1 reduce-scatters them once a step and gathers
-    parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use."""
-    several, pieces = setting.num_microbatches > 1, traffic(figures, setting)
+    parameters after the update; 2 and 3 reduce-scatter in every micro-batch; 3 gathers parameters before each use.
+
+    Groups that hold the same pieces sum their gradients once a step."""
+    several, pieces = setting.num_microbatches > 1, traffic(figures, setting, stage=stage)
     whole, gradients = (sum(getattr(piece, name) for piece in pieces) for name in ("whole", "gradients"))
     tied = sum(piece.tied for piece in pieces)
     gather = sum(piece.over_group("all_gather", piece.whole) for piece in pieces) if stage else 0.0
     scatter = sum(piece.over_group("reduce_scatter", piece.gradients) for piece in pieces) if stage else 0.0
     reduced = sum(piece.over_group("all_reduce", piece.gradients) for piece in pieces) if not stage else 0.0
-    once = {0: reduced, 1: scatter}.get(stage, 0.0)
+    once = {0: reduced, 1: scatter}.get(stage, 0.0) + sum(piece.over_replicas() for piece in pieces)
     apart = setting.links.axes.p2p_seconds(num_bytes=tied, axis=PIPELINE) if tied and setting.tied_apart else 0.0
     transient = sum(
         {2: piece.gradients, 3: 2 * piece.whole + piece.gradients}.get(stage, 0.0)
@@ -212,7 +214,7 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
             weight.elements,
             weight.dtype,
             stage=stage,
-            group_size=setting.layout.group_of(expert=weight.expert),
+            group_size=setting.layout.piece_ranks(expert=weight.expert),
             gradient_dtype=training.gradients(weight.dtype),
             optimizer=training.optimizer,
             offloaded=training.offload,
@@ -225,10 +227,13 @@ def state_bytes(figures: UnitFigures, stage: int, setting: StageSetting) -> Stat
 @dataclass(frozen=True)
 class Traffic:
     """Trainable parameters of one copy on one device before ZeRO that one group of ``group`` devices holds alike:
-    elements, bytes in the compute dtype, bytes of gradients, and bytes of the gradients of tied parameters."""
+    elements, bytes in the compute dtype, bytes of gradients, and bytes of the gradients of tied parameters.
+
+    ``replicas``: groups whose devices hold the same pieces."""
 
     prices: CostModel
     group: int
+    replicas: int
     elements: float
     whole: float
     gradients: float
@@ -238,10 +243,21 @@ class Traffic:
         """Seconds of a collective among those that hold the same."""
         return self.prices.collective_seconds(collective, num_bytes=num_bytes, axis=DATA) if self.group > 1 else 0.0
 
+    def over_replicas(self) -> float:
+        """Seconds to sum the gradients of the pieces over the groups that hold the same."""
+        if self.replicas == 1:
+            return 0.0
+        pieces = self.gradients / self.group
+        return self.prices.collective_seconds("all_reduce", num_bytes=pieces, axis=REPLICAS)
 
-def traffic(figures: UnitFigures, setting: StageSetting) -> tuple[Traffic, ...]:
-    """What is gathered and reduced of one copy of a unit: together or, on an axis ``ep``, experts and the rest."""
+
+def traffic(figures: UnitFigures, setting: StageSetting, *, stage: int) -> tuple[Traffic, ...]:
+    """What is gathered and reduced of one copy of a unit under a ZeRO stage: together or, on an axis ``ep``, experts
+    and the rest."""
     layout, links = setting.layout, setting.links
+    if stage and layout.zero_ranks:
+        together = _traffic(figures.weights, figures.unit.count, links.pieces, layout.zero_ranks, setting)
+        return (replace(together, replicas=layout.num_replicas),)
     if layout.expert == 1 or not any(weight.expert and weight.trainable for weight in figures.weights):
         return (_traffic(figures.weights, figures.unit.count, links.group, layout.group, setting),)
     rest = [weight for weight in figures.weights if not weight.expert]
@@ -262,7 +278,7 @@ def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: in
         elements, gradients = elements + local_elements, gradients + gradient
         whole += local_elements * item_size(weight.dtype)
         tied += gradient if len(weight.uses) > 1 else 0.0
-    return Traffic(prices, group, elements, whole, gradients, tied)
+    return Traffic(prices, group, 1, elements, whole, gradients, tied)
 
 
 def _share(weight: Weight, count: int, num_stages: int) -> float:

@@ -126,6 +126,8 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
     costs = _costs(search, best)
     is_trained = search.level_one.space.graph.training
     counts = {**outcome.counts, "shardings searched": search.level_one.solved}
+    chunks = _chunks(search, best)
+    divides = any(group.zero for chunk in chunks for group in chunk.groups)
     return StepPlan(
         axes=candidate.layout.sizes,
         global_batch=search.level_one.global_batch,
@@ -133,9 +135,10 @@ def _step_plan(search: Search, outcome: Outcome, best: Judged, others: list[Judg
         num_microbatches=candidate.num_microbatches,
         schedule=candidate.schedule if candidate.layout.pipeline > 1 else "none",
         chunks_per_rank=candidate.chunks_per_rank,
-        chunks=_chunks(search, best),
+        chunks=chunks,
         optimizer=demands.training.optimizer,
         gradient_dtype=demands.training.gradient_dtype or "",
+        zero_ranks=candidate.layout.zero_ranks if divides else 0,
         offload=OPTIMIZER if demands.training.offload else "",
         compiled=demands.compiled,
         costs=costs,

@@ -23,6 +23,7 @@ from passes.ir.types import P, Placement, R, local_shape, shard_dim, uneven_dims
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.pipeline_cut.step_programs import StageUnit
 from passes.plan import CollectivePlan, Plan
+from passes.plan.plan_data import OVER_PIECES, OVER_REPLICAS
 from passes.shard import Compute, Repeat
 from passes.shard.operations import Operation
 from planner.sharding_ilp.liveness import live_nodes
@@ -43,7 +44,7 @@ from planner.whole_step.result.unit_collectives import (
 from runtime.execution.unit_table import GATHERED_PER_USE, UnitTable, sharded_paths, stages_of, weight_groups
 from runtime.zero.flat_places import FlatPlaces, FlatTensor
 from runtime.zero.precision import DtypeNames, precision_of
-from runtime.zero.state_pieces import piece_dim, piece_shape
+from runtime.zero.state_pieces import piece_dim, piece_ranks, piece_shape
 
 PIPELINE = "pp"
 SEND, BROADCAST = "send", "broadcast"
@@ -205,6 +206,10 @@ class _Counter:
     def _num_data_ranks(self, path: str) -> int:
         return math.prod(self.sizes[axis] for axis in self._data_axes(path))
 
+    def _num_piece_ranks(self, path: str) -> int:
+        """Over how many of its data ranks ZeRO divides a weight."""
+        return piece_ranks(self._num_data_ranks(path), self.step.zero_ranks)
+
     def _bundles(self, names: Sequence[str], apart: Collection[str]) -> Iterator[tuple[str, ...]]:
         """Group weights that are sent together: those of equal dtypes."""
         bundles: dict[tuple[str, bool], list[str]] = {}
@@ -213,9 +218,12 @@ class _Counter:
         yield from map(tuple, bundles.values())
 
     def _bundle(self, names: Sequence[str], zero: int, again_in: Sequence[bool]) -> None:
-        group, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
-        if group == 1:
+        ranks, axis = self._num_data_ranks(names[0]), "_".join(self._data_axes(names[0]))
+        if ranks == 1:
             return
+        group = self._num_piece_ranks(names[0]) if zero else ranks
+        over_replicas = Sent(ALL_REDUCE, f"{axis}{OVER_REPLICAS}", BACKWARD, 0)
+        axis = axis if group == ranks else f"{axis}{OVER_PIECES}"
         tensors = [FlatTensor(self._local_shape(name), dim=self._piece_dim(name, group)) for name in names]
         layout = FlatPlaces(tensors, group if zero else 1)
         compute, _, gradient = self._dtypes(names[0])
@@ -232,6 +240,8 @@ class _Counter:
         if zero == GATHERED_PER_USE:
             self._add(gather._replace(phase=BACKWARD), sum(again_in) * self.times)
         self._add(reduce, uses if zero > 1 else 1)
+        if group < ranks:
+            self._add(over_replicas._replace(num_bytes=layout.row * item_size(gradient)))
 
     def _dtypes(self, name: str) -> DtypeNames:
         """Of a trained weight: of the working copy, of what the optimizer updates, of the gradient that is reduced."""
@@ -275,7 +285,7 @@ class _Counter:
         for path, ranks in stages_of(self.plan, self.programs).items():
             if len(ranks) == 1 or path not in self.plan.states or not self.plan.states[path].trainable:
                 continue
-            shape, group = self._local_shape(path), self._num_data_ranks(path)
+            shape, group = self._local_shape(path), self._num_piece_ranks(path)
             num_bytes = item_size(self._dtypes(path)[1])
             cut = path in sharded and group > 1
             for size in piece_shape(shape, group, 0, self._piece_dim(path, group)) if cut else shape:
