@@ -81,7 +81,8 @@ class Best:
 
 
 def every_candidate(search: Search) -> Iterator[Candidate]:
-    """Mesh shapes, orders of their axes, micro-batches, schedules, chunks: as the demands allow and PyTorch can run."""
+    """Mesh shapes, orders of their axes, micro-batches, schedules, chunks, data ranks that ZeRO divides over: as the
+    demands allow and PyTorch can run."""
     level_one, demands = search.level_one, search.demands
     num_devices, batch = search.cluster.num_devices, level_one.global_batch
     num_units = sum(unit.count for unit in level_one.step_units.units)
@@ -98,7 +99,19 @@ def every_candidate(search: Search) -> Iterator[Candidate]:
             for schedule, chunks in _ways_to_pipeline(layout.pipeline, m, num_units, demands):
                 candidate = Candidate(layout, batch // layout.sample_groups // m, m, schedule, chunks)
                 if _is_allowed(candidate, demands):
-                    yield candidate
+                    for zero_ranks in _zero_ranks(search, layout):
+                        yield replace(candidate, layout=replace(layout, zero_ranks=zero_ranks))
+
+
+def _zero_ranks(search: Search, layout: MeshLayout) -> Iterator[int]:
+    """All data ranks (0), and neighbours that fill a group of links: the data ranks lie ``inner`` devices apart."""
+    sizes = layout.sizes
+    inner = math.prod(size for axis, size in sizes.items() if list(sizes).index(axis) > list(sizes).index("cp"))
+    yield 0
+    for level in search.cluster.levels[:-1]:
+        count, rest = divmod(level.group_size, inner)
+        if layout.expert == 1 and not rest and 1 < count < layout.group and layout.group % count == 0:
+            yield count
 
 
 def _ways_to_pipeline(ranks: int, m: int, num_units: int, demands: Demands) -> Iterator[tuple[str, int]]:

@@ -237,7 +237,7 @@ def test_a_wish_that_cannot_be_asked_is_refused(kind: str, options: dict[str, An
 
 
 def test_experts_layouts_stand_beside_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a plan beats is priced by the same models; what cannot be said is said so."""
+    """What a plan beats is priced by the same models; what a cluster has no place for is said so."""
     request = ["plan", "tiny-llama", "--cluster", "dgx-h100:1", "--seq-len", "16", "--global-batch", "8"]
     assert main([*request, "--compare", "megatron,fsdp,hsdp"]) == 0
     table = capsys.readouterr().out.partition("Other layouts")[2]
@@ -245,7 +245,7 @@ def test_experts_layouts_stand_beside_a_plan(capsys: pytest.CaptureFixture[str])
         name: next(line for line in table.splitlines() if line.strip().startswith(name))
         for name in ("megatron", "fsdp")
     }
-    assert "hsdp: ZeRO over a part of the data axis cannot be said" in " ".join(table.split())
+    assert "hsdp: no data axis crosses a level of links" in " ".join(table.split())
     assert all(re.search(r"\+\d+\.\d\d%", rows[name]) for name in ("megatron", "fsdp"))
     assert main([*request, "--compare", "no such"]) == 2
     assert main([*request, "--mesh", "dp=8", "--compare", "fsdp"]) == 2

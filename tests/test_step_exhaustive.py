@@ -56,6 +56,7 @@ CASES: Mapping[str, Case] = {
                                       "schedule": "interleaved_1f1b"}),
     "split backward": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 0, "pp": PIPELINES,
                                               "schedule": ("zb_h1", "zbv", "dualpipev")}, 0.8),
+    "neighbours": Case("6-block mlp", "boxes", {"recompute": ("none", "full"), "zero": 3, "pp": 1, "tp": 1}, 0.6),
 }  # fmt: skip
 
 
@@ -79,6 +80,16 @@ def test_search_finds_the_fastest_of_all(case: Case) -> None:
     assert optimum.seconds == pytest.approx(fastest_of_all(search).seconds, rel=1e-9)
     assert optimum.seconds == pytest.approx(step_seconds(as_step(optimum.problem, optimum.assignment)).total, rel=1e-9)
     assert outcome.bound == pytest.approx(optimum.seconds, rel=1e-9)
+
+
+def test_parameters_are_gathered_from_neighbours_where_links_are_slow_beyond_them() -> None:
+    """Unless memory has no room for pieces of a box of four."""
+    case = CASES["neighbours"]
+    _, outcome = searched(case)
+    free = outcome.solutions[0]
+    assert free.candidate.layout.zero_ranks == 4
+    limit = 0.4 * max(step_memory(as_step(free.problem, free.assignment)))
+    assert searched(case, memory_limit=limit)[1].solutions[0].candidate.layout.zero_ranks == 0
 
 
 def test_recomputation_that_memory_forces_is_no_more_than_plans_recompute() -> None:

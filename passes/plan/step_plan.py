@@ -220,3 +220,8 @@ class StepPlan:
     def zero(self) -> tuple[int, ...]:
         """ZeRO stages in use, in model order."""
         return tuple(dict.fromkeys(group.zero for chunk in self.chunks for group in chunk.groups))
+
+    @property
+    def zero_over(self) -> str:
+        """What follows a ZeRO stage in text: over which of the data ranks it divides, if not over all."""
+        return f" over {self.zero_ranks} of {self.data_ranks} data ranks" if self.zero_ranks else ""

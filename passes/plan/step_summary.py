@@ -64,7 +64,8 @@ def brief_step(plan: PlanData, step: StepPlan) -> str:
     if step.decides_units:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         schedule = f"{step.schedule}{chunks}; " if step.axes.get("pp", 1) > 1 else ""
-        lines.append(f"{schedule}recompute {', '.join(step.recompute)}; ZeRO {', '.join(map(str, step.zero))}")
+        zero = ", ".join(map(str, step.zero)) + step.zero_over
+        lines.append(f"{schedule}recompute {', '.join(step.recompute)}; ZeRO {zero}")
     fullest, limit = step.memory[step.fullest_rank], step.memory_limit_of(step.fullest_rank)
     share = f" of {format_bytes(limit)} ({fullest.total / limit:.0%})" if limit else ""
     if step.stage_devices:
@@ -168,6 +169,8 @@ def _batch(step: StepPlan) -> str:
     if step.axes.get("pp", 1) > 1:
         chunks = f", {step.chunks_per_rank} chunks a rank" if step.chunks_per_rank > 1 else ""
         lines.append(f"Schedule: {step.schedule}{chunks}")
+    if step.zero_ranks:
+        lines.append(f"ZeRO divides{step.zero_over}; what those reduced is summed over the others once a step")
     kernels = "fused by torch.compile" if step.compiled else "one kernel an operator"
     lines.append(f"Training: {_training(step)}; {kernels}")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ ACCELERATE_FSDP2 = Framework(
     version="1.15.0",
     documentation="https://huggingface.co/docs/accelerate/v1.15.0/en/usage_guides/fsdp",
     form="yaml",
+    divides_within=True,
     command=("accelerate", "launch", "--config_file"),
     choices={"pp": (1,), "ep": (1,), "cp": (1,), "tp": (1,), "recompute": ("none", "full"), "zero": (2, 3)},
     settings=(
@@ -31,6 +32,16 @@ ACCELERATE_FSDP2 = Framework(
         SettingRow("mixed_precision", lambda facts: _MIXED.get(facts.dtype, "no"), "precision"),
         SettingRow("fsdp_config.fsdp_version", lambda facts: 2, "ZeRO"),
         SettingRow("fsdp_config.fsdp_reshard_after_forward", lambda facts: facts.main_zero == 3, "ZeRO 3, or 2"),
+        SettingRow(
+            "parallelism_config.parallelism_config_dp_replicate_size",
+            lambda facts: facts.num_replicas if facts.num_replicas > 1 else None,
+            "groups that hold the same pieces",
+        ),
+        SettingRow(
+            "parallelism_config.parallelism_config_dp_shard_size",
+            lambda facts: facts.plan.step.zero_ranks or None,
+            "zero_ranks",
+        ),
         SettingRow("fsdp_config.fsdp_auto_wrap_policy", lambda facts: "TRANSFORMER_BASED_WRAP", "units"),
         SettingRow(
             "fsdp_config.fsdp_activation_checkpointing", lambda facts: facts.exported_recompute == "full", "recompute"

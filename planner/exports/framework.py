@@ -44,6 +44,7 @@ class Framework:
         cases: further restrictions, one search for each (a pipeline without ZeRO 3, or ZeRO 3 without a pipeline).
         splitter: whose rules split layers on the tensor axis; None: no tensor axis.
         form: the file's format.
+        divides_within: whether it can say hybrid sharding: ZeRO over neighbours of the data ranks (``zero_ranks``).
     """
 
     name: str
@@ -57,6 +58,7 @@ class Framework:
     cases: tuple[Mapping[str, tuple[Any, ...]], ...] = ({},)
     splitter: Splitter | None = None
     command: tuple[str, ...] = field(default_factory=tuple)
+    divides_within: bool = False
 
     @property
     def title(self) -> str:
@@ -91,6 +93,9 @@ def inexpressible(framework: Framework, facts: PlanFacts) -> tuple[str, ...]:
         for value in PLAN_CHOICES[name](facts)
         if value not in allowed
     ]
+    zero_ranks = facts.plan.step.zero_ranks
+    if zero_ranks and not framework.divides_within:
+        sentences.append(f"zero_ranks={zero_ranks}: {framework.project} divides over all data ranks here")
     for row in framework.limits:
         sentences.extend(row.lacks(facts))
     return tuple(dict.fromkeys(sentences))

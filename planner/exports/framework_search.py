@@ -22,7 +22,7 @@ from planner.exports.plan_facts import PlanFacts
 from planner.pipeline_ilp.stage_problem import UnitRun
 from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.candidates.candidates import Candidate
-from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.demands import ZERO_RANKS, Demands
 from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, CappedSearch, neighbours_only
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import Sharded
@@ -119,6 +119,7 @@ def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterato
     fixed: dict[str, tuple[Any, ...]] = {
         "recompute": POLICIES,
         "zero": ZERO_STAGES,
+        **({} if framework.divides_within else {ZERO_RANKS: (0,)}),
         **framework.choices,
         **({} if splits else {"tp": (1,)}),
     }

@@ -171,6 +171,12 @@ class PlanFacts:
         return self.plan.step.zero or (0,)
 
     @property
+    def num_replicas(self) -> int:
+        """Groups of data ranks that each hold all pieces of what ZeRO divides."""
+        step = self.plan.step
+        return step.data_ranks // step.zero_ranks if step.zero_ranks else 1
+
+    @property
     def main_zero(self) -> int:
         """The ZeRO stage of most units."""
         counts: dict[int, int] = {}

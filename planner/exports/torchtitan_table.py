@@ -66,6 +66,7 @@ TORCHTITAN = Framework(
     form="shell",
     command=("torchrun", "-m", "torchtitan.train"),
     splitter="megatron",
+    divides_within=True,
     choices={
         "schedule": tuple(SCHEDULES),
         "recompute": ("none", "full"),
@@ -77,13 +78,13 @@ TORCHTITAN = Framework(
         SettingRow("--config", lambda facts: MODELS.get(facts.plan.config_name, (None, None))[1], "model"),
         SettingRow(
             "--parallelism.data_parallel_replicate_degree",
-            lambda facts: facts.samples if facts.main_zero == 0 else 1,
-            "dp × ep, ZeRO 0",
+            lambda facts: facts.samples if facts.main_zero == 0 else facts.num_replicas,
+            "dp × ep, ZeRO 0; groups that hold the same pieces",
         ),
         SettingRow(
             "--parallelism.data_parallel_shard_degree",
-            lambda facts: facts.samples if facts.main_zero else 1,
-            "dp × ep, ZeRO 2 and 3",
+            lambda facts: facts.samples // facts.num_replicas if facts.main_zero else 1,
+            "dp × ep, ZeRO 2 and 3; zero_ranks",
         ),
         SettingRow(
             "--parallelism.fsdp_reshard_after_forward", lambda facts: _RESHARD.get(facts.main_zero), "ZeRO 2 or 3"

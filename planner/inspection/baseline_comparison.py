@@ -25,13 +25,6 @@ from planner.whole_step.candidates.expert_layouts import (
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.candidates.user_layout import UserLayout, best_of_layout
 
-#: Layouts that people ask for and that no plan here can say, with what is lacking.
-INEXPRESSIBLE = {
-    "hsdp": "ZeRO over a part of the data axis cannot be said in a plan: here parameters are divided over all of dp "
-    "and cp (fsdp), or not at all (ddp), and hybrid sharding lies between the two"
-}
-
-
 #: Characters of a layout's name in the table; below it the whole name stands.
 MAX_NAME = 36
 
@@ -52,8 +45,7 @@ class ComparedLayout:
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError for the name of no baseline."""
     for name in names:
-        if name not in INEXPRESSIBLE:
-            baseline_named(name)
+        baseline_named(name)
 
 
 def needs_config(names: Sequence[str]) -> bool:
@@ -107,9 +99,6 @@ def _layouts(
     for layout in layouts:
         yield _compared(layout.text, best_of_layout(layout, space, cluster, demands))
     for name in names:
-        if name in INEXPRESSIBLE:
-            yield ComparedLayout(name, None, 0.0, INEXPRESSIBLE[name])
-            continue
         yield _compared(name, best_of_baseline(name, space, cluster, demands))
 
 
@@ -167,6 +156,6 @@ def baseline_names(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: for the name of no baseline.
     """
-    names = (*BASELINES, *INEXPRESSIBLE) if text == "all" else tuple(name.strip() for name in text.split(","))
+    names = tuple(BASELINES) if text == "all" else tuple(name.strip() for name in text.split(","))
     check_names(names)
     return names

@@ -93,7 +93,7 @@ def _choices(plan: Plan) -> dict[str, str]:
         "chunks a rank": str(step.chunks_per_rank),
         "units of each chunk": " ".join(str(sum(group.count for group in chunk.groups)) for chunk in step.chunks),
         "recompute": ", ".join(step.recompute),
-        "ZeRO": ", ".join(map(str, step.zero)),
+        "ZeRO": ", ".join(map(str, step.zero)) + step.zero_over,
         "optimizer": step.optimizer,
         "offloaded": step.offload or "nothing",
         "gradients": step.gradient_dtype or "float32 or wider",

@@ -91,7 +91,7 @@ def choice_text(step: StepPlan) -> str:
     if step.axes.get("pp", 1) > 1:
         parts.append(schedule)
     parts.append(f"recompute {'+'.join(step.recompute)}")
-    parts.append(f"ZeRO {'+'.join(map(str, sorted(step.zero)))}")
+    parts.append(f"ZeRO {'+'.join(map(str, sorted(step.zero)))}{step.zero_over}")
     return ", ".join(parts)
 
 

@@ -40,6 +40,11 @@ class CandidateProblems:
             self.divided[layout] = tuple(replace(layout, zero_ranks=size) for size in sizes)
         return self.divided[layout]
 
+    def leanest(self, candidate: Candidate) -> Candidate:
+        """A candidate with ZeRO over as many data ranks as the demands allow."""
+        ways = self.zero_layouts(candidate.layout)
+        return replace(candidate, layout=max(ways, key=lambda layout: layout.piece_ranks(expert=False)))
+
     def setting(self, candidate: Candidate) -> StageSetting:
         """Where the units of ``candidate`` run."""
         layout, demands = candidate.layout, self.demands

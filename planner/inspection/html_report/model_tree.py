@@ -112,4 +112,5 @@ def _remark(tree: ModuleEntry, plan: Plan) -> None:
                     break
                 entry = entry.children[name]
             units = f"{group.count} units from {group.unit}" if group.count > 1 else group.unit
-            entry.remarks.append(f"rank {chunk.rank}: {units}: recompute {group.recompute}, ZeRO {group.zero}")
+            zero = f"{group.zero}{plan.step.zero_over}" if group.zero else "0"
+            entry.remarks.append(f"rank {chunk.rank}: {units}: recompute {group.recompute}, ZeRO {zero}")

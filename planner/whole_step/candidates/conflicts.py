@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import candidates
-from planner.whole_step.candidates.demands import CHOICES, CHUNKS_PER_RANK, Demands
+from planner.whole_step.candidates.demands import CHOICES, CHUNKS_PER_RANK, ZERO_RANKS, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, divisors
 from planner.whole_step.candidates.mixed_samples import mixed_samples
 
@@ -23,6 +23,11 @@ _RULES: tuple[tuple[frozenset[str], str], ...] = (
         frozenset(("pp", "schedule", "chunks_per_rank")),
         "pp × chunks_per_rank can be at most {units}, the parts (layers, embedding, head) that the model can be cut "
         "into; schedules and chunks are those of a pipeline of pp ≥ 2, and some need enough micro-batches",
+    ),
+    (
+        frozenset(("zero", ZERO_RANKS, "ep")),
+        "zero_ranks are neighbours that ZeRO 1 to 3 divides over: they must divide the data ranks, dp × cp (0: all); "
+        "with ep all alone are possible",
     ),
 )
 #: Demands that users cannot make.
@@ -133,6 +138,8 @@ def _values(search: Search, name: str) -> Iterator[Any]:
         yield from ORDERS
     elif name == "chunks_per_rank":
         yield from (1, *CHUNKS_PER_RANK)
+    elif name == ZERO_RANKS:
+        yield from (0, *divisors(search.cluster.num_devices)[1:])
     else:
         yield from divisors(search.cluster.num_devices if name in AXES else search.level_one.global_batch)
 

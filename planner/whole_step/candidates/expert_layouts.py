@@ -23,7 +23,7 @@ from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step
 from planner.sharding_ilp.role_restrictions import alike
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.candidates import Candidate, candidates
-from planner.whole_step.candidates.demands import Demands
+from planner.whole_step.candidates.demands import ZERO_RANKS, Demands
 from planner.whole_step.candidates.mesh_layout import ORDERS, Links
 from planner.whole_step.candidates.tensor_roles import (
     TensorRoles,
@@ -53,12 +53,14 @@ INNER_TENSOR = tuple(order for order in ORDERS if order[-1] == "tp")
 class StepBaseline:
     """``fixed``: values that choices may take; ``tensor``: whose rules split the layers (within a node; None: no tensor
     axis); ``cuts``: the rule that cuts the pipeline (None: the optimal cut); ``model_type``: the only one that it was
-    published for, by the name in configs (None: any)."""
+    published for, by the name in configs (None: any); ``is_hybrid``: ZeRO divides over the neighbours within a level of
+    links, not over all data ranks."""
 
     fixed: Mapping[str, tuple[Any, ...]]
     tensor: Splitter | None = None
     cuts: Cutter | None = None
     model_type: str | None = None
+    is_hybrid: bool = False
 
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -85,6 +87,7 @@ BASELINES: Mapping[str, StepBaseline] = {
         tensor="megatron",
     ),
     "fsdp": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (3,)}),
+    "hsdp": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (3,)}, is_hybrid=True),
     "ddp": StepBaseline({**_DATA_ONLY, "recompute": ("none", "full"), "zero": (0,)}),
     "deepspeed": StepBaseline({**_DATA_ONLY, "recompute": _RECOMPUTE, "zero": (1, 2)}),
     "redco": StepBaseline({"pp": (1,), "cp": (1,), "recompute": ("none", "full"), "zero": (0,)}, tensor="redco"),
@@ -200,7 +203,8 @@ def best_of_rules(
                 best = Priced(name, judged, search, outcome)
     if best is not None:
         return best
-    return Missing(name, f"lacks {min(lacks) / 2**30:.1f} GiB" if lacks else "no mesh shape divides")
+    nothing = "no data axis crosses a level of links" if row.is_hybrid else "no mesh shape divides"
+    return Missing(name, f"lacks {min(lacks) / 2**30:.1f} GiB" if lacks else nothing)
 
 
 class BaselineSpace:
@@ -278,6 +282,11 @@ class CappedSearch(Search):
 def _uniform(row: StepBaseline, demands: Demands) -> Iterator[Demands]:
     """The demands with the baseline's, once for every recompute policy and ZeRO stage that all layers may have."""
     fixed = {name: frozenset(demands.among(name, values)) for name, values in row.fixed.items()}
+    if row.is_hybrid:
+        everyone = demands.forbidden.get(ZERO_RANKS, frozenset()) | {0}
+        demands = replace(demands, forbidden={**demands.forbidden, ZERO_RANKS: everyone})
+    else:
+        fixed.setdefault(ZERO_RANKS, frozenset(demands.among(ZERO_RANKS, (0,))))
     policies = [policy for policy in POLICIES if policy in fixed["recompute"]]
     stages = [stage for stage in ZERO_STAGES if stage in fixed["zero"]]
     for policy, stage in itertools.product(policies, stages):

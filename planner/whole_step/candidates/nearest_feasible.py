@@ -56,8 +56,8 @@ class Closest:
 
 
 def allowed(search: Search) -> Iterator[Candidate]:
-    """All candidates that the demands of ``search`` allow."""
-    return candidates(
+    """All candidates that the demands of ``search`` allow, each with ZeRO over as many data ranks as may be."""
+    matching = candidates(
         search.cluster,
         global_batch=search.level_one.global_batch,
         num_units=sum(unit.count for unit in search.level_one.step_units.units),
@@ -65,6 +65,7 @@ def allowed(search: Search) -> Iterator[Candidate]:
         micro_batches=search.level_one.micro_batches,
         num_experts=search.level_one.num_experts,
     )
+    return map(search.leanest, matching)
 
 
 def closest(search: Search, *, looks: Looks, only_fitting: bool = False) -> Closest | None:
