@@ -17,9 +17,11 @@ from tests.ranks import run_on_ranks
 #: Four stages are embeddings, two layers and what is behind them.
 MODEL, LAYERS = "tiny-gpt2", 2
 PLANS = {
+    "dp4 zero 3 in pairs": {"pp": 1, "dp": 4, "tp": 1, "zero": 3, "zero_ranks": 2},
     "dp2 tp2 zero 1": {"pp": 1, "dp": 2, "tp": 2, "zero": 1},
     "pp4": {"pp": 4, "dp": 1, "tp": 1, "num_microbatches": 4},
     "dp4 zero 3": {"pp": 1, "dp": 4, "tp": 1, "zero": 3},
+    "dp4 zero 1 in pairs": {"pp": 1, "dp": 4, "tp": 1, "zero": 1, "zero_ranks": 2},
 }
 
 

@@ -13,7 +13,7 @@ PLANS = (
     {"pp": 4, "dp": 1, "tp": 1, "num_microbatches": 4},
     {"pp": 2, "dp": 2, "tp": 1, "zero": 1},
     {"pp": 1, "dp": 3, "tp": 1, "zero": 3, "ranks": [1, 2, 3]},
-    {"pp": 1, "dp": 4, "tp": 1, "zero": 3},
+    {"pp": 1, "dp": 4, "tp": 1, "zero": 3, "zero_ranks": 2},
 )
 #: What is frozen from each change of plan on: one layer, one and a half, half of the second.
 FROZEN = (

@@ -40,6 +40,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp": ("pp=2", {}),
     "tp, zero 1": ("dp=2,tp=2", {"fix": {"zero": 1}, "constraints": {"inner.weight": {"tp": "S(0)"}}}),
     "zero 2, empty pieces": ("dp=4", {"fix": {"zero": 2}}),
+    "zero 3, in pairs": ("dp=4", {"fix": {"zero": 3, "zero_ranks": 2}}),
     "pp, zero 1": ("pp=2,dp=2", {"fix": {"zero": 1}}),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
