@@ -88,11 +88,12 @@ def plan(
             None: no limit, but 400 for a model with experts.
         fix, forbid: values that a choice may, or may not, take: ``{"tp": 8, "schedule": ["1f1b", "gpipe"]}``. There are
             ``pp``, ``dp``, ``cp``, ``tp`` (the axes that a mesh beside them may have), ``micro_batch`` (samples on a
-            device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``. A unit
-            that has none of the recompute policies allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that
-            computes the loss, so that ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of
-            both there. A model with ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless
-            this names ``recompute``.
+            device at a time), ``num_microbatches``, ``schedule``, ``chunks_per_rank``, ``recompute``, ``zero``,
+            ``zero_ranks`` (over how many neighbours of the data ranks ZeRO divides; 0: over all). A unit that has none
+            of the recompute policies allowed takes ``"none"``; ``"chunked_loss"`` is of the unit that computes the
+            loss, so that ``{"recompute": ["full", "chunked_loss"]}`` is full elsewhere and the better of both there. A
+            model with ``torch.utils.checkpoint`` inside is planned with ``{"recompute": "full"}`` unless this names
+            ``recompute``.
         headroom: share of each device's memory to leave to what a plan does not count (the allocator's fragmentation,
             communicators, CUDA graphs); None: 6%, see ``cost_models.memory.HEADROOM``.
         num_devices: plan for so many of the cluster's devices.

@@ -11,7 +11,10 @@ from tests.ranks import run_on_ranks
 
 PLANS = {2: ["tp", "dp", "zero 3", "pp"], 4: ["tp, zero 1", "zero 2, empty pieces", "zero 3, in pairs", "pp, zero 1"]}
 #: From one plan to another.
-RESUMED = {2: [("tp", "zero 1"), ("zero 3", "pp"), ("pp", "tp")], 4: [("tp, zero 1", "pp, zero 1"), ("zero 3, in pairs", "tp, zero 1")]}
+RESUMED = {
+    2: [("tp", "zero 1"), ("zero 3", "pp"), ("pp", "tp")],
+    4: [("tp, zero 1", "pp, zero 1"), ("zero 3, in pairs", "tp, zero 1")],
+}
 ADOPTED = {2: ["tp", "zero 1", "pp"], 4: []}
 REFUSALS = {
     "early optimizer": "optimizer=optimizer",

@@ -155,7 +155,7 @@ def _add_step_arguments(group: Any) -> None:
         default=[],
         metavar="NAME=VALUE,…",
         help="values that a choice may take (pp=1,dp=4,8 fixes two): pp, dp, ep, cp, tp, micro_batch, "
-        "num_microbatches, schedule, chunks_per_rank, recompute, zero",
+        "num_microbatches, schedule, chunks_per_rank, recompute, zero, zero_ranks",
     )
     group.add_argument(
         "--headroom",

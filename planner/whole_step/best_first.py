@@ -2,8 +2,10 @@
 
 Candidates (layout × micro-batch × schedule) wait in a heap, ordered by a lower bound of their step's seconds. The
 candidate at the top gets a tighter bound, in several stages, and returns to the heap; once its shardings, cuts,
-recompute and ZeRO are solved (``planner.pipeline_ilp.stage_ilp``) it is an incumbent. The search stops when the bound
-at the top is within the gap of the incumbent: everything below is pruned by its bound, which is the certificate.
+recompute and ZeRO are solved (``planner.pipeline_ilp.stage_ilp``) it is an incumbent. Over how many data ranks ZeRO
+divides changes no sharding: once it has one a candidate becomes several, and earlier bounds hold for all. The search
+stops when the bound at the top is within the gap of the incumbent: everything below is pruned by its bound, which is
+the certificate.
 """
 
 from __future__ import annotations

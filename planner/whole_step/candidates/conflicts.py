@@ -27,7 +27,7 @@ _RULES: tuple[tuple[frozenset[str], str], ...] = (
     (
         frozenset(("zero", ZERO_RANKS, "ep")),
         "zero_ranks are neighbours that ZeRO 1 to 3 divides over: they must divide the data ranks, dp × cp (0: all); "
-        "with ep all alone are possible",
+        "with ep only 0 is possible",
     ),
 )
 #: Demands that users cannot make.
