@@ -164,7 +164,8 @@ def moving_bound(before: Plan, after: Plan, cluster: Cluster) -> float:
 def _places(plan: Plan) -> tuple[Any, ...]:
     """Where a plan has every weight and its state."""
     chunks = [(chunk.rank, [(g.unit, g.first, g.count, g.zero) for g in chunk.groups]) for chunk in plan.step.chunks]
-    return plan.step.axes, chunks, {path: tuple(map(shard_dim, state.placement)) for path, state in plan.states.items()}
+    cuts = {path: tuple(map(shard_dim, state.placement)) for path, state in plan.states.items()}
+    return plan.step.axes, plan.step.zero_ranks, chunks, cuts
 
 
 def halved(axes: Mapping[str, int]) -> list[dict[str, int]]:

@@ -95,7 +95,7 @@ def inexpressible(framework: Framework, facts: PlanFacts) -> tuple[str, ...]:
     ]
     zero_ranks = facts.plan.step.zero_ranks
     if zero_ranks and not framework.divides_within:
-        sentences.append(f"zero_ranks={zero_ranks}: {framework.project} divides over all data ranks here")
+        sentences.append(f"zero_ranks={zero_ranks}: an export to {framework.project} divides over all data ranks")
     for row in framework.limits:
         sentences.extend(row.lacks(facts))
     return tuple(dict.fromkeys(sentences))
