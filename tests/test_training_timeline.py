@@ -21,7 +21,8 @@ def _plan(size: int, seconds: float, state: float) -> Any:
     """What the decision looks at of a plan."""
     memory = (SimpleNamespace(parameters=state, optimizer=2 * state),)
     costs = SimpleNamespace(simulated=seconds)
-    return SimpleNamespace(states={}, step=SimpleNamespace(axes={"dp": size}, chunks=(), costs=costs, memory=memory))
+    step = SimpleNamespace(axes={"dp": size}, zero_ranks=0, chunks=(), costs=costs, memory=memory)
+    return SimpleNamespace(states={}, step=step)
 
 
 def test_the_plans_of_a_training_are_the_least_of_all_combinations() -> None:
