@@ -4,6 +4,9 @@ before and behind each.
 ``python -m benchmarks.break_evens [MODEL …]`` prints a line for each plan, and writes it to
 ``benchmarks/results/break_evens.md``; plans that are there already are left out unless their model is named. Exits with
 1 if a plan changes before its factor, or not behind it.
+
+``python -m benchmarks.break_evens --between N MODEL …`` searches instead at N factors between 1 and each break-even, or
+the largest factor where there is none, and prints where a plan wins there.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from passes.plan import Plan
 from planner.auditing.repriced_step import reprice
 from planner.inspection.cluster_figures import figures_of
 from planner.inspection.plan_graph import graph_of_plan
-from planner.inspection.robustness import BEFORE, MARGIN, BreakEven, robustness
+from planner.inspection.robustness import BEFORE, LARGEST, MARGIN, BreakEven, robustness
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import read_demands
 from planner.whole_step.candidates.training_options import TrainingOptions
@@ -107,6 +110,34 @@ def faults(graph: Graph, plan: Plan, row: BreakEven) -> Iterator[str]:
         yield f"{row.figure} × {row.factor:.3g}: none wins behind"
 
 
+def faults_between(graph: Graph, plan: Plan, row: BreakEven, count: int) -> Iterator[str]:
+    """At which of ``count`` factors, evenly between 1 and where another plan wins or figures end, one wins already."""
+    cluster = Cluster.from_dict(dict(plan.cluster))
+    figure = next(figure for figure in figures_of(cluster) if figure.name == row.figure)
+    end = row.factor or (LARGEST if row.larger else 1.0 / LARGEST)
+    for place in range(1, count + 1):
+        factor = end ** (place / (count + 1))
+        changed = figure.at(cluster, factor)
+        ours = reprice(graph, plan, changed).seconds.total
+        if searched(graph, changed, plan) < ours * (1.0 - MARGIN):
+            yield f"{row.figure} × {factor:.3g}: another plan wins, said to from × {end:.3g} on"
+
+
+def between(models: Sequence[str], count: int) -> int:
+    """Print for each plan of ``models`` what ``faults_between`` says."""
+    wrong = 0
+    for model, cluster, batch, seq_len in PLANS:
+        if model in models:
+            limits = {"time_limit": math.inf, "max_programs": MAX_PROGRAMS}
+            plan = planner.plan(model, cluster, global_batch=batch, seq_len=seq_len, **limits)
+            rows = [row for row in robustness(plan, **limits) if not row.figure.startswith("memory of")]
+            with graph_of_plan(plan) as graph:
+                texts = [text for row in rows for text in faults_between(graph, plan, row, count)]
+            wrong += len(texts)
+            print(f"{model} on {cluster}, {count * len(rows)} factors: {'; '.join(texts) or 'none wins'}", flush=True)
+    return int(wrong > 0)
+
+
 def row_of(model: str, cluster: str, batch: int, seq_len: int | None, wishes: Mapping[str, Any]) -> str:
     """The row of one plan."""
     plan = planner.plan(
@@ -134,6 +165,8 @@ def recorded() -> dict[str, str]:
 
 def main() -> int:
     """Print and record a line for each plan that has none yet, or whose model is named."""
+    if sys.argv[1:2] == ["--between"]:
+        return between(sys.argv[3:], int(sys.argv[2]))
     known, names = recorded(), {}
     for model, cluster, batch, seq_len, wishes in (*((*row, {}) for row in PLANS), *WISHED):
         name = f"{model} on {cluster}" + "".join(f", {key} {wish}" for key, wish in wishes.items())

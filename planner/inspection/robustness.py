@@ -147,6 +147,8 @@ class _Rivals:
         fusion = fuse(graph) if step.compiled else None
         self.space = ShardingSpace.of(graph, fusion=fusion, pins=plan.constraints)
         self.step_units = StepUnits.of(self.space, compiled=step.compiled)
+        #: Shardings on the plan's own cluster, which other memory does not change.
+        self.level_one = LevelOne(cluster, self.space, self.step_units)
         self.fullest = max(rank.total for rank in step.memory)
         self.usable = cluster.device.usable_bytes * (1.0 - step.headroom)
 
@@ -175,13 +177,17 @@ class _Rivals:
         if limit < 1.0 / LARGEST:
             return BreakEven(figure.name, False, None)
         reason = f"its fullest device holds {format_bytes(self.fullest)}"
-        winner, _ = self.search(figure.at(self.cluster, limit * (1.0 - BEFORE)))
+        winner, _ = self.search(figure.at(self.cluster, limit * (1.0 - BEFORE)), self.level_one)
         rival = "nothing fits" if winner is None else winner.what
         return BreakEven(figure.name, False, limit, rival, winner.plan if winner else None, reason=reason, searches=1)
 
-    def search(self, cluster: Cluster, limit: float = math.inf) -> tuple[_Winner | None, float]:
+    def level_one_at(self, figure: Figure, cluster: Cluster) -> LevelOne:
+        """Shardings on a cluster with another figure."""
+        return self.level_one if figure.is_memory else LevelOne(cluster, self.space, self.step_units)
+
+    def search(self, cluster: Cluster, level_one: LevelOne, limit: float = math.inf) -> tuple[_Winner | None, float]:
         """The best plan that takes less than ``limit`` seconds, and the search's lower bound of all."""
-        search = CappedSearch(LevelOne(cluster, self.space, self.step_units), cluster, self.demands, limit=limit)
+        search = CappedSearch(level_one, cluster, self.demands, limit=limit)
         outcome = within_hosts(search, search.run())
         solutions = [solution for solution in outcome.solutions if solution.seconds < limit]
         if not solutions:
@@ -219,7 +225,8 @@ class _Way:
     def winner_at(self, distance: float) -> _Winner | None:
         cluster = self.cluster_at(distance)
         ours = self.rivals.objective(self.rivals.plan, cluster)
-        winner, bound = self.rivals.search(cluster, limit=ours * (1.0 - MARGIN))
+        level_one = self.rivals.level_one_at(self.figure, cluster)
+        winner, bound = self.rivals.search(cluster, level_one, limit=ours * (1.0 - MARGIN))
         if winner is None:
             self.proofs.append((distance, 1.0 - bound / ours))
         return winner
