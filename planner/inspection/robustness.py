@@ -13,7 +13,6 @@ memory wins with more.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ from planner.whole_step.costs.level_one import LevelOne
 from planner.whole_step.costs.sharding import ShardingSpace
 from planner.whole_step.costs.unit_costs import StepUnits
 from planner.whole_step.offloading import within_hosts
-from planner.whole_step.result.outcome import Outcome
+from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import extract, judge
 
 #: A plan wins where it is faster by more than this share.
@@ -124,6 +123,14 @@ class _Winner:
     what: str
 
 
+class _WinnerSearch(CappedSearch):
+    """A search for plans below its limit: no other stops it, so that it proves as much as it can that there is none."""
+
+    def _add(self, solution: StepSolution) -> None:
+        if solution.seconds < self.limit:
+            super()._add(solution)
+
+
 class _Rivals:
     """Searches for other plans of a graph, under the demands of its plan, on changed clusters."""
 
@@ -187,12 +194,10 @@ class _Rivals:
 
     def search(self, cluster: Cluster, level_one: LevelOne, limit: float = math.inf) -> tuple[_Winner | None, float]:
         """The best plan that takes less than ``limit`` seconds, and the search's lower bound of all."""
-        search = CappedSearch(level_one, cluster, self.demands, limit=limit)
+        search = _WinnerSearch(level_one, cluster, self.demands, limit=limit)
         outcome = within_hosts(search, search.run())
-        solutions = [solution for solution in outcome.solutions if solution.seconds < limit]
-        if not solutions:
-            return None, outcome.bound
-        return _as_winner(search, dataclasses.replace(outcome, solutions=solutions), cluster, self.plan), outcome.bound
+        winner = _as_winner(search, outcome, cluster, self.plan) if outcome.solutions else None
+        return winner, outcome.bound
 
     def objective(self, plan: Plan, cluster: Cluster) -> float:
         """Seconds of a plan's step on a changed cluster."""
