@@ -180,13 +180,14 @@ class _Rivals:
 
     def _where_the_plan_breaks(self, figure: Figure) -> BreakEven:
         """The factor of memory at which the plan still fits: with less nothing is faster."""
-        limit = self.fullest / self.usable
+        limit, proved_to = self.fullest / self.usable, max(MARGIN, self.plan.certificate.gap)
         if limit < 1.0 / LARGEST:
-            return BreakEven(figure.name, False, None)
+            return BreakEven(figure.name, False, None, proved_to=proved_to)
         reason = f"its fullest device holds {format_bytes(self.fullest)}"
         winner, _ = self.search(figure.at(self.cluster, limit * (1.0 - BEFORE)), self.level_one)
         rival = "nothing fits" if winner is None else winner.what
-        return BreakEven(figure.name, False, limit, rival, winner.plan if winner else None, reason=reason, searches=1)
+        plan = winner.plan if winner else None
+        return BreakEven(figure.name, False, limit, rival, plan, proved_to, reason, searches=1)
 
     def level_one_at(self, figure: Figure, cluster: Cluster) -> LevelOne:
         """Shardings on a cluster with another figure."""
