@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
 import planner
 from benchmarks.break_evens import faults
 from cost_models import Cluster
+from planner.inspection.cluster_figures import figures_of
+from planner.inspection.nearest_lead import MAX_SEARCHES, nearest_lead
 from planner.inspection.plan_graph import graph_of_plan
-from planner.inspection.robustness import BEFORE, LARGEST, figures_of, least_memory, robustness, robustness_table
+from planner.inspection.robustness import LARGEST, MARGIN, BreakEven, robustness, robustness_table
 from tests.small_models import Mlp
 from tests.test_inspection import CALL, plan_of
 
@@ -49,14 +52,67 @@ def test_a_plan_on_a_mesh_has_no_rivals() -> None:
         robustness(plan_of("mesh"), model=Mlp(layers=4), **CALL)
 
 
-@pytest.mark.parametrize("least", [1.0, 1.01, 1.5, 2.3, 3.99])
-def test_of_many_plans_that_each_take_a_little_less_memory_the_leanest_is_named(least: float) -> None:
-    def winner_at(factor: float) -> tuple[float | None, bool]:
-        return (max(least, 0.999 * factor) if factor >= least else None), True
-
-    factor, memory, proved = least_memory(winner_at, lambda memory: memory)
-    assert proved and factor == memory and factor is not None and least <= factor <= (1 + BEFORE) * least
+#: How far before a lead searches must find nothing.
+NEAR = 0.02
+FAR = math.log(LARGEST)
 
 
-def test_where_no_plan_takes_more_memory_no_factor_is_named() -> None:
-    assert least_memory(lambda factor: (None, factor < LARGEST), float) == (None, None, False)
+class Searches:
+    """Searches among plans that lead from a distance to another, each told apart by its name."""
+
+    def __init__(self, leads: dict[str, tuple[float, float]]) -> None:
+        self.leads, self.number = leads, 0
+
+    def search(self, distance: float) -> str | None:
+        """The plan that leads at a distance and reaches farthest: the worst answer for finding the nearest."""
+        self.number += 1
+        leading = [name for name, (begin, end) in self.leads.items() if begin <= distance <= end]
+        return max(leading, key=lambda name: self.leads[name], default=None)
+
+    def begin(self, name: str, near: float, far: float) -> float:
+        return max(near, min(self.leads[name][0], far))
+
+
+def found(searches: Searches, **options: bool) -> tuple[float | None, str | None, bool]:
+    lead = nearest_lead(searches.search, searches.begin, farthest=FAR, tolerance=NEAR, **options)
+    assert searches.number <= MAX_SEARCHES
+    return lead.distance, lead.winner, lead.ended
+
+
+def test_a_plan_that_leads_from_half_way_on_takes_a_search_far_one_before_and_one_half_way() -> None:
+    searches = Searches({"a": (0.7, FAR)})
+    assert found(searches) == (0.7, "a", True) and searches.number == 3
+
+
+def test_a_nearer_plan_is_found_just_before_the_farther_ones_lead() -> None:
+    assert found(Searches({"a": (0.7, FAR), "b": (0.5, 0.69), "c": (0.3, 0.49)})) == (0.3, "c", True)
+
+
+def test_a_plan_that_leads_in_the_middle_alone_is_found() -> None:
+    assert found(Searches({"island": (0.6, 0.8)})) == (0.6, "island", True)
+    assert found(Searches({"far": (1.2, FAR), "island": (0.55, 0.65)})) == (0.55, "island", True)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.01, 0.4, 0.83, FAR - 0.001])
+@pytest.mark.parametrize("leads_on", [False, True])
+def test_of_many_plans_that_each_lead_a_little_earlier_the_nearest_is_found(least: float, leads_on: bool) -> None:
+    leads = {f"{number}": (least + (FAR - least) * number / 2000, FAR) for number in range(2000)}
+    distance, _, ended = found(Searches(leads), leads_on=leads_on)
+    assert ended and distance is not None and least <= distance <= least + NEAR * 1.001
+
+
+def test_where_nothing_leads_the_farthest_and_half_way_are_searched() -> None:
+    searches = Searches({})
+    assert found(searches) == (None, None, True) and searches.number == 2
+
+
+def test_searches_that_do_not_end_are_stopped_and_said() -> None:
+    lead = nearest_lead(lambda distance: "new", lambda _, near, far: far, farthest=FAR, tolerance=1e-6)
+    assert lead.winner == "new" and not lead.ended and lead.searches == MAX_SEARCHES
+
+
+def test_a_table_says_how_far_searches_have_proved() -> None:
+    rows = (BreakEven("bandwidth of pcie", True, 1.5, "dp=8"), BreakEven("arithmetic", False, None, proved_to=0.031))
+    text = robustness_table(rows)
+    assert "none up to × 0.25 *" in text and "faster by up to 3.1%" in text and "× 1.5 [1]\n" in text
+    assert "*" not in robustness_table(rows[:1]) and rows[0].proved_to == MARGIN
