@@ -1,0 +1,21 @@
+"""Reasons that are the model's, not ours, as data: patterns of what it raises in plain PyTorch on one device."""
+
+from __future__ import annotations
+
+import re
+
+#: Pattern of the reason → what it says of the model.
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"requires the (\w+) library", r"needs the package \1, which is not installed"),
+    (r"[Tt]raining (of \w+ )?is not (yet )?(implemented|supported)|does not support training|is not trainable",
+     "says itself that it does not train"),
+)  # fmt: skip
+
+
+def model_reason(reason: str) -> str | None:
+    """One line that says why the model cannot be trained on one device either; None if the reason is not its own."""
+    for pattern, sentence in PATTERNS:
+        match = re.search(pattern, reason)
+        if match is not None:
+            return match.expand(sentence)
+    return None
