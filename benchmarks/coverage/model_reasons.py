@@ -7,7 +7,7 @@ import re
 #: Pattern of the reason → what it says of the model.
 PATTERNS: tuple[tuple[str, str], ...] = (
     (r"requires the (\w+) library", r"needs the package \1, which is not installed"),
-    (r"[Tt]raining (of \w+ )?is not (yet )?(implemented|supported)|does not support training|is not trainable",
+    (r"[Tt]raining [\w ]*is not (yet )?(implemented|supported)|does not support training|is not trainable",
      "says itself that it does not train"),
 )  # fmt: skip
 

@@ -11,9 +11,9 @@ from benchmarks.coverage.rows import Row
 _HEAD = """# Coverage of transformers' model types
 
 Written by `python -m benchmarks.coverage --page` from `coverage.jsonl`, where every outcome stands with the commit that
-it was measured at (transformers 5.23, torch 2.13, CPU). `verify` is dp=2,tp=2, `pipeline` is pp=2,dp=2: loss, norm, every
-gradient and the weights after three AdamW steps against the model on one device, in float64 to 1e-9, or in float32 to
-1e-5 where the model itself does not run in float64 (`planner.verify` lets pass what rounding explains, and says so).
+it was measured at (transformers 5.23, torch 2.13, CPU). `verify` is dp=2,tp=2, `pipeline` is pp=2,dp=2: loss, norm,
+every gradient and the weights after three AdamW steps against the model on one device, in float64 to 1e-9, or in
+float32 to 1e-5 where the model does not run in float64 (`planner.verify` lets pass what rounding explains, saying so).
 """
 
 
