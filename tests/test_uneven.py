@@ -30,10 +30,12 @@ from passes.emit.expressions import expression
 from passes.ir.conversions import CONVERSIONS, Step
 from passes.ir.graph import Value
 from passes.ir.types import I, P, R, can_cut, local_shape, part_of_dim
+from passes.plan import CollectivePlan
 from passes.rules import rule_for
 from passes.rules.rule import axis_choices
 from passes.rules.uneven import can_run, cuts_of
 from passes.shard import Convert, Local
+from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -153,6 +155,13 @@ def test_conversions_of_parts_of_unequal_length(mesh: DeviceMesh, source: str, t
     torch.testing.assert_close(assemble(y._local_tensors, step.target, exact=True), whole)
     back = assemble(input_gradient._local_tensors, (dual.get(source, source), P), exact=True)
     torch.testing.assert_close(back, gradient)
+
+
+def test_a_gather_beside_an_uneven_cut_counts_the_longest_part(mesh: DeviceMesh) -> None:
+    x = torch.randn(17, 8).double()
+    with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
+        spmd.all_gather(LocalTensor(distribute(x, ("S(1)", "S(0)"))), "a", src=spmd.S(1), dst=spmd.R)
+    assert counter.collectives == (CollectivePlan("all_gather", "a", "forward", count=1, num_bytes=9 * 8 * 8),)
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,9 @@ def _verify(model: Any, batch: Any, facts: Facts, mesh: str = MESH) -> None:
     report = planner.verify(model, mesh, batch=batch)
     facts["tolerance"], facts["largest_error"] = report.tolerance, float(f"{report.largest_error:.1e}")
     _note_operators(facts, report.plan)
+    if not report.collectives_as_planned:
+        line = next(line for line in report.table().splitlines() if line.startswith("collectives"))
+        raise AssertionError(f"on {mesh} (largest error {report.largest_error:.1e}) {line}")
     if not report.ok:
         raise AssertionError(f"on {mesh} it differs from one device: largest error {report.largest_error:.1e}")
 

@@ -68,7 +68,11 @@ class CommunicationCounter(TorchDispatchMode):
         if not axis:
             return
         tensors = args[_INPUT_PLACE.get(name, 0)]
-        num_bytes = _bytes_of_group(tensors, group_named(group)) if is_part else _num_bytes(tensors)
+        if collective == ALL_GATHER:
+            # The parts in a group are alike, but another axis may cut unevenly: the first group has the longest.
+            num_bytes = _num_bytes(tensors) * group_named(group).size()
+        else:
+            num_bytes = _bytes_of_group(tensors, group_named(group)) if is_part else _num_bytes(tensors)
         backward = in_backward()
         entry = self.counts.setdefault((collective, axis, "backward" if backward else "forward"), [0, 0])
         entry[0] += 1
