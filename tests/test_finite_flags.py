@@ -29,7 +29,7 @@ SPELLINGS: dict[str, Flag] = {
 
 
 class Clamped(nn.Module):
-    """A detector's layer: clamps what overflowed. It writes into columns, as padded images are put into batches."""
+    """A detector's layer: clamps what overflowed."""
 
     def __init__(self, is_wild: Flag) -> None:
         super().__init__()
@@ -41,9 +41,7 @@ class Clamped(nn.Module):
         y = self.linear(x)
         if self.is_wild(y):
             y = torch.clamp(y, -1e3, 1e3)
-        padded = y.new_zeros(len(x), 6)
-        padded[:, torch.tensor([0, 2, 3, 5])] = y
-        return padded.square().mean()
+        return y.square().mean()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
