@@ -157,11 +157,14 @@ def test_conversions_of_parts_of_unequal_length(mesh: DeviceMesh, source: str, t
     torch.testing.assert_close(back, gradient)
 
 
-def test_a_gather_beside_an_uneven_cut_counts_the_longest_part(mesh: DeviceMesh) -> None:
-    x = torch.randn(17, 8).double()
+@pytest.mark.parametrize(("collective", "target"), [("all_gather", spmd.R), ("all_to_all", spmd.S(2))])
+def test_what_is_sent_beside_an_uneven_cut_is_counted_by_the_longest_part(
+    mesh: DeviceMesh, collective: str, target: spmd.PerMeshAxisSpmdType
+) -> None:
+    x = torch.randn(17, 8, 2).double()
     with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
-        spmd.all_gather(LocalTensor(distribute(x, ("S(1)", "S(0)"))), "a", src=spmd.S(1), dst=spmd.R)
-    assert counter.collectives == (CollectivePlan("all_gather", "a", "forward", count=1, num_bytes=9 * 8 * 8),)
+        getattr(spmd, collective)(LocalTensor(distribute(x, ("S(1)", "S(0)"))), "a", src=spmd.S(1), dst=target)
+    assert counter.collectives == (CollectivePlan(collective, "a", "forward", count=1, num_bytes=8 * 9 * 8 * 2),)
 
 
 @pytest.fixture(scope="module")
