@@ -44,7 +44,7 @@ def test_a_failed_capture_drops_what_was_measured_behind_it() -> None:
         "| captured | 1 |",
         "| verified with a pipeline | 1 |",
         "| at most 1% of the compute in operators without a rule, of 1 whose share was recorded | 0 |",
-        r"| detr | capture | bbb | CaptureError: a flag \| is asked for |",
+        r"| detr | capture | bbb | ours | CaptureError: a flag \| is asked for |",
         "## Verified, with a pipeline too (1)",
     ],
 )

@@ -93,10 +93,16 @@ def _failures(title: str, rows: list[Row]) -> list[str]:
         if not outcome.passed
     ]
     lines = [
-        f"| {row.model_type} | {stage} | {outcome.commit} | {_cell(outcome.reason)} |" for row, stage, outcome in failed
+        f"| {row.model_type} | {stage} | {outcome.commit} | {_whose(outcome.reason)} | {_cell(outcome.reason)} |"
+        for row, stage, outcome in failed
     ]
     number = len({row.model_type for row, _, _ in failed})
-    return [f"## {title} ({number})", "", "| type | stage | at | reason |", "|---|---|---|---|", *lines, ""]
+    return [f"## {title} ({number})", "", "| type | stage | at | whose | reason |", "|---|---|---|---|---|", *lines, ""]
+
+
+def _whose(reason: str) -> str:
+    """Ours, unless a pattern says that it is the model's."""
+    return "ours" if model_reason(reason) is None else "the model's"
 
 
 def _unbuilt(rows: Mapping[str, Row]) -> list[str]:
