@@ -52,6 +52,10 @@ def test_the_page_counts_what_the_rows_say(line: str) -> None:
     assert line in page(ROWS).splitlines()
 
 
+def test_a_verified_type_is_no_longer_one_that_was_not_captured() -> None:
+    assert set(ROWS["detr"].updated({"eager": PASSED, "verify": VERIFIED}).outcomes) == {"eager", "verify"}
+
+
 def test_reasons_of_the_model_are_told_from_others() -> None:
     assert model_reason("ImportError: TimmBackbone requires the timm library but") is not None
     assert model_reason("ValueError: LightGlue is not trainable, no labels should be provided.") is not None

@@ -54,10 +54,16 @@ class Row:
         return any(self.passed(stage) for stage in STAGES[2:])
 
     def updated(self, newer: Mapping[str, Outcome]) -> Row:
-        """The row with newer outcomes; a new failure up to the capture drops what was measured after it."""
+        """The row with newer outcomes.
+
+        A new failure up to the capture drops what was measured behind it; what newly passes behind a capture that
+        failed once drops that failure.
+        """
         kept = dict(self.outcomes)
         if any(stage in newer and not newer[stage].passed for stage in STAGES[:3]):
             kept = {}
+        elif self.failed("capture") and any(newer[stage].passed for stage in STAGES[2:] if stage in newer):
+            del kept["capture"]
         return Row(self.model_type, self.class_name, {**kept, **newer})
 
 
