@@ -125,6 +125,14 @@ def masked(y: torch.Tensor) -> torch.Tensor:
     return z.clamp_(max=2.0)
 
 
+def with_assigning_operators(y: torch.Tensor) -> torch.Tensor:
+    flags = y > 1
+    flags |= y < -1
+    flags &= y < 2
+    flags ^= y > -0.5
+    return y * flags
+
+
 def shifted(y: torch.Tensor) -> torch.Tensor:
     z = y.new_zeros(y.shape)
     z[..., 1:] = y[..., :-1].clone()
@@ -141,8 +149,12 @@ def into_other_tensors(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [in_place_add, through_a_slice, through_views, through_pieces, masked, shifted, into_other_tensors]
-)
+    "function",
+    [
+        in_place_add, through_a_slice, through_views, through_pieces, masked, with_assigning_operators, shifted,
+        into_other_tensors,
+    ],
+)  # fmt: skip
 def test_in_place_operators_become_functional(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert not [op for op in check(function, 2, 3, 8) if op.split(".")[1].endswith("_")]
 

@@ -1,6 +1,11 @@
-"""A sample of what ``benchmarks.coverage`` does for every model type of transformers: 35, diverse, small and quick."""
+"""A sample of what ``benchmarks.coverage`` does for every model type of transformers: 40, diverse, small and quick.
+
+Those that are verified are of the quickest to verify in ``benchmarks/results/coverage.jsonl``, of several kinds.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -11,33 +16,40 @@ from benchmarks.coverage.stages import run_stages
 
 #: By what they are made of; types of the library are captured in ``test_library``.
 CAPTURED = {
-    "text": "albert big_bird biogpt esm fnet mpnet mpt mra nystromformer roformer xglm",
+    "text": "big_bird biogpt esm fnet mpnet mpt mra nystromformer roformer xglm",
     "encoder and decoder": "bart",
-    "layout": "layoutlm markuplm tapas",
-    "vision": "beit convnext data2vec-vision dinov2 imagegpt segformer videomae vivit",
-    "sound": "audio-spectrogram-transformer wav2vec2",
-    "text and vision": "owlvit trocr",
+    "layout": "markuplm tapas",
+    "vision": "beit convnext data2vec-vision dinov2 imagegpt segformer pvt videomae vivit",
+    "sound": "wav2vec2",
+    "text and vision": "owlvit",
     "convolutions and attention": "lfm2",
-    "read values": "yolos",
+    "read values": "detr yolos",
 }
-PLANNED = ("codegen", "vit_msn", "siglip", "olmoe", "mixtral")
-VERIFIED = ("clip",)
+PLANNED = ("codegen", "siglip", "olmoe", "mixtral")
+VERIFIED = (
+    "albert", "audio-spectrogram-transformer", "clip", "gemma3_text", "internlm3", "layoutlm", "modernbert", "trocr",
+    "vit_msn",
+)  # fmt: skip
+
+
+def facts_of(model_type: str, stage: str) -> dict[str, Any]:
+    """What is known of the stage, which the type has to pass."""
+    outcomes = run_stages(model_type, class_of(model_type), (stage,), commit="")
+    assert not any("reason" in outcome for outcome in outcomes.values()), outcomes
+    facts: dict[str, Any] = outcomes[stage]["facts"]
+    return facts
 
 
 @pytest.mark.parametrize("model_type", [name for names in CAPTURED.values() for name in names.split()])
 def test_a_type_is_captured(model_type: str) -> None:
-    row = run_stages(model_type, class_of(model_type), ("build", "eager", "capture"))
-    assert row["passed"] == "capture", row
+    assert facts_of(model_type, "capture")["nodes"] > 0
 
 
 @pytest.mark.parametrize("model_type", PLANNED)
 def test_a_type_is_planned(model_type: str) -> None:
-    row = run_stages(model_type, class_of(model_type), ("build", "eager", "plan"))
-    assert row["passed"] == "plan", row
+    assert facts_of(model_type, "plan")["share_without_rule"] < 1
 
 
 @pytest.mark.parametrize("model_type", VERIFIED)
 def test_a_type_trains_on_four_devices_as_on_one(model_type: str) -> None:
-    row = run_stages(model_type, class_of(model_type), ("build", "eager", "verify"))
-    assert row["passed"] == "verify", row
-    assert set(row["tolerance"].values()) == {1e-9}
+    assert facts_of(model_type, "verify")["tolerance"] == 1e-9

@@ -30,10 +30,12 @@ from passes.emit.expressions import expression
 from passes.ir.conversions import CONVERSIONS, Step
 from passes.ir.graph import Value
 from passes.ir.types import I, P, R, can_cut, local_shape, part_of_dim
+from passes.plan import CollectivePlan
 from passes.rules import rule_for
 from passes.rules.rule import axis_choices
 from passes.rules.uneven import can_run, cuts_of
 from passes.shard import Convert, Local
+from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -153,6 +155,16 @@ def test_conversions_of_parts_of_unequal_length(mesh: DeviceMesh, source: str, t
     torch.testing.assert_close(assemble(y._local_tensors, step.target, exact=True), whole)
     back = assemble(input_gradient._local_tensors, (dual.get(source, source), P), exact=True)
     torch.testing.assert_close(back, gradient)
+
+
+@pytest.mark.parametrize(("collective", "target"), [("all_gather", spmd.R), ("all_to_all", spmd.S(2))])
+def test_what_is_sent_beside_an_uneven_cut_is_counted_by_the_longest_part(
+    mesh: DeviceMesh, collective: str, target: spmd.PerMeshAxisSpmdType
+) -> None:
+    x = torch.randn(17, 8, 2).double()
+    with LocalTensorMode(RANKS), spmd.set_current_mesh(mesh), CommunicationCounter(mesh) as counter:
+        getattr(spmd, collective)(LocalTensor(distribute(x, ("S(1)", "S(0)"))), "a", src=spmd.S(1), dst=target)
+    assert counter.collectives == (CollectivePlan(collective, "a", "forward", count=1, num_bytes=8 * 9 * 8 * 2),)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,18 @@ from typing import Any
 
 import torch
 
+
+def _image_names(num_codes: int) -> dict[str, int]:
+    """Chameleon's names of image tokens: the letters of a code's digits."""
+    letters = ("".join(chr(ord("A") + int(digit)) for digit in str(code)) for code in range(num_codes))
+    return {f"IMGIMG{name}Z": 90 + code % 6 for code, name in enumerate(letters)}
+
+
+def _visual_tokens(num_codes: int) -> dict[str, int]:
+    """Emu3's names of image tokens."""
+    return {f"<|visual token {code:06d}|>": 90 + code % 6 for code in range(num_codes)}
+
+
 #: Model type → fields of its small config (sub-configs as dicts). ``default``: what the config cannot be made without.
 CONFIGS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 8}},
@@ -16,12 +28,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bit": {"num_groups": 2},
     "blip-2": {"image_token_index": 100, "num_query_tokens": 8},
     "instructblip": {"image_token_index": 100, "num_query_tokens": 8},
-    "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "text_config": {"hidden_size": 64},
+    "bridgetower": {"hidden_size": 64, "num_attention_heads": 4, "contrastive_hidden_size": 32,
+                    "logit_scale_init_value": 2.6592, "text_config": {"hidden_size": 64},
                     "vision_config": {"hidden_size": 64}},
-    "bros": {"dim_bbox_projection": 8},
-    "chameleon": {"default": {"vocabulary_map": {"<image>": 100}}},
-    "emu3": {"default": {"vocabulary_map": {"<image>": 100}}},
-    "cvt": {"drop_path_rate": (0.0, 0.0, 0.0)},
+    "bros": {"hidden_size": 64},
+    "chameleon": {"default": {"vocabulary_map": {"<image>": 100, **_image_names(128)}}},
+    "clap": {"audio_config": {"spec_size": 128, "num_mel_bins": 64, "patch_embeds_hidden_size": 16, "hidden_size": 128,
+                              "window_size": 2}},
+    "emu3": {"default": {"vocabulary_map": {
+        "<image>": 100, "<|extra_200|>": 101, **_visual_tokens(128)}},
+        "vq_config": {"base_channels": 32, "hidden_size": 128}},
+    "cvt": {"drop_path_rate": (0.0, 0.0, 0.0), "depth": (1, 2, 3)},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"image_size": 64, "global_attn_indexes": [0, 1]}},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "granite_speech": {"window_size": 10},
+    "granite_speech_plus": {"window_size": 10},
+    "kosmos-2": {"latent_query_num": 4},
+    "longcat_flash": {"zero_expert_num": 2},
+    "mllama": {"vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 96},
+               "text_config": {"cross_attention_layers": [1]}},
+    "mobilevitv2": {"image_size": 64},
+    "patchtst": {"num_targets": 2},
+    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 768}},
+    "pop2piano": {"decoder_start_token_id": 0},
+    "seggpt": {"intermediate_hidden_state_indices": [0, 1], "merge_index": 0},
+    "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
+    "voxtral": {"audio_token_id": 100, "text_config": {"num_key_value_heads": 2}},
+    "textnet": {"stem_out_channels": 8, "image_size": (64, 64)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -57,11 +91,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "swin2sr": {"embed_dim": 24, "num_heads": (2, 2), "depths": (1, 1)},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
-    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
-    "lilt": {"channel_shrink_ratio": 4},
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6, "input_size": 32},
+    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 4},
     "vipllava": {"vision_feature_layers": [-1, -2]},
-    "granite_speech5_ctc": {"context_size": 8},
-    "levit": {"image_size": 64},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
+    "levit": {"image_size": 64, "patch_size": 16},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
@@ -80,10 +114,19 @@ CONFIGS["recurrent_gemma"] = {"block_types": ("recurrent", "attention")}
 CONFIGS["granitemoehybrid"] = {"mamba_d_head": 8, "layer_types": ["linear_attention", "full_attention"]}
 
 #: The stem of EfficientNet has the width that its first block takes.
-EFFICIENT_WIDTHS = {"in_channels": (32, 16, 24, 40, 80, 112, 192), "out_channels": (16, 24, 40, 80, 112, 192, 320),
-                    "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 64}  # fmt: skip
-CONFIGS["efficientnet"] = EFFICIENT_WIDTHS
-CONFIGS["align"] = {"vision_config": EFFICIENT_WIDTHS}
+EFFICIENT_SIZES = {"in_channels": (32, 16, 24, 40, 80, 112, 192), "out_channels": (16, 24, 40, 80, 112, 192, 320),
+                    "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280,
+                   "num_block_repeats": (1, 1, 1, 1, 1, 1, 1)}  # fmt: skip
+CONFIGS["efficientnet"] = EFFICIENT_SIZES
+CONFIGS["align"] = {"vision_config": EFFICIENT_SIZES, "projection_dim": 320}
+CONFIGS["upernet"] = {"backbone_config": {**RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+                      "auxiliary_in_channels": 16, "auxiliary_channels": 16}  # fmt: skip
+#: Queries that are noised labels would be drawn at random.
+for _name in ("rt_detr", "rt_detr_v2", "d_fine", "deimv2", "pp_doclayout_v2", "pp_doclayout_v3"):
+    CONFIGS[_name] = {"decoder_in_channels": [32, 32, 32], "num_denoising": 0}
+#: Images in tiles: one tile as large as the image, beside the image itself.
+for _name in ("llava_next", "llava_next_video", "llava_onevision"):
+    CONFIGS[_name] = {"image_grid_pinpoints": [[32, 32]]}
 
 #: Speech models that share wav2vec 2.0's front of strided convolutions; seconds of sound are not needed to try them.
 CONVOLUTIONS = {
@@ -101,16 +144,25 @@ INPUTS: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"input_values": lambda t: t.floats(t.batch_size, 32, 16)},
     "bailing_hybrid": {"use_cache": False},
     "clvp": {"input_features": lambda t: t.floats(t.batch_size, 80, 20)},
-    "clap": {"input_features": lambda t: t.floats(t.batch_size, 1, 64, 64)},
+    "clap": {"input_features": lambda t: t.floats(t.batch_size, 1, 256, 64)},
+    "fuyu": {"pixel_values": lambda t: t.floats(t.batch_size, 4, 192)},
+    "glpn": {"labels": lambda t: t.floats(t.batch_size, *t.image_size).abs() + 1},
+    "idefics": {
+        "pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size),
+        "image_attention_mask": lambda t: torch.ones(t.batch_size, t.num_tokens, 1, dtype=torch.long),
+    },
+    "kosmos-2": {"image_embeds_position_mask": lambda t: t.marked(2, 6)},
     "deepseek_vl_hybrid": {"high_res_pixel_values": lambda t: t.floats(t.batch_size, 3, 64, 64)},
     "llava": {"image_sizes": None},
     "vipllava": {"image_sizes": None},
     "lxmert": {
         "visual_feats": lambda t: t.floats(t.batch_size, 4, t.config.visual_feat_dim),
         "visual_pos": lambda t: t.floats(t.batch_size, 4, 4),
+        "labels": lambda t: t.integers(0, 100, t.batch_size),
     },
     "mllama": {
         "pixel_values": lambda t: t.floats(t.batch_size, 1, t.vision("max_num_tiles"), 3, *t.image_size),
+        "cross_attention_mask": lambda t: torch.ones(t.batch_size, t.num_tokens, 1, 4, dtype=torch.long),
         "aspect_ratio_ids": lambda t: torch.ones(t.batch_size, 1, dtype=torch.long),
         "aspect_ratio_mask": lambda t: torch.ones(t.batch_size, 1, t.vision("max_num_tiles"), dtype=torch.long),
     },
@@ -122,9 +174,27 @@ INPUTS: dict[str, dict[str, Any]] = {
         "past_values": lambda t: t.floats(t.batch_size, t.config.context_length, 1),
         "target_values": lambda t: t.integers(0, 2, t.batch_size),
     },
-    "pix2struct": {"flattened_patches": lambda t: t.floats(t.batch_size, 16, 770), "input_ids": None},
-    "pop2piano": {"input_ids": None, "attention_mask": None},
+    "granite_speech5_ctc": {"input_features": lambda t: t.floats(t.batch_size, 32, 64)},
+    "pix2struct": {
+        "flattened_patches": lambda t: torch.cat(
+            [t.integers(0, 4, t.batch_size, 16, 2), t.floats(t.batch_size, 16, 768)], dim=-1
+        ),
+        "input_ids": None,
+    },
+    "pop2piano": {
+        "input_ids": None,
+        "attention_mask": None,
+        "input_features": lambda t: t.floats(t.batch_size, 16, t.config.d_model),
+    },
+    "speech-encoder-decoder": {"input_features": None},
+    "xclip": {"pixel_values": lambda t: t.floats(t.batch_size, t.vision("num_frames"), 3, *t.image_size)},
     "instructblip": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
+    "instructblipvideo": {"qformer_input_ids": lambda t: t.tokens(t.batch_size, 8)},
+    "granite_docling": {
+        "pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size),
+        "pixel_attention_mask": lambda t: torch.ones(t.batch_size, 1, dtype=torch.long),
+    },
+    "voxtral_realtime": {"input_features": lambda t: t.floats(t.batch_size, 16, 128)},
     "oneformer": {"task_inputs": lambda t: t.tokens(t.batch_size, 16)},
     "wav2vec2-bert": {"input_features": lambda t: t.floats(t.batch_size, 32, t.config.feature_projection_input_dim)},
     "timesfm": {
@@ -139,12 +209,21 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "layoutlmv2": {"image": lambda t: t.floats(t.batch_size, 3, *t.image_size)},
     "vilt": {"labels": lambda t: t.floats(t.batch_size, 2).sigmoid()},
-    "visual_bert": {"visual_embeds": lambda t: t.floats(t.batch_size, 4, 32)},
+    "visual_bert": {
+        "visual_embeds": lambda t: t.floats(t.batch_size, 4, t.config.visual_embedding_dim),
+        "visual_attention_mask": lambda t: torch.ones(t.batch_size, 4),
+        "visual_token_type_ids": lambda t: torch.ones(t.batch_size, 4, dtype=torch.long),
+        "labels": lambda t: t.tokens(t.batch_size, t.num_tokens + 4),
+    },
 }
 for _name in ("idefics2", "idefics3", "smolvlm", "modernvbert", "ultravbert"):
     INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 1, 3, *t.image_size)}
-for _name in ("vjepa2", "videoprism_vision_model"):
-    INPUTS[_name] = {"pixel_values_videos": lambda t: t.floats(t.batch_size, 4, 3, *t.image_size)}
+for _name in ("llava_next", "llava_next_video", "llava_onevision"):
+    INPUTS[_name] = {"pixel_values": lambda t: t.floats(t.batch_size, 2, 3, *t.image_size)}
+for _name, _frames in (("vjepa2", 4), ("videoprism", 16), ("videoprism_vision_model", 16)):
+    INPUTS[_name] = {"pixel_values_videos": lambda t, frames=_frames: t.floats(t.batch_size, frames, 3, *t.image_size)}
+for _name in ("granite_speech", "granite_speech_plus"):
+    INPUTS[_name] = {"input_features_mask": lambda t: torch.ones(t.batch_size, 8, dtype=torch.bool)}
 for _name in ("autoformer", "informer", "time_series_transformer"):
     INPUTS[_name] = {
         "past_values": lambda t: t.floats(t.batch_size, 23),

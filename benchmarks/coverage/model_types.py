@@ -24,6 +24,7 @@ CLASSES: dict[str, str] = {
     "informer": "InformerForPrediction",
     "musicgen": "MusicgenForConditionalGeneration",
     "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+    "seggpt": "SegGptForImageSegmentation",
     "time_series_transformer": "TimeSeriesTransformerForPrediction",
 }
 

@@ -1,55 +1,104 @@
-"""The rows of a run, and the table that they make."""
+"""The rows of a run: what is known of every model type, each figure with the commit that it was measured at."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+#: In the order in which a type passes them; those after ``capture`` do not depend on one another.
+STAGES = ("build", "eager", "capture", "plan", "verify", "pipeline")
 
-#: Stages that are the benchmark's or transformers' own.
-BEFORE_CAPTURE = ("build", "eager")
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended.
+
+    Attributes:
+        commit: of the code that was run; "x or before" for one that was not written down at the time.
+        reason: why it failed; empty if it passed.
+        seconds: of processor time; None if not recorded.
+        facts: what else is known, by name.
+    """
+
+    commit: str
+    reason: str = ""
+    seconds: float | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model type, the class that trains it, and the newest outcome of each stage that was tried."""
+
+    model_type: str
+    class_name: str
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+
+    def passed(self, stage: str) -> bool:
+        return stage in self.outcomes and self.outcomes[stage].passed
+
+    def failed(self, stage: str) -> bool:
+        return stage in self.outcomes and not self.outcomes[stage].passed
+
+    @property
+    def captured(self) -> bool:
+        """A plan that was made or verified proves a capture."""
+        return any(self.passed(stage) for stage in STAGES[2:])
+
+    def updated(self, newer: Mapping[str, Outcome]) -> Row:
+        """The row with newer outcomes.
+
+        A new failure up to the capture drops what was measured behind it; what newly passes behind a capture that
+        failed once drops that failure.
+        """
+        kept = dict(self.outcomes)
+        if any(stage in newer and not newer[stage].passed for stage in STAGES[:3]):
+            kept = {}
+        elif self.failed("capture") and any(newer[stage].passed for stage in STAGES[2:] if stage in newer):
+            del kept["capture"]
+        return Row(self.model_type, self.class_name, {**kept, **newer})
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Model type → its last row."""
+    """Model type → row."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return {row["type"]: row for row in map(json.loads, lines)}
+    rows = [_row(json.loads(line)) for line in lines if line.strip()]
+    return {row.model_type: row for row in rows}
 
 
-def table(rows: dict[str, Row]) -> str:
-    """Counts, and one line for each type, as Markdown."""
-    reached = [row for row in rows.values() if row.get("failed") not in BEFORE_CAPTURE]
-    passed = Counter(stage for row in reached for stage in _passed(row))
-    lines = [
-        f"{len(rows)} types were run; {len(reached)} of them were built tiny and trained a step in eager.",
-        "",
-        "| of these | types |",
-        "|---|---|",
-        *(f"| {stage} | {passed[stage]} |" for stage in ("capture", "verify", "pipeline")),
-        f"| operators without a rule take at most 1% of the compute | {sum(map(_is_ruled, reached))} |",
-        "",
-        "| type | class | passed | without a rule | reason of what failed |",
-        "|---|---|---|---|---|",
-    ]
-    return "\n".join(lines + [_line(row) for _, row in sorted(rows.items())])
+def write_rows(path: Path, rows: Mapping[str, Row]) -> None:
+    """One line a type, sorted; whole or not at all, so that a run that is stopped leaves the last complete file."""
+    text = "".join(_line(row) + "\n" for _, row in sorted(rows.items()))
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
-def _passed(row: Row) -> list[str]:
-    order = ["capture", "verify", "pipeline"]
-    last = "capture" if row.get("passed") == "plan" else row.get("passed")
-    return order[: order.index(last) + 1] if last in order else []
+def outcomes_as_data(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Plain data, without empty entries."""
+    return {
+        stage: {name: value for name, value in asdict(outcomes[stage]).items() if value not in ("", None, {})}
+        for stage in STAGES
+        if stage in outcomes
+    }
 
 
-def _is_ruled(row: Row) -> bool:
-    return "share_without_rule" in row and row["share_without_rule"] <= 0.01
+def outcomes_from_data(data: Mapping[str, Any]) -> dict[str, Outcome]:
+    return {stage: Outcome(**entries) for stage, entries in data.items()}
+
+
+def _row(data: dict[str, Any]) -> Row:
+    return Row(data["type"], data["class"], outcomes_from_data(data["outcomes"]))
 
 
 def _line(row: Row) -> str:
-    share = row.get("share_without_rule")
-    operators = ", ".join(name.removeprefix("aten.") for name in row.get("without_rule", ()))
-    unruled = "" if share is None else f"{share:.1%} {operators}".strip()
-    reason = row.get("reason", "").replace("|", "\\|")[:200]
-    return f"| {row['type']} | {row['class']} | {row.get('passed') or '-'} | {unruled} | {reason} |"
+    data = {"type": row.model_type, "class": row.class_name, "outcomes": outcomes_as_data(row.outcomes)}
+    return json.dumps(data, ensure_ascii=False)

@@ -17,7 +17,7 @@ NUM_HEADS, HEAD_DIM, WIDTH = 4, 8, 32
 SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size.*|num_embeddings|.*codebook_size", 128),
     (r".*mamba.*heads", 8),
-    (r"mm_tokens_per_image", 4),
+    (r"mm_tokens_per_image|num_encoder_blocks", 4),
     (r"rotary_dim|upsample_groups", 4),
     (r".*num_mel_bins|input_feat_per_channel", 16),
     (r"n_groups|mamba_n_groups|topk_group", 1),
@@ -143,6 +143,8 @@ def _agreeing(config: Any, values: dict[str, Any], entries: dict[str, Any]) -> d
         agreed["embed_dim"] = HEAD_DIM * values["num_heads"][0]
     if "spatial_merge_size" in values and "window_size" in values and isinstance(entries.get("patch_size"), int):
         agreed["window_size"] = 2 * values["spatial_merge_size"] * entries["patch_size"]
+    if hasattr(config, "depths") and len(getattr(config, "out_features", None) or ()) > 1:
+        agreed["out_features"] = list(config.out_features)
     sections = _rotary_sections(config)
     if sections:
         rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})

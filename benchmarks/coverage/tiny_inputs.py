@@ -85,6 +85,12 @@ class TinyInputs:
     def tokens(self, *shape: int) -> torch.Tensor:
         return self.integers(3, min(ORDINARY_TOKENS, self.vocabulary), *shape)
 
+    def marked(self, begin: int, end: int) -> torch.Tensor:
+        """A mask of tokens: true from ``begin`` to before ``end``."""
+        mask = torch.zeros(self.batch_size, self.num_tokens, dtype=torch.bool)
+        mask[:, begin:end] = True
+        return mask
+
     @property
     def vocabulary(self) -> int:
         return int(self.text("vocab_size") or 32)
@@ -92,6 +98,13 @@ class TinyInputs:
     @property
     def num_tokens(self) -> int:
         return NUM_TOKENS + self.num_placeholders if self.num_placeholders else NUM_TOKENS
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of sound: as many as Whisper's encoder has places for, where the model has one."""
+        audio = self.config if self.config.model_type == "whisper" else getattr(self.config, "audio_config", None)
+        places = getattr(audio, "max_source_positions", None)
+        return 2 * places if isinstance(places, int) else AUDIO_FRAMES
 
     def text(self, name: str) -> Any:
         """A field of the text part of the config."""
@@ -143,6 +156,7 @@ def _sub_configs(config: Any) -> list[Any]:
 
 def _input_ids(t: TinyInputs) -> Any:
     ids = t.tokens(t.batch_size, t.num_tokens)
+    ids[ids == t.image_token()] += 1
     if t.num_placeholders:
         ids[:, 2 : 2 + t.num_placeholders] = t.image_token()
     return ids
@@ -151,7 +165,7 @@ def _input_ids(t: TinyInputs) -> Any:
 def _attention_mask(t: TinyInputs) -> Any:
     if "input_ids" not in t.arguments:
         frames = "input_features" in t.arguments
-        return torch.ones(t.batch_size, AUDIO_FRAMES, dtype=torch.long) if frames else None
+        return torch.ones(t.batch_size, t.num_frames, dtype=torch.long) if frames else None
     mask = torch.ones(t.batch_size, t.num_tokens, dtype=torch.long)
     mask[1::2, t.num_tokens - NUM_PADDED :] = 0
     return mask
@@ -159,12 +173,28 @@ def _attention_mask(t: TinyInputs) -> Any:
 
 def _pixel_values(t: TinyInputs) -> Any:
     channels = t.vision("num_channels") or t.vision("in_channels") or t.vision("in_chans") or 3
+    if "spatial_shapes" in t.arguments:
+        return t.floats(t.batch_size, 16, channels * t.vision("patch_size", 8) ** 2)
     if "image_grid_thw" in t.arguments or "grid_thw" in t.arguments:
         patch, frames = t.vision("patch_size", 8), t.vision("temporal_patch_size", 1)
         return t.floats(t.batch_size * 16, channels * frames * patch * patch)
     if "Video" in t.kind or "video" in t.config.model_type:
         return t.floats(t.batch_size, t.vision("num_frames", 4), channels, *t.image_size)
     return t.floats(t.batch_size, channels, *t.image_size)
+
+
+def _videos(t: TinyInputs) -> Any:
+    """For models of videos alone."""
+    channels = t.vision("num_channels") or t.vision("in_channels") or 3
+    return None if "pixel_values" in t.arguments else t.floats(t.batch_size, 4, channels, *t.image_size)
+
+
+def _shapes_in_patches(t: TinyInputs) -> Any:
+    return torch.tensor([[4, 4]] * t.batch_size)
+
+
+def _patch_mask(t: TinyInputs) -> Any:
+    return torch.ones(t.batch_size, 16, dtype=torch.long) if "spatial_shapes" in t.arguments else None
 
 
 def _grid(t: TinyInputs) -> Any:
@@ -201,13 +231,13 @@ def _audio_features(t: TinyInputs) -> Any:
     mels = t.vision("num_mel_bins") or t.vision("feature_size") or t.vision("input_feat_per_channel") or 16
     for name in ("audio_config", "encoder_config", "speech_config"):
         mels = getattr(getattr(t.config, name, None), "num_mel_bins", None) or mels
-    if t.vision("max_source_positions") and t.config.model_type in ("whisper",):
-        return t.floats(t.batch_size, mels, 2 * t.vision("max_source_positions"))
+    if t.num_frames != AUDIO_FRAMES:
+        return t.floats(t.batch_size, mels, t.num_frames)
     return t.floats(t.batch_size, AUDIO_FRAMES, mels)
 
 
 def _audio_mask(t: TinyInputs) -> Any:
-    return torch.ones(t.batch_size, AUDIO_FRAMES, dtype=torch.long)
+    return torch.ones(t.batch_size, t.num_frames, dtype=torch.long)
 
 
 def _image_sizes(t: TinyInputs) -> Any:
@@ -262,10 +292,14 @@ _MAKERS = {
     "input_ids": _input_ids,
     "attention_mask": _attention_mask,
     "pixel_values": _pixel_values,
+    "pixel_values_videos": _videos,
+    "pixel_attention_mask": _patch_mask,
+    "spatial_shapes": _shapes_in_patches,
     "image_grid_thw": _grid,
     "mm_token_type_ids": _mm_token_types,
     "input_features": _audio_features,
     "input_features_mask": _audio_mask,
+    "feature_attention_mask": _audio_mask,
     "input_values": _audio_values,
     "image_sizes": _image_sizes,
     "bool_masked_pos": _bool_masked,

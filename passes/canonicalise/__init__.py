@@ -29,6 +29,7 @@ from passes.canonicalise.gradient_carriers import nodes_with_gradient
 from passes.canonicalise.grouped_queries import group_queries
 from passes.canonicalise.joined_pieces import unite_pieces
 from passes.canonicalise.linears import unflatten_linears
+from passes.canonicalise.lists_of_one import unpack_lists_of_one
 from passes.canonicalise.loss_reductions import separate_loss_reductions
 from passes.canonicalise.noops import drop_noops
 from passes.canonicalise.out_arguments import replace_out_arguments
@@ -87,6 +88,7 @@ def canonicalise(
     normalise_views(module)
     join_written_parts(module)
     unite_pieces(module)
+    unpack_lists_of_one(module)
     drop_dead_code(module)
     split_cross_entropy(module)
     gather_expert_loops(module, picked or {}, left_out=left_out)

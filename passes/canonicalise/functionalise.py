@@ -152,9 +152,16 @@ def _functional(node: fx.Node) -> fx.Node:
     return new
 
 
+#: Operators of ``x |= y`` and the like.
+_ASSIGNING = {
+    "__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor",
+    "__ilshift__": "bitwise_left_shift", "__irshift__": "bitwise_right_shift",
+}  # fmt: skip
+
+
 def _functional_overload(target: OpOverload) -> OpOverload:
     name = schema(target).name.split("::")[1]
-    packet = getattr(getattr(torch.ops, target.namespace), name.rstrip("_"), None)
+    packet = getattr(getattr(torch.ops, target.namespace), _ASSIGNING.get(name, name.rstrip("_")), None)
     overload = getattr(packet, overload_name(target), None) if name.endswith("_") else None
     if overload is None:
         raise CaptureError(f"{target} writes to a tensor in place and has no functional form")

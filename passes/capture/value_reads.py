@@ -32,7 +32,8 @@ class ValueReads:
 
     Attributes:
         guards: what was read so far.
-        checks: flags that the model asks for only to raise errors, what they have to be, and where it asks.
+        checks: flags that only raise errors, or tell whether numbers are finite; what they have to be, and the error if
+            they are not.
         picked: the masks that depend on weights.
 
     Args:
@@ -114,7 +115,7 @@ class ValueReads:
             with stand_ins:
                 return source.new_empty((count,))
         if operator in _NUMBERS and args[0].dtype == torch.bool:
-            check = self.error_check(args[0])  # of a function of torch.nn, inside of which the model is not watched
+            check = self.check(args[0])  # of a function of torch.nn, inside of which the model is not watched
             if check is not None:
                 self.checks.append((args[0], *check))
                 return check[0]
@@ -137,22 +138,28 @@ class ValueReads:
         """Whether inputs, buffers and constants decide what a tensor is, so that reading it is no error."""
         return self._subgraphs is not None and self._subgraphs.is_settled(tensor)
 
-    def error_check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
-        """What ``flag`` has to be for the model to raise no error, and where it asks.
+    def check(self, flag: torch.Tensor) -> tuple[bool, str] | None:
+        """What ``flag`` has to be for the program to do what the model does, and the error if it is not.
 
-        None if it asks for another reason, or if the example's values tell.
+        None if it asks for what no check can settle, or if the example's values tell.
 
         Raises:
             NotRepeated: if layers are skipped, whose checks would be lost.
         """
+        if self._subgraphs is None:
+            return None
         place = describe_stack(self._modules)
         frame = innermost_frame_of_model()
         answer = None if frame is None else harmless_answer(frame)
-        if answer is None or self._subgraphs is None or self._subgraphs.is_settled(flag):
+        reason = f"the model raises an error here: what it checks came out {not answer} at {place}"
+        if answer is None:
+            answer = self._subgraphs.answer_if_finite(flag)
+            reason = f"numbers are not finite, and the program has no branch for these, at {place}"
+        if answer is None or self._subgraphs.is_settled(flag):
             return None
         if not self._whole:
             raise NotRepeated(place)
-        return answer, place
+        return answer, reason
 
     def _places(self, indices: list[torch.Tensor | None], stand_ins: Any) -> list[torch.Tensor | None]:
         """Indices with a mask as the places where it is true."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.capture.finite_flags import answer_if_finite
 from passes.capture.guard_values import StepValues
 from passes.capture.shorten import SKIPPED
 from passes.ir.value_guards import GuardStep, StepResult
@@ -82,6 +83,11 @@ class Subgraphs:
         """Whether inputs, buffers and constants decide what ``tensor`` is."""
         node = self._trace.node_of(tensor)
         return node is not None and self._is_settled(_upstream(node))
+
+    def answer_if_finite(self, flag: torch.Tensor) -> bool | None:
+        """What ``flag`` is if all numbers are finite; None if that does not decide it."""
+        node = self._trace.node_of(flag)
+        return None if node is None else answer_if_finite(node)
 
     def _is_settled(self, nodes: Iterable[fx.Node]) -> bool:
         try:

@@ -60,7 +60,7 @@ class WatchedForward(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__") and len(args) > 1:
             args = (args[0], _joined(args[1]), *args[2:])
         if name == "__bool__":
-            check = self._reads.error_check(args[0])
+            check = self._reads.check(args[0])
             if check is not None:
                 self._reads.checks.append((args[0].clone(), *check))
                 return check[0]
@@ -91,9 +91,9 @@ class WatchedForward(TorchFunctionMode):
                 self.sizes_of_targets += sizes
 
     def checked(self, output: torch.Tensor) -> torch.Tensor:
-        """``output``, which at run time is there only if no check of the model raises an error."""
-        for condition, expected, place in self._reads.checks:
-            output = torch.ops.meshwright.checked(output, condition, expected, place)
+        """``output``, which at run time is there only if every check comes out as it was traced."""
+        for condition, expected, reason in self._reads.checks:
+            output = torch.ops.meshwright.checked(output, condition, expected, reason)
         return output
 
     def _check_origin(self, function: str, args: tuple[Any, ...]) -> None:

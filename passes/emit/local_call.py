@@ -120,7 +120,12 @@ class Writer:
         return self.function(template if template is not None and self._shows_all(template) else self._operator())
 
     def _shows_all(self, template: str) -> bool:
-        """Whether ``template`` has a place for every argument that is not at its default."""
+        """Whether ``template`` has a place for every argument that is not at its default.
+
+        No function of Python takes None in a list of tensors, which stands for a dim that is not indexed.
+        """
+        if any(isinstance(value, (list, tuple)) and None in value for value in self.arguments.values()):
+            return False
         inside = template.partition("(")[2].rstrip(")")
         if not inside:
             return True  # Every argument in the order of the schema, or none that matters.

@@ -15,8 +15,8 @@ CTC_LOSSES = "meshwright.ctc_losses.default"
 _OF_CTC = "Tensor log_probabilities, Tensor targets, Tensor frames, Tensor lengths, int blank, bool zero_infinity"
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
-_LIBRARY.define("checked(Tensor value, Tensor condition, bool expected, str place) -> Tensor")
-_LIBRARY.define("checked_each(Tensor value, Tensor flags, bool expected, str place) -> Tensor")
+_LIBRARY.define("checked(Tensor value, Tensor condition, bool expected, str reason) -> Tensor")
+_LIBRARY.define("checked_each(Tensor value, Tensor flags, bool expected, str reason) -> Tensor")
 _LIBRARY.define("linear_sum_assignment(Tensor cost, bool maximize=False) -> (Tensor, Tensor)")
 
 
@@ -24,14 +24,14 @@ _LIBRARY.define(f"ctc_losses({_OF_CTC}) -> Tensor")
 _LIBRARY.define(f"ctc_losses_backward(Tensor gradient, {_OF_CTC}) -> Tensor")
 
 
-def _checked(value: torch.Tensor, condition: torch.Tensor, expected: bool, place: str) -> torch.Tensor:
+def _checked(value: torch.Tensor, condition: torch.Tensor, expected: bool, reason: str) -> torch.Tensor:
     """``value``, if ``condition`` is ``expected`` (``checked_each``: each of its elements, one for each of ``value``).
 
     Raises:
-        ValueError: if not.
+        ValueError: if not; ``reason`` is its text.
     """
     if bool((condition != expected).any()):
-        raise ValueError(f"the model raises an error here: what it checks came out {not expected} at {place}")
+        raise ValueError(reason)
     return value.clone()
 
 

@@ -139,14 +139,20 @@ def _group_name(argument: Any) -> str | None:
 
 
 def _bytes_of_group(tensors: Any, group: ProcessGroup) -> int:
-    """Bytes of the tensors of all ranks of a group: of virtual ranks the mean over the groups of an axis, which send
-    different rows to experts. A real rank knows its own, and takes the others' to be alike."""
+    """Bytes of the tensors of all ranks of a group. A real rank knows its own, and takes the others' to be alike.
+
+    Of virtual ranks those of the first group if its parts are alike: where another axis cuts unevenly, it has the
+    longest, which are planned. Otherwise the mean over the groups of an axis, which send different rows to experts.
+    """
     if not isinstance(tensors, torch.Tensor):
         return sum(_bytes_of_group(tensor, group) for tensor in tensors)
     if isinstance(tensors.numel(), int):
         return tensors.numel() * tensors.element_size() * group.size()
-    parts = _parts(tensors)
-    return sum(part.numel() for part in parts.values()) * tensors.element_size() * group.size() // len(parts)
+    parts = {rank: part.numel() for rank, part in _parts(tensors).items()}
+    first = [parts[rank] for rank in dist.get_process_group_ranks(group)]
+    if len(set(first)) == 1:
+        return first[0] * tensors.element_size() * group.size()
+    return sum(parts.values()) * tensors.element_size() * group.size() // len(parts)
 
 
 def _num_bytes(tensors: Any) -> int:

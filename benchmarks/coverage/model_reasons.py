@@ -1,0 +1,22 @@
+"""Reasons that are the model's, not ours, as data: what it raises or does on one device."""
+
+from __future__ import annotations
+
+import re
+
+#: Pattern of the reason → what it says of the model.
+PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"requires the (\w+) library", r"needs the package \1, which is not installed"),
+    (r"[Tt]raining [\w ]*is not (yet )?(implemented|supported)|does not support training|is not trainable",
+     "says itself that it does not train"),
+    (r"draws random numbers in forward", "draws random numbers, others in every program: nothing to compare with"),
+)  # fmt: skip
+
+
+def model_reason(reason: str) -> str | None:
+    """One line that says what of the model stands in the way; None if the reason is not its own."""
+    for pattern, sentence in PATTERNS:
+        match = re.search(pattern, reason)
+        if match is not None:
+            return match.expand(sentence)
+    return None
