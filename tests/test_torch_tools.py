@@ -61,6 +61,12 @@ def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
 
 
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="in torch 2.11 DTensor decides alone what operators do")
+@pytest.mark.parametrize(("count", "plan"), [(count, plan) for count, plans in PLANS.items() for plan in plans])
+def test_operators_and_writes_through_views_are_those_of_one_device(count: int, plan: str) -> None:
+    assert on_ranks(count)["operators"][plan] == []
+
+
 @pytest.mark.parametrize("count", PLANS)
 def test_averages_are_copies_that_run_for_themselves(count: int) -> None:
     assert max(on_ranks(count)["averages"].values()) < 1e-9

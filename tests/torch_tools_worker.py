@@ -23,6 +23,7 @@ from transformers.optimization import Adafactor
 import planner
 from passes.plan import Plan
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
+from tests.parameter_operators import wrong_operators
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.small_models import seeded
@@ -54,6 +55,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 if are_subclasses_dispatched():  # in torch 2.11 nothing plain goes beside a DTensor
     OPTIMIZERS["Adafactor of transformers"] = lambda parameters: Adafactor(
         parameters, lr=1e-2, scale_parameter=False, relative_step=False
+    )
+    OPTIMIZERS["Adafactor of transformers, its own rates"] = lambda parameters: Adafactor(
+        parameters, scale_parameter=True, relative_step=True, beta1=0.9, weight_decay=0.01
     )
 
 #: In place over partial sums; on lists with a number for each place, which 2.11 knows no sharding of.
@@ -396,11 +400,15 @@ def recomputed_on_a_mesh() -> tuple[list[str], float]:
     return list(parallel.plan.step.recompute), difference(parallel.full_gradients(), expected)
 
 
+def fresh(plans: Iterable[str]) -> dict[str, Any]:
+    return {plan: compiled(plan) for plan in plans}
+
+
 def main() -> None:
     asked = task()
     # Muon rounds to 16 bits: what is left of sums in another order is no measure.
     torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[assignment]
-    modules = {plan: compiled(plan) for plan in asked["plans"]}
+    modules = fresh(asked["plans"])
     result: dict[str, Any] = {
         "whole": {plan: gathers_whole_tensors(parallel) for plan, parallel in modules.items()},
         "one device": {plan: against_one_device(plan, parallel) for plan, parallel in modules.items()},
@@ -408,6 +416,8 @@ def main() -> None:
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
     result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
+    if are_subclasses_dispatched():
+        result["operators"] = {plan: wrong_operators(one, seeded(Odd)) for plan, one in fresh(asked["plans"]).items()}
     if asked["refusals"]:
         result["refusals"] = refusals()
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
