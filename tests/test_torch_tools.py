@@ -52,6 +52,12 @@ def test_checkpoints_of_torch_resume_under_another_plan(count: int) -> None:
     assert max(on_ranks(count)["dcp"]) < 1e-9
 
 
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="torch 2.11 refuses on DTensors what Adafactor computes")
+@pytest.mark.parametrize("count", PLANS)
+def test_statistics_of_rows_and_columns_resume_under_another_plan(count: int) -> None:
+    assert max(on_ranks(count)["statistics"]) < 1e-9
+
+
 def test_an_optimizer_made_before_compile_is_taken_over() -> None:
     assert max(on_ranks(2)["adopted"]) < 1e-9
 
