@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +11,12 @@ from torch import nn
 import planner
 from passes.capture import capture
 from passes.fuse import as_planned
-from passes.ir.conversions import Step
+from passes.ir.conversions import Step, exists, step_between
 from passes.ir.types import MeshShape
 from passes.pipeline_cut import deferral_of, step_programs
-from passes.plan import Plan
+from passes.plan import ConversionPlan, Plan
+from passes.shard.context import Tree
+from passes.shard.deferred import DeferredTree
 from planner.sharding_ilp.bundles import bundles_of
 from planner.sharding_ilp.sharding_prices import Pricing
 from planner.verification.verify_model import slow_devices
@@ -86,3 +90,16 @@ def test_shares_of_a_bundle_add_up_to_one_collective(latency: float) -> None:
     assert {bundles[value.name] for value in first} == {8 * (16 * 32 + 32 + 32 * 16 + 16)}
     seconds = sum(pricing.step(Step(0, ("I",), ("R",)), value)[1] for value in first)
     assert seconds == pytest.approx(latency + 8 * (16 * 32 + 32 + 32 * 16 + 16) * 1e-9)
+
+
+def test_axes_that_cut_another_dim_together_still_do_so_together() -> None:
+    """One after the other, the inner axis would come to cut the dim before the outer one: rows of other ranks."""
+    places = [("I", "S(1)"), ("S(0)", "S(1)"), ("S(0)", "S(0)"), ("S(1)", "S(1)")]
+    steps = {
+        target: ConversionPlan("state:w", "dp", source, target, 1, None, None, 0)
+        for source, target in itertools.pairwise(places)
+    }
+    tree = DeferredTree(Tree(places[0], steps), frozenset({0}), MeshShape(("dp", "tp"), (2, 2)), "state:w")
+    chain = tree.chain(places[-1], "w")
+    assert [(one.source, one.target) for one in chain] == list(itertools.pairwise([("R", "S(1)"), *places[1:]]))
+    assert all(exists(step_between(one.source, one.target)) for one in chain)

@@ -10,13 +10,14 @@ import accelerate
 import pytest
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.utils.data import DataLoader
 
 import planner
 from planner.integrations import transformers as hf
 from planner.integrations.accelerate import Accelerator
 from planner.integrations.global_batches import with_global_batches
+from tests.generation_cases import model_named, training_batch
 from tests.hugging_face_cases import (
     BATCH,
     FULL,
@@ -186,6 +187,34 @@ def test_other_adapters_are_tuned_as_on_one_device(config: PeftConfig, part: str
             parallel.save_pretrained(tmp_path, merge_adapters=True)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], use_dora=True),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    ],
+)
+def test_adapters_that_peft_saved_are_loaded(config: PeftConfig, tmp_path: Path) -> None:
+    trained, other = get_peft_model(llama(), config), get_peft_model(llama(), config)
+    for number, parameter in enumerate(parameter for parameter in trained.parameters() if parameter.requires_grad):
+        parameter.data.fill_(number + 1)
+    trained.save_pretrained(tmp_path)
+    tokens = torch.randint(1, 64, (2, 6))
+    parallel = planner.compile(other, "dp=1", example_inputs={"input_ids": tokens})
+    parallel.load_pretrained(tmp_path)
+    loaded = parallel.full_state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+def test_adapters_of_other_layers_are_refused(tmp_path: Path) -> None:
+    get_peft_model(llama(), LoraConfig(target_modules=["v_proj"])).save_pretrained(tmp_path)
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    parallel = planner.compile(model, "dp=1", example_inputs={"input_ids": torch.ones(2, 6, dtype=torch.int64)})
+    with pytest.raises(ValueError, match=r"does not fit the model's adapters: missing .*q_proj.*, unexpected .*v_proj"):
+        parallel.load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_merged_adapters_are_weights_of_the_base_model(tied: bool, tmp_path: Path) -> None:
     """An adapter of one of two tied weights makes them two."""
@@ -197,3 +226,42 @@ def test_merged_adapters_are_weights_of_the_base_model(tied: bool, tmp_path: Pat
     parallel.save_pretrained(tmp_path, merge_adapters=True)
     merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(merged(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_own_losses_call_the_model_as_they_like(tmp_path: Path) -> None:
+    """Without labels BART makes its decoder's inputs of other tokens; a second call is another call."""
+
+    def trained(kind: Any, folder: str) -> dict[str, torch.Tensor]:
+        class Regularised(kind):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                reversed_tokens = {**inputs, "input_ids": inputs["input_ids"].flip(-1)}
+                again = model(**reversed_tokens).logits
+                return super().compute_loss(model, inputs, *args, **kwargs) + again.square().mean()
+
+        torch.manual_seed(0)
+        config = model_named("bart").config
+        config.dropout = config.attention_dropout = config.activation_dropout = 0.0
+        model = transformers.BartForConditionalGeneration(config)
+        rows = [{name: tensor[0].roll(n) for name, tensor in training_batch("bart").items()} for n in range(8)]
+        changes = {"label_smoothing_factor": 0.1, "max_steps": 2, "eval_strategy": "no", "adam_epsilon": 1e-3}
+        trainer = Regularised(model, arguments(tmp_path / folder, 4, **changes), train_dataset=rows)
+        trainer.train()
+        state: dict[str, torch.Tensor] = getattr(trainer.model, "full_state_dict", trainer.model.state_dict)()
+        return state
+
+    expected, actual = trained(transformers.Trainer, "stock"), trained(hf.Trainer, "ours")
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_scripts_for_accelerate_pass_the_models_own_state_to_be_saved(tmp_path: Path) -> None:
+    model = llama()
+    parallel = planner.compile(model, "dp=1", example_inputs={"input_ids": torch.ones(2, 6, dtype=torch.int64)})
+    state = parallel.full_state_dict()
+    options: dict[str, Any] = {"is_main_process": True, "save_function": torch.save}
+    parallel.save_pretrained(tmp_path, state_dict=state, **options)
+    saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(ValueError, match=r"state_dict has another 'lm_head\.weight'"):
+        parallel.save_pretrained(tmp_path, state_dict=state)

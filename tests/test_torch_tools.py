@@ -55,6 +55,12 @@ def test_checkpoints_of_torch_resume_under_another_plan(count: int) -> None:
     assert max(on_ranks(count)["dcp"]) < 1e-9
 
 
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="torch 2.11 refuses on DTensors what Adafactor computes")
+@pytest.mark.parametrize("count", PLANS)
+def test_statistics_of_rows_and_columns_resume_under_another_plan(count: int) -> None:
+    assert max(on_ranks(count)["statistics"]) < 1e-9
+
+
 def test_an_optimizer_made_before_compile_is_taken_over() -> None:
     assert max(on_ranks(2)["adopted"]) < 1e-9
 
@@ -62,6 +68,12 @@ def test_an_optimizer_made_before_compile_is_taken_over() -> None:
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_cannot_be_right_is_refused(case: str) -> None:
     assert REFUSALS[case] in on_ranks(2)["refusals"][case]
+
+
+@pytest.mark.skipif(not are_subclasses_dispatched(), reason="in torch 2.11 DTensor decides alone what operators do")
+@pytest.mark.parametrize(("count", "plan"), [(count, plan) for count, plans in PLANS.items() for plan in plans])
+def test_operators_and_writes_through_views_are_those_of_one_device(count: int, plan: str) -> None:
+    assert on_ranks(count)["operators"][plan] == []
 
 
 @pytest.mark.parametrize("count", PLANS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,6 +24,7 @@ from transformers.optimization import Adafactor
 import planner
 from passes.plan import Plan
 from runtime.torch_compat.dtensors import are_subclasses_dispatched
+from tests.parameter_operators import wrong_operators
 from tests.ranks import answer, task
 from tests.runtime_worker import error_of
 from tests.small_models import seeded
@@ -55,6 +57,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 if are_subclasses_dispatched():  # in torch 2.11 nothing plain goes beside a DTensor
     OPTIMIZERS["Adafactor of transformers"] = lambda parameters: Adafactor(
         parameters, lr=1e-2, scale_parameter=False, relative_step=False
+    )
+    OPTIMIZERS["Adafactor of transformers, its own rates"] = lambda parameters: Adafactor(
+        parameters, scale_parameter=True, relative_step=True, beta1=0.9, weight_decay=0.01
     )
 
 #: In place over partial sums; on lists with a number for each place, which 2.11 knows no sharding of.
@@ -179,6 +184,22 @@ def resumes_by_dcp(plan: str, other: str) -> float:
     for module, one in ((parallel, optimizer), (single, single_optimizer)):
         step(module, one, clip=lambda *_: 0.0)
     return difference(parallel.full_state_dict(), dict(single.state_dict()))
+
+
+def resumes_statistics(plan: str, other: str) -> float:
+    """A checkpoint, then a move, with statistics of rows and columns: weights are those of one device."""
+    manager = planner.CheckpointManager(Path(os.environ["MESHWRIGHT_TEST_FOLDER"]) / f"statistics {plan} {other}")
+    make = OPTIMIZERS.get("Adafactor of transformers, its own rates", OPTIMIZERS["Adafactor"])
+    modules = single, parallel, resumed = seeded(Odd), compiled(plan), compiled(other)
+    single_optimizer, *optimizers = (make(list(one.parameters())) for one in modules)
+    step(single, single_optimizer, clip=lambda *_: 0.0)
+    step(parallel, optimizers[0], clip=lambda *_: 0.0)
+    manager.save(parallel, optimizers[0], step=1)
+    manager.load(resumed, optimizers[1])
+    resumed.replan(f"dp={dist.get_world_size()}", optimizers[1])
+    step(single, single_optimizer, clip=lambda *_: 0.0)
+    step(resumed, optimizers[1], clip=lambda *_: 0.0)
+    return difference(resumed.full_state_dict(), dict(single.state_dict()))
 
 
 def takes_over_an_optimizer(plan: str) -> float:
@@ -331,8 +352,7 @@ def gradients_of_a_penalty_are_added() -> bool:
     for module in (parallel, single):
         module(**odd_batch())["loss"].backward()
         sum(parameter.square().sum() for parameter in module.parameters()).backward()
-    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
-    return difference(parallel.full_gradients(), expected) < 1e-9
+    return difference(parallel.full_gradients(), {name: one.grad for name, one in single.named_parameters()}) < 1e-9
 
 
 def averages_weights(plan: str) -> float:
@@ -409,6 +429,9 @@ def main() -> None:
         "adopted": [takes_over_an_optimizer(plan) for plan in asked["adopted"]],
     }
     result["averages"] = {plan: averages_weights(plan) for plan in asked["plans"]}
+    if are_subclasses_dispatched():
+        result["statistics"] = [resumes_statistics(*pair) for pair in asked["dcp"]]
+        result["operators"] = {plan: wrong_operators(compiled(plan), seeded(Odd)) for plan in asked["plans"]}
     if asked["refusals"]:
         result["refusals"] = refusals()
         plans = [plan for plan in asked["plans"] if not plan.startswith("pp")]
@@ -418,10 +441,8 @@ def main() -> None:
         result["several"] = {plan: one_backward_of_several_forwards(plan) for plan in (*plans, "zero 1")}
         result["asked for"] = {plan: gradients_asked_for(plan) for plan in (*asked["plans"], "zero 1")}
         result["asked for with inputs"] = {plan: gradients_asked_for_with_those_of_inputs(plan) for plan in plans}
-        result["held outputs"] = outputs_outlive_a_plan()
-        result["penalty"] = gradients_of_a_penalty_are_added()
-        result["torch.compile"] = torch_compile_leaves_it_as_it_is()
-        result["recomputed"] = recomputed_on_a_mesh()
+        result |= {"held outputs": outputs_outlive_a_plan(), "penalty": gradients_of_a_penalty_are_added()}
+        result |= {"torch.compile": torch_compile_leaves_it_as_it_is(), "recomputed": recomputed_on_a_mesh()}
     answer(result)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from passes.capture.loss_of_call import CalledModel, calls_model
 from passes.capture.nested_values import Path, Structure, TrainingOutput, flatten, rebuild
 from passes.capture.python_draws import no_python_draws
 from passes.capture.python_state import StateChanges, TracedStates, WatchedState
@@ -100,6 +101,11 @@ class FlatCall(nn.Module):
     def with_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingOutput:
         assert self.loss_fn is not None
         parameters = list(self.parameters_of_forward.values())
+        batch = _batch(args, kwargs, [parameter.name for parameter in parameters])
+        if calls_model(self.loss_fn):
+            called = CalledModel(self.model, self.extra)
+            loss = self.loss_fn(called, batch)
+            return TrainingOutput(loss, called.outputs)
         kinds = {parameter.kind for parameter in parameters}
         places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
         positional = args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:places]
@@ -107,7 +113,7 @@ class FlatCall(nn.Module):
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             named = {name: value for name, value in kwargs.items() if name in self.parameters_of_forward}
         outputs = self.model(*positional, **named, **self.extra)
-        return TrainingOutput(self.loss_fn(outputs, _batch(args, kwargs, [p.name for p in parameters])), outputs)
+        return TrainingOutput(self.loss_fn(outputs, batch), outputs)
 
 
 def _smallest(tensors: Mapping[Path, torch.Tensor]) -> Path | None:

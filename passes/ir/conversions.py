@@ -81,14 +81,6 @@ class Step:
         """The axis that changes; of a joint step all, with ``_`` between them."""
         return "_".join(mesh.names[axis] for axis in self.axes)
 
-    def one_by_one(self) -> Iterator[Step]:
-        """Steps of one axis each that do the same: innermost axes first, since they shard a dim last."""
-        place = self.source
-        for axis in reversed(self.axes):
-            after = (*place[:axis], self.target[axis], *place[axis + 1 :])
-            yield Step(axis, place, after)
-            place = after
-
     @property
     def source_type(self) -> SpmdType:
         return self.source[self.axis]

@@ -34,6 +34,12 @@ class DeferredTree(Tree):
         current, conversions = self.root, []
         for step in self.planned.chain(target, what):
             axes = step_between(step.source, step.target).axes
+            if len(axes) > 1 and all(current[axis] == step.source[axis] for axis in axes):
+                # One by one, axes that come to cut a dim would cut it in another order.
+                after = _changed(current, {axis: step.target[axis] for axis in axes})
+                conversions.append(dataclasses.replace(step, source=current, target=after))
+                current = after
+                continue
             for axis in reversed(axes):  # of a joint step one by one: some may be dropped
                 target_type = step.target[axis]
                 if axis in self.deferred and target_type in (I, R) and current[axis] == R:

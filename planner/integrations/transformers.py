@@ -21,6 +21,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import ModelOutput
 
+from passes.capture.loss_of_call import calling_model
 from planner.integrations.accelerate import Accelerator
 from planner.integrations.saved_training import SavedTraining
 from planner.integrations.torch_compat.framework_internals import (
@@ -144,7 +145,7 @@ class TransformersTrainer(transformers.Trainer):
                 batch = example_batch(dataset, batch_size * self.accelerator.num_processes, collator_for(self))
             options["example_inputs"] = self._with_count(dict(batch))
         if self._has_own_loss():
-            options["loss_fn"] = self._loss_of_outputs
+            options["loss_fn"] = self._loss_of_script
         self.accelerator.plan_options = {**self.plan_options, **options}
         self.model.train()
 
@@ -165,22 +166,17 @@ class TransformersTrainer(transformers.Trainer):
         self.model = self.model_wrapped = parallel
         return parallel
 
-    @property
-    def _original(self) -> nn.Module:
-        original: nn.Module = self.model.original if isinstance(self.model, ParallelModule) else self.model
-        return original
-
     # -- losses ---------------------------------------------------------------------------------------------------
 
     def _has_own_loss(self) -> bool:
         overridden = type(self).compute_loss is not TransformersTrainer.compute_loss
         return overridden or self.compute_loss_func is not None or self.label_smoother is not None
 
-    def _loss_of_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss that the script computes, of outputs that are there already."""
+    @calling_model
+    def _loss_of_script(self, model: Any, batch: Any) -> torch.Tensor:
+        """The loss that the script computes, which calls the model as it likes."""
         inputs = {name: value for name, value in batch.items() if name != COUNT}
-        answer: Any = _Answer(outputs, self._original)
-        loss = self.compute_loss(answer, inputs, num_items_in_batch=batch.get(COUNT))
+        loss = self.compute_loss(model, inputs, num_items_in_batch=batch.get(COUNT))
         assert isinstance(loss, torch.Tensor)
         return loss
 
@@ -273,16 +269,6 @@ class Seq2SeqTransformersTrainer(TransformersTrainer, transformers.Seq2SeqTraine
 
 
 Seq2SeqTrainer = Seq2SeqTransformersTrainer
-
-
-class _Answer:
-    """Stands for a model that has been called: whoever calls it gets its outputs."""
-
-    def __init__(self, outputs: Any, stands_for: nn.Module) -> None:
-        self._outputs, self.stands_for = outputs, stands_for
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._outputs
 
 
 class _WholeOutputs:

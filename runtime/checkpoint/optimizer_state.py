@@ -87,7 +87,7 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
     """What this rank writes of the optimizer's state; with ``every_copy`` all that it holds.
 
     Raises:
-        ValueError: for state that is neither shaped as its parameter nor a scalar.
+        ValueError: for state that is neither a tensor nor a number.
     """
     owners = _owners(owned, optimizer)
     content: Content = {}
@@ -103,19 +103,21 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
                 if piece.primary or every_copy:
                     local = parameter.local(value) if isinstance(parameter, ShardedParameter) else value
                     content[TENSORS + name] = Piece(local.detach(), piece.shape, piece.offsets)
-            elif not _is_scalar(value):
+                continue
+            if not isinstance(value, (int, float, torch.Tensor)):
                 raise ValueError(
                     f"the optimizer keeps {_described(value)} as {key!r} of {piece.name!r} (here "
-                    f"{list(parameter.shape)}): only tensors of the parameter's shape and scalars can be stored so "
-                    "that another plan can resume them"
+                    f"{list(parameter.shape)}): only tensors and numbers can be stored so that another plan can resume "
+                    "them"
                 )
-            elif every_copy or _holds_the_first_element(piece):
-                place = TENSORS if isinstance(value, torch.Tensor) else NUMBERS
+            whole = value.full_tensor() if isinstance(value, DTensor) else value  # by all ranks of its mesh
+            if every_copy or _holds_the_first_element(piece):
+                place = TENSORS if isinstance(whole, torch.Tensor) else NUMBERS
                 # Python's numbers have 64 bits.
-                dtype = torch.float64 if isinstance(value, float) else None
-                device = value.device if isinstance(value, torch.Tensor) else "cpu"
-                scalar = torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(())
-                content[place + name] = Piece(scalar, (), ())
+                dtype = torch.float64 if isinstance(whole, float) else None
+                device = whole.device if isinstance(whole, torch.Tensor) else "cpu"
+                tensor = torch.as_tensor(whole, dtype=dtype, device=device).detach()
+                content[place + name] = Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
     return content
 
 
@@ -124,10 +126,6 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return isinstance(value, DTensor) or not isinstance(parameter, ShardedParameter)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _described(value: Any) -> str:
@@ -168,7 +166,7 @@ def optimizer_to_load(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
 
 
 def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]) -> Piece:
-    """A piece to read state into: the parameter's rectangle, or a scalar."""
+    """A piece to read state into: the parameter's rectangle, or what concerns the whole parameter."""
     parameter = owner.tensor
     stored = metadata.state_dict_metadata[full]
     assert isinstance(stored, TensorStorageMetadata)
@@ -179,7 +177,9 @@ def _empty(full: str, metadata: Metadata, owner: Owned, group: Mapping[str, Any]
     # PyTorch keeps a step count on the CPU unless the update itself reads it on the device.
     on_device = full.rpartition("/")[2] != "step" or group.get("capturable") or group.get("fused")
     on_device = on_device and full.startswith(TENSORS)
-    return Piece(torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu"), tuple(stored.size), ())
+    size = tuple(stored.size)
+    device = "cpu" if not on_device else "meta" if size else parameter.device
+    return Piece(torch.empty(size, dtype=dtype, device=device), size, (0,) * len(size))
 
 
 def with_state_memory(requested: RequestedState, device: torch.device | str) -> None:
@@ -211,6 +211,8 @@ def _state_of(parameter: torch.Tensor, key: str, piece: Piece, full: str) -> Any
         return piece.tensor.item()
     if isinstance(parameter, ShardedParameter) and piece.shape == tuple(parameter.shape) and key not in SCALARS:
         return parameter.placed(piece.tensor)
+    if isinstance(parameter, ShardedParameter) and piece.shape:
+        return parameter.whole_beside(piece.tensor)
     return piece.tensor
 
 

@@ -135,7 +135,7 @@ class Migration:
             _regroup(optimizer, groups, shown)
             if not self._is_live:
                 put_groups(optimizer, [_kept_options(group) for group in groups])
-            put_state(_requested(results, number, self._after, shown), optimizer)
+            put_state(_requested(results, number, self._after, shown, self._needed), optimizer)
         for number, averages in enumerate(self._averages):
             averages.clear()
             for entry, tensor in results.items():
@@ -197,6 +197,7 @@ def _requested(
     number: int,
     owned: Sequence[Owned],
     shown: Mapping[str, ShardedParameter],
+    needed: Mapping[StateEntry, HeldPiece],
 ) -> RequestedState:
     """The state of one optimizer in the form in which checkpoints put it."""
     content: dict[str, Any] = {}
@@ -207,7 +208,8 @@ def _requested(
             continue
         full = f"{NUMBERS if entry.is_number else TENSORS}{entry.name}/{entry.key}"
         piece = pieces[entry.name]
-        is_like = tensor.shape == piece.tensor.shape and bool(piece.shape)
-        content[full] = Piece(tensor, piece.shape, piece.offsets) if is_like else Piece(tensor, (), ())
+        is_like = needed[entry].shape == piece.shape and bool(piece.shape)
+        whole = Piece(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        content[full] = Piece(tensor, piece.shape, piece.offsets) if is_like else whole
         states.setdefault(shown[entry.name], {})[entry.key] = full
     return RequestedState(content, states)

@@ -100,8 +100,8 @@ def held_pieces(
     """This rank's pieces; tensors that are still on meta have none.
 
     Raises:
-        ValueError: for state of an optimizer that is neither shaped as its parameter nor a number, and for averages
-            that are not placed as their parameters.
+        ValueError: for state of an optimizer that is neither a tensor nor a number, and for averages that are not
+            placed as their parameters.
     """
     pieces: dict[StateEntry, Piece] = {}
     with_values = [piece for piece in owned if not piece.tensor.is_meta]
@@ -162,7 +162,8 @@ def needed_pieces(entries: Mapping[StateEntry, HeldPiece], owned: Sequence[Owned
         if described.shape == piece.shape and described.shape:
             needed[entry] = HeldPiece(piece.shape, dtype, own_region, on_host=False)
         else:
-            needed[entry] = HeldPiece(described.shape, dtype, region_of((), ()), described.on_host)
+            whole = region_of((0,) * len(described.shape), described.shape)
+            needed[entry] = HeldPiece(described.shape, dtype, whole, described.on_host)
     return needed
 
 

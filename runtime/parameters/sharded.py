@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from runtime.parameters.tensors import ParameterTensor, of_parameter_over
@@ -81,6 +81,11 @@ class ShardedParameter(ParameterTensor):
         if spec.tensor_meta is None or local.dtype != spec.tensor_meta.dtype:
             spec = dtensor_spec(self.shape, local.dtype, self.device_mesh, self.placements)
         return of_parameter_over(local, spec, self)
+
+    def whole_beside(self, whole: torch.Tensor) -> DTensor:
+        """``whole``, of any shape and the same on all ranks, as a DTensor on this parameter's mesh."""
+        replicated = [Replicate()] * self.device_mesh.ndim
+        return of_parameter_over(whole, dtensor_spec(whole.shape, whole.dtype, self.device_mesh, replicated), self)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part, in this parameter's placements, of a DTensor of this parameter's shape.

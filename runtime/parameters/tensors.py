@@ -1,16 +1,17 @@
 """DTensors that were computed from one parameter of a parallel module: gradients, state of optimizers.
 
-They differ from other DTensors in three ways. Partial sums are completed before operators in place, which DTensor
+They differ from other DTensors in four ways. Partial sums are completed before operators in place, which DTensor
 refuses, and before they are read as numbers, which DTensor forgets (Adafactor does both). Plain tensors beside them
-count as whole (transformers' Adafactor has such state). And with a pipeline they refuse to be combined with those of
-other parameters: a rank has the parameters of its own stage alone, and DTensor knows no axis of other parameters, so
+count as whole (transformers' Adafactor has such state). What DTensor has no rule for, and writes to views that it
+gathers, are what they are on one device (``whole_tensors``). And with a pipeline they refuse to be combined with those
+of other parameters: a rank has the parameters of its own stage alone, and DTensor knows no axis of other parameters, so
 the norm that ``torch.nn.utils.clip_grad_norm_`` clips by would be the stage's. What is computed from each parameter for
 itself, as optimizers do, is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,19 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from passes.torch_compat.operators import schema, tree_leaves
 from runtime.parameters.plain_operands import is_plain, with_whole_operands
+from runtime.parameters.whole_tensors import (
+    GatheredView,
+    can_run_whole,
+    gathered_views,
+    run_whole,
+    write_back,
+    written_tensors,
+)
 from runtime.torch_compat.dtensors import (
     are_subclasses_dispatched,
     as_dtensors,
     dtensor_over,
+    has_no_rule,
     local_part,
     set_content,
     spec_of,
@@ -34,6 +44,8 @@ _JOINING = ("stack", "cat")
 #: What reads a number (``item``), which DTensor does on each rank's own part.
 _READING = ("_local_scalar_dense", "item")
 
+#: Which DTensor runs on parts though masks are of the whole, or asks ranks of other stages for.
+_ALWAYS_WHOLE = ("index_put", "index_put_", "equal")
 #: How ``tensor.grad`` and the like come to ``__torch_function__``.
 _ATTRIBUTES = ("__get__", "__set__")
 
@@ -44,10 +56,12 @@ class ParameterTensor(DTensor):
     Attributes:
         path: the parameter's name.
         of_stage: whether ranks of other pipeline stages have other parameters.
+        origin: what it is a view of, where it has memory of its own.
     """
 
     path: str
     of_stage: bool
+    origin: GatheredView | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -58,10 +72,25 @@ class ParameterTensor(DTensor):
         in_place = schema(func).is_mutable and bool(args)
         tensors = _prepared(name, args, kwargs, in_place=in_place)
         whole_args, whole_kwargs = with_whole_operands((args, kwargs), tensors[0]) if tensors else (args, kwargs)
-        result = super().__torch_dispatch__(func, types, whole_args, whole_kwargs)
+        ran_whole = bool(tensors) and name.split(".")[0] in _ALWAYS_WHOLE
+        if not ran_whole:
+            try:
+                result = super().__torch_dispatch__(func, types, whole_args, whole_kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                if not (tensors and has_no_rule(error) and can_run_whole(func, tensors)):
+                    raise
+                ran_whole = True
+        if ran_whole:
+            _complete(written_tensors(func, args, kwargs))
+            result = run_whole(func, whole_args, whole_kwargs, tensors[0])
         if in_place and is_plain(args[0]):
             return args[0]  # whose memory was written
-        return _of_parameters(name, result, args, tensors, in_place=in_place)
+        result = _of_parameters(name, result, args, tensors, in_place=in_place)
+        if func.is_view and isinstance(args[0], ParameterTensor):
+            _remember_origins(func, args, kwargs, result, ran_whole=ran_whole)
+        elif in_place:
+            _write_to_origins(written_tensors(func, args, kwargs))
+        return result
 
     if not are_subclasses_dispatched():
 
@@ -91,6 +120,19 @@ class ParameterTensor(DTensor):
             whole = [Replicate() if placement.is_partial() else placement for placement in placements]
             set_content(self, plain.redistribute(placements=whole))
 
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole values; an array that cannot be written where it is not the tensor's own memory."""
+        array = self.full_tensor().numpy(force=force)
+        if not all(placement.is_replicate() for placement in spec_of(self).placements):
+            array.flags.writeable = False
+        return array
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: DTensor = dtensor_over(DTensor, local_part(self), spec_of(self))
         return plain.__reduce_ex__(protocol)
@@ -107,10 +149,32 @@ def _prepared(name: str, args: Any, kwargs: Any, *, in_place: bool) -> list[Para
     if not on_lists and any(tensor.of_stage for tensor in tensors):
         _refuse_several(name, tensors)
     if in_place or name in _READING:
-        for tensor in args[0] if on_lists else args[:1]:
-            if isinstance(tensor, ParameterTensor):
-                tensor.complete()
+        _complete(args[0] if on_lists else args[:1])
     return tensors
+
+
+def _complete(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, ParameterTensor):
+            tensor.complete()
+
+
+def _remember_origins(func: Any, args: Any, kwargs: Any, result: Any, *, ran_whole: bool) -> None:
+    """Let views that have memory of their own know what they are of."""
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, ParameterTensor)]
+    of_view = ran_whole or args[0].origin is not None
+    for one, origin in zip(results, gathered_views(func, args, kwargs, results, of_view=of_view), strict=True):
+        if origin is not None:
+            one.origin = origin
+
+
+def _write_to_origins(written: Iterable[Any]) -> None:
+    for tensor in written:
+        while isinstance(tensor, ParameterTensor) and tensor.origin is not None:
+            source = tensor.origin.source
+            _complete([source])
+            write_back(tensor, tensor.origin)
+            tensor = source
 
 
 def _of_parameters(name: str, result: Any, args: Any, tensors: Sequence[ParameterTensor], *, in_place: bool) -> Any:

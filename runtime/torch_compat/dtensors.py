@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "as_dtensors",
     "dtensor_over",
     "dtensor_spec",
+    "has_no_rule",
     "has_step_hooks",
     "local_part",
     "part_on_mesh",
@@ -50,6 +52,18 @@ def are_subclasses_dispatched() -> bool:
     except NotImplementedError:
         return False
     return True
+
+
+#: What DTensor says, before anything is computed, where no rule says how an operator is cut.
+_NO_RULE = re.compile(
+    "Sharding propagation failed|does not have a sharding strategy|require placement changes|without redistribution|"
+    "not supported with DTensor|unevenly sharded"
+)
+
+
+def has_no_rule(error: Exception) -> bool:
+    """Whether an error says that DTensor does not know how to cut an operator: the same on all ranks."""
+    return _NO_RULE.search(str(error)) is not None
 
 
 def as_dtensors() -> contextlib.AbstractContextManager[Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from runtime.agreement.ranks_together import rank_in, together
@@ -17,6 +20,24 @@ Gather = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 #: Where PEFT keeps what makes virtual tokens, which it runs for what it saves.
 _PROMPTS = "prompt_encoder."
+#: The virtual tokens themselves in its files.
+_SAVED_PROMPTS = "prompt_embeddings"
+
+
+@dataclass(frozen=True)
+class SavedAdapters:
+    """Whole tensors of adapters by the names of a model's state dict, and what their files have and have not.
+
+    Attributes:
+        num_bytes: of the files.
+        missing: names of the model's adapters that the files have not.
+        unexpected: names in the files that the model has not.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -35,23 +56,28 @@ def save_adapters(model: nn.Module, directory: str | Path, whole: Gather, *, dty
     Raises:
         ValueError: on all ranks, if the files cannot be written.
     """
-    from peft import get_peft_model_state_dict
-
     content: dict[str, torch.Tensor] = model.state_dict()
     prompts = _converted(whole([name for name in content if name.startswith(_PROMPTS)]), dtype)
     writer: Any = _with_values(model, prompts) if prompts else model
-    selected = {
-        id(tensor)
-        for adapter in writer.peft_config
-        for tensor in get_peft_model_state_dict(writer, state_dict=content, adapter_name=adapter).values()
-    }
-    content |= _converted(whole([name for name, tensor in content.items() if id(tensor) in selected]), dtype)
+    content |= _converted(whole(_adapter_names(writer, content)), dtype)
 
     def write() -> None:
         if rank_in() == 0:
             writer.save_pretrained(str(directory), state_dict=content)
 
     together(write)
+
+
+def _adapter_names(model: Any, content: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names, of ``content``, that PEFT saves, and those of what makes virtual tokens."""
+    from peft import get_peft_model_state_dict
+
+    selected = {
+        id(tensor)
+        for adapter in model.peft_config
+        for tensor in get_peft_model_state_dict(model, state_dict=content, adapter_name=adapter).values()
+    }
+    return [name for name, tensor in content.items() if id(tensor) in selected or name.startswith(_PROMPTS)]
 
 
 def save_merged(model: nn.Module, directory: str | Path, whole: Gather, *, dtype: torch.dtype | None = None) -> None:
@@ -106,3 +132,60 @@ def _with_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> nn.Mod
     copied = copy.deepcopy(model)
     copied.load_state_dict(values, strict=False, assign=True)
     return copied
+
+
+def has_saved_adapters(directory: str | Path) -> bool:
+    """Whether PEFT has saved adapters in a directory."""
+    return (Path(directory) / "adapter_config.json").exists() or any(Path(directory).glob("*/adapter_config.json"))
+
+
+def read_adapters(model: nn.Module, directory: str | Path, *, strict: bool) -> SavedAdapters:
+    """The adapters that ``save_adapters``, or PEFT's own ``save_pretrained``, wrote; all ranks must call it.
+
+    The first rank reads them: adapters are small.
+
+    Args:
+        model: a PEFT model without data, with the same adapters.
+        strict: refuse missing and unexpected names, else take what fits.
+
+    Raises:
+        ValueError: on all ranks, for files that are absent or damaged, and for those of other adapters.
+    """
+    return together(lambda: _read(model, Path(directory), strict=strict) if rank_in() == 0 else SavedAdapters())
+
+
+def _read(model: nn.Module, directory: Path, *, strict: bool) -> SavedAdapters:
+    from peft import set_peft_model_state_dict
+
+    content: dict[str, torch.Tensor] = model.state_dict()
+    prompts = _unset({name: tensor for name, tensor in content.items() if name.startswith(_PROMPTS)})
+    names = _adapter_names(_with_values(model, prompts), content)
+    unset = _unset({name: content[name] for name in names})
+    reader: Any = _with_values(model, unset)
+    num_bytes, unexpected = 0, []
+    for adapter in reader.peft_config:
+        folder = directory if adapter == "default" else directory / adapter
+        file = folder / "adapter_model.safetensors"
+        if not file.exists():
+            raise ValueError(f"{folder} has no adapter_model.safetensors of the adapter {adapter!r}: save it there")
+        num_bytes += file.stat().st_size
+        try:
+            stored = load_file(file)
+            result: Any = set_peft_model_state_dict(reader, stored, adapter_name=adapter)
+        except (SafetensorError, RuntimeError, KeyError) as error:
+            raise ValueError(f"{file} does not fit the model's adapter {adapter!r}: {error}") from error
+        unexpected += [name for name in result.unexpected_keys if name != _SAVED_PROMPTS]
+    read = {name: tensor for name, tensor in reader.state_dict().items() if name in unset}
+    missing = [name for name, tensor in read.items() if tensor.isnan().all()]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"{directory} does not fit the model's adapters: missing {missing[:3]}, unexpected {unexpected[:3]}; "
+            "strict=False takes what fits"
+        )
+    tensors = {name: tensor for name, tensor in read.items() if name not in missing}
+    return SavedAdapters(tensors, num_bytes, tuple(missing), tuple(unexpected))
+
+
+def _unset(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in memory of which no value is one that was read."""
+    return {name: torch.full_like(tensor, torch.nan, device="cpu") for name, tensor in tensors.items()}

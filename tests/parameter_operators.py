@@ -1,0 +1,85 @@
+"""What scripts do with parameters by themselves, for ``tests.torch_tools_worker``: each gives what one device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+#: Calls on a weight of several rows and columns, and on the same weight whole.
+READ: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "allclose": lambda weight, whole: torch.allclose(weight, whole),
+    "allclose, plain first": lambda weight, whole: torch.allclose(whole, weight + 1),
+    "equal": lambda weight, whole: torch.equal(weight, whole),
+    "rows": lambda weight, whole: list(weight),
+    "mask": lambda weight, whole: weight[weight > 0],
+    "nonzero": lambda weight, whole: (weight > 0).nonzero(),
+    "unique": lambda weight, whole: weight.unique(),
+    "renorm": lambda weight, whole: weight.renorm(2, 0, 0.1),
+    "cdist": lambda weight, whole: torch.cdist(weight, weight),
+    "tolist": lambda weight, whole: weight.tolist(),
+    "numpy": lambda weight, whole: torch.from_numpy(numpy.array(weight)),
+    "printed": lambda weight, whole: float(f"{weight.sum():.6f}"),
+}
+
+
+def _half_of_a_row(weight: Any) -> None:
+    weight[2][1:3].mul_(2.0)
+
+
+def _by_mask(weight: Any) -> None:
+    weight[weight > 0] = 0.5
+
+
+def _row(weight: Any) -> None:
+    weight[1] = torch.ones(weight.shape[1], dtype=weight.dtype)
+
+
+def _sum(weight: Any) -> None:
+    total = weight.sum(0)
+    total[1].zero_()
+    weight.add_(total)
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "zero row": lambda weight: weight[2].zero_(),
+    "zero column": lambda weight: weight[:, 2].zero_(),
+    "row": _row,
+    "half of a row": _half_of_a_row,
+    "mask": _by_mask,
+    "column of the transposed": lambda weight: weight.t()[1:4].fill_(2.0),
+    "part of another shape": lambda weight: weight.view(-1)[5:9].sub_(1.0),
+    "chunk": lambda weight: weight.chunk(3)[1].fill_(3.0),
+    "diagonal": lambda weight: weight.fill_diagonal_(0.5),
+    "sum": _sum,
+}
+
+
+def wrong_operators(parallel: nn.Module, single: nn.Module) -> list[str]:
+    """Names of calls that give another result on a parallel module's weights than on those of one device."""
+    names = [name for name, one in parallel.named_parameters() if one.dim() == 2]
+    expected = dict(single.named_parameters())
+    wrong = []
+    for name in names:
+        weight, whole = dict(parallel.named_parameters())[name].detach(), expected[name].detach()
+        wrong += [f"{call} of {name}" for call, run in READ.items() if not _same(run(weight, whole), run(whole, whole))]
+        for call, write in WRITTEN.items():
+            mine, copied = weight.clone(), whole.clone()
+            write(mine)
+            write(copied)
+            if not _same(mine, copied):
+                wrong.append(f"writing {call} of {name}")
+    return wrong
+
+
+def _same(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, (list, tuple)):
+        return len(actual) == len(expected) and all(map(_same, actual, expected))
+    if isinstance(expected, torch.Tensor):
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        return bool(actual.shape == expected.shape and torch.allclose(actual.double(), expected.double(), rtol=1e-12))
+    return bool(actual == expected)
