@@ -104,7 +104,8 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:
-            outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
+            with self._tree.stages_as_planned():
+                outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
             self._engine.calls.settle()
             return outputs
         finally:
@@ -150,7 +151,8 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
 
         scale = self._engine.calls.together(ready)
         try:
-            loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+            with self._tree.stages_as_planned():
+                loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
             self._engine.calls.settle()
             return loss
         finally:
