@@ -344,8 +344,6 @@ class Maker:
 
     def _with_unused(self, graph: Graph) -> Plan:
         assert self.plan is not None
-        if not self._is_whole_step:
-            return self.plan
         return with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
 
     def _planned_again(self, graph: Graph) -> Plan:

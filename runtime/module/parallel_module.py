@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -30,7 +30,7 @@ from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
-from runtime.zero.norm import clip_gradients
+from runtime.zero.norm import clip_gradients, gradient_norm
 
 #: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
 #: and its arguments.
@@ -251,6 +251,28 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         )
         calls.settle()
         return norm
+
+    def gradient_norms(self, modules: Sequence[str]) -> list[float]:
+        """The norm of the gradients of each of some modules, by path; all ranks must call it, and get the same.
+
+        Raises:
+            ValueError: for a module without parameters.
+        """
+        calls = self._engine.calls
+        calls.together(self._tree.take_gradients)
+        calls.check(f"calls gradient_norms({list(modules)})")
+        norms = []
+        for path in modules:
+            if not any(name.startswith(f"{path}.") for name in self.state_names):
+                raise ValueError(f"the model has no module {path!r} with parameters, whose gradients have a norm")
+            own = [
+                (owned.tensor, owned.counts)
+                for owned in self.owned()
+                if owned.trainable and isinstance(owned.tensor, nn.Parameter) and owned.name.startswith(f"{path}.")
+            ]
+            norms.append(float(gradient_norm(own, self._engine.all_ranks)))
+        calls.settle()
+        return norms
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:

@@ -12,10 +12,10 @@ from passes.plan import Plan
 from runtime.calls.frozen_prefix import AFTER, OUTPUT, take_frozen_outputs, without_prefix
 from runtime.calls.model_call import ModelCall, read_call
 from runtime.calls.modes import SubmoduleModes
-from runtime.migration.move_price import step_seconds
+from runtime.migration.move_price import ReplanDecision, step_seconds
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import TransferPlan
-from runtime.module.changing import Changing, Optimizers
+from runtime.module.changing import Changing, Optimizers, WayToGoOn
 from runtime.module.meeting import Stateful
 
 
@@ -111,6 +111,19 @@ class PrefixCalls(Changing):
             seconds.append(step_seconds(plan) + more(plan))
         chosen = engines[seconds.index(min(seconds))]
         return seconds, self._go_on(chosen, self._migration(meeting, chosen, optimizers, averages), meeting)
+
+    def replan_prefix_if_it_pays(
+        self,
+        ways: Sequence[WayToGoOn],
+        optimizer: Optimizers,
+        *,
+        remaining_steps: int,
+        reading_now: float,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+    ) -> tuple[ReplanDecision, WayToGoOn | None]:
+        """As ``replan_if_it_pays``, over ways that read outputs of frozen layers and others that compute them."""
+        return self._go_on_if_it_pays(ways, optimizer, remaining_steps, averages, carried, reading_now)
 
     @torch.no_grad()
     def prefix_output(self, after: str, batch: Mapping[str, Any], *, local_inputs: bool) -> torch.Tensor:

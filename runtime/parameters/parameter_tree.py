@@ -144,7 +144,7 @@ class ParameterTree:
             self._dropped = []
 
     def frozen(self) -> tuple[str, ...]:
-        """Names of parameters that the plan trains and that someone has frozen since; a pipeline's stages do not ask."""
+        """Names of parameters that the plan trains and that someone has frozen since; none of a pipeline."""
         if self._of_stage:
             return ()
         return tuple([path for path, owner in self._trained if not owner.requires_grad])
