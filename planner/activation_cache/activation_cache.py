@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class ActivationCache:
         """
         example: Mapping[str, Any] = self.parallel.prefix_call(options.pop("example_inputs", None)).kwargs
         if after is None:
-            self.parallel.replan_prefix(target, optimizer, [example], [nothing_more], **options)
+            self.parallel.replan(target, optimizer, **{**options, "example_inputs": dict(example)})
             self.after, self.price = None, None
             return None
         behind, num_bytes = self._behind(after, example)
@@ -122,13 +123,15 @@ class ActivationCache:
             reading.append(self._seconds_of_reading(plan, num_bytes))
             return reading[-1]
 
+        cached_options = {**with_pinned_output(options, self.parallel.inputs_behind(behind)), "example_inputs": behind}
+        state = {name: options.pop(name) for name in ("averages", "carried") if name in options}
         if always:
-            self.parallel.replan_prefix(target, optimizer, [behind], [read], **options)
+            self.parallel.replan_prefix(target, optimizer, [cached_options], [read], **state)
             self.after, self.price = after, None
         else:
             # Of equals the first is taken, which computes.
-            examples, more = [example, behind], [nothing_more, read]
-            (computed, cached), _ = self.parallel.replan_prefix(target, optimizer, examples, more, **options)
+            ways, more = [{**options, "example_inputs": dict(example)}, cached_options], [nothing_more, read]
+            (computed, cached), _ = self.parallel.replan_prefix(target, optimizer, ways, more, **state)
             self.price = CachePrice(computed, cached - reading[-1], reading[-1])
             self.after = after if self.price.pays else None
         self._prefix, self._setting = None, None
@@ -178,7 +181,7 @@ class ActivationCache:
             ways.append(WayToGoOn(target, {**options, "example_inputs": dict(example)}, replan_seconds))
             if has_room:
                 words, slow = f", cached behind {after}", min(steps_of_epoch, remaining_steps)
-                cached = {**options, "example_inputs": behind}
+                cached = {**with_pinned_output(options, self.parallel.inputs_behind(behind)), "example_inputs": behind}
                 ways.append(WayToGoOn(target, cached, replan_seconds, read, words, slow))
         decision, taken = self.parallel.replan_prefix_if_it_pays(
             ways,
@@ -327,3 +330,23 @@ class ActivationCache:
         processes = min(cluster.levels[0].group_size if cluster.levels else 1, cluster.num_devices)
         groups = max(1, plan.step.sample_groups)
         return num_bytes / groups * processes / self._bytes_per_second
+
+
+def with_pinned_output(options: Mapping[str, Any], inputs_read: Collection[str]) -> dict[str, Any]:
+    """Options of a step that takes the output of frozen layers: that is cut as inputs with samples are, if one is.
+
+    Args:
+        inputs_read: keys of the inputs that such a step still reads; pins of others would match nothing.
+    """
+    constraints = dict(options.get("constraints") or {})
+    pins = {pattern: pin for pattern, pin in constraints.items() if pattern.startswith("input:")}
+    cut = next((pin for pin in pins.values() if "S(0)" in dict(pin).values()), None)
+    if cut is None:
+        return dict(options)
+    keys = [f"input:{key}" for key in inputs_read]
+    for pattern in pins:
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in keys):
+            del constraints[pattern]
+    if not any(fnmatch.fnmatchcase(f"input:{OUTPUT}", pattern) for pattern in constraints):
+        constraints[f"input:{OUTPUT}"] = cut
+    return {**options, "constraints": constraints}

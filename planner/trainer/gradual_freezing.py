@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from planner.training_timeline import first_parameters, layers_of
 from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision
 from runtime.module.parallel_module import ParallelModule
 
+#: Options of ``planner.compile`` that stay under every plan.
+_STAY = ("precision", "fuse", "optimizer")
+
 
 class GradualFreezing:
     """What is frozen of a model in training.
@@ -22,6 +25,7 @@ class GradualFreezing:
         model: as it was handed over, whose layers are counted.
         target: of the trainer, to go on under where ``freezing`` names none.
         options: of ``planner.compile``, for every plan.
+        pins: a target → constraints that give every data rank its own samples.
 
     Attributes:
         decision, frozen: how many decisions there were, and how many layers are frozen.
@@ -32,7 +36,13 @@ class GradualFreezing:
     """
 
     def __init__(
-        self, freezing: Freezing, model: nn.Module, parallel: ParallelModule, target: Any, options: Mapping[str, Any]
+        self,
+        freezing: Freezing,
+        model: nn.Module,
+        parallel: ParallelModule,
+        target: Any,
+        options: Mapping[str, Any],
+        pins: Callable[[Any], Mapping[str, Any]],
     ) -> None:
         self.freezing, self.layers = freezing, list(freezing.layers) or layers_of(model)
         freezing.check_layers(self.layers)
@@ -52,7 +62,10 @@ class GradualFreezing:
             )
         self._model, self._parallel = model, parallel
         self._targets = list(freezing.targets) or [target]
-        self._options = {name: value for name, value in options.items() if name not in ("precision", "fuse")}
+        self._options = {name: value for name, value in options.items() if name not in _STAY}
+        pinned = {name: pin for each in self._targets for name, pin in pins(each).items()}
+        if pinned:
+            self._options["constraints"] = {**pinned, **dict(self._options.get("constraints") or {})}
         self._norms: list[float] = []
 
     def is_due(self, step: int, *, epoch_ends: bool) -> bool:
@@ -66,10 +79,10 @@ class GradualFreezing:
     def decide(
         self, optimizer: torch.optim.Optimizer, *, remaining_steps: int, steps_of_epoch: int
     ) -> ReplanDecision | None:
-        """Freeze what the policy says; what is gone on under then, None where nothing more was frozen."""
+        """Freeze what the policy says; what is gone on under then, None where nothing changes or no step is left."""
         self.decision += 1
         frozen = self.freezing.policy.next(self.decision, self.frozen, self._norms)
-        if frozen == self.frozen or remaining_steps < 1:
+        if frozen == self.frozen:
             return None
         self.frozen = frozen
         return self._go_on(optimizer, remaining_steps, steps_of_epoch)
@@ -80,7 +93,7 @@ class GradualFreezing:
         """Freeze what was frozen when a checkpoint was written, before that is loaded."""
         self.decision, self.frozen = state["decision"], state["frozen"]
         if self.frozen:
-            self._go_on(optimizer, max(1, remaining_steps), steps_of_epoch)
+            self._go_on(optimizer, remaining_steps, steps_of_epoch)
 
     def state_dict(self) -> dict[str, int]:
         return {"decision": self.decision, "frozen": self.frozen}
@@ -96,13 +109,17 @@ class GradualFreezing:
             return None
         return self.cache.train_step(**batch, local_inputs=local_inputs)
 
-    def _go_on(self, optimizer: torch.optim.Optimizer, remaining_steps: int, steps_of_epoch: int) -> ReplanDecision:
+    def _go_on(
+        self, optimizer: torch.optim.Optimizer, remaining_steps: int, steps_of_epoch: int
+    ) -> ReplanDecision | None:
         names = first_parameters(self._model, self.layers[: self.frozen])
         for name, parameter in self._parallel.named_parameters():
             if name in names:
                 parameter.requires_grad_(False)
         self._parallel.train()
         self.set_modes()
+        if remaining_steps < 1:
+            return None
         seconds = self.freezing.replan_seconds
         replan_seconds = REPLAN_SECONDS if seconds is None else seconds
         if self.cache is None:

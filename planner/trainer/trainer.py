@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,11 @@ class Trainer:
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         inputs = inputs if isinstance(inputs, (dict, tuple)) else (inputs,)
         self._parallel = compile(self.model, self.mesh, example_inputs=inputs, loss_fn=self._loss_fn, **options)
-        self._plan_options = {name: value for name, value in options.items() if value is not None}
+        if self._freeze is not None:
+            pins_of = partial(batches.data_pins, example, self.global_batch, options=self._options)
+            self._freezing = GradualFreezing(
+                self._freeze, self.model, self._parallel, self.mesh, self._options, pins_of
+            )
         if any(parameter.is_meta for parameter in self._parallel.parameters()):
             self._parallel.initialise(seed=self.seed)
         if not self.loader_options.get("drop_last"):
@@ -375,11 +380,7 @@ class Trainer:
         return loss
 
     def _check_freezing(self, loader: DataLoader) -> None:
-        """Begin to freeze, if that is asked for.
-
-        Raises:
-            ValueError: for a stream, whose epochs and steps nobody knows beforehand.
-        """
+        """Raise ValueError for a stream, whose epochs and steps nobody knows, where freezing depends on them."""
         if self._freeze is None:
             return
         if loader.num_samples is None and (self._freeze.every is None or self._freeze.cache is not None):
@@ -391,8 +392,6 @@ class Trainer:
             raise ValueError(
                 "nobody knows how many steps are left of a stream: give fit(num_steps=…) to freeze by price"
             )
-        if self._freezing is None:
-            self._freezing = GradualFreezing(self._freeze, self.model, self.parallel, self.mesh, self._plan_options)
 
     def _freeze_more(self, loader: DataLoader, reporter: Reporter) -> None:
         assert self._freezing is not None
