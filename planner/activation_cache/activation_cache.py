@@ -249,7 +249,7 @@ class ActivationCache:
                     rows = self._read(keys, self._prefix)
                 except ValueError as problem:
                     error = problem
-            by_rank = ranks.gathered((changed, rows is not None, own_weights, error and str(error)))
+            by_rank = ranks.gathered((changed, rows is not None, own_weights, self._weights, error and str(error)))
             if any(each[0] for each in by_rank):
                 self._look_again(after)
                 continue
@@ -259,7 +259,7 @@ class ActivationCache:
                 if message is not None:
                     raise ValueError(f"rank {number}: {message}")
             weights = sum(each[2] for each in by_rank) % 2**64
-            if weights == self._weights:
+            if all(each[3] == weights for each in by_rank):  # one that has joined knows of none yet
                 return keys, rows, all(each[1] for each in by_rank)
             self._weights = weights  # other keys
 
@@ -268,9 +268,11 @@ class ActivationCache:
         ranks = self.parallel.ranks_at_work
         self._prefix = self._checked(after, self.parallel.prefix_call().kwargs)
         self._setting = self.parallel.prefix_setting()
-        sizes = [each for each in ranks.gathered(self._ring and self._ring.sizes) if each is not None]
-        if sizes:
-            self._ring = shared_ring(ranks, self._ring, sizes[0], self._folder)
+        own = None if self._ring is None else (self._ring.sizes, self._ring_key, self._row_shape)
+        rings = [each for each in ranks.gathered(own) if each is not None]
+        if rings:
+            sizes, self._ring_key, self._row_shape = rings[0]
+            self._ring = shared_ring(ranks, self._ring, sizes, self._folder)
 
     def _keys(self, call: ModelCall, prefix: CachedPrefix, after: str) -> list[bytes]:
         common = f"{after} {prefix.dtype} {self._weights} {self.parallel.constants_read}"
