@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from planner.activation_cache.activation_cache import ActivationCache
     from planner.auditing.audit import audit
     from planner.changing.freeze_policy import FreezePolicy
+    from planner.changing.freezing import CacheRoom, Freezing
     from planner.compilation import compile
     from planner.elastic import Elastic
     from planner.joining import join
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
 #: Public name → the module that has it.
 _HOMES = {
     "ActivationCache": "planner.activation_cache.activation_cache",
+    "CacheRoom": "planner.changing.freezing",
     "CaptureError": "passes.capture",
     "CheckpointManager": "runtime.checkpoint",
     "Cluster": "cost_models",
     "DataLoader": "runtime.data.loader",
     "Elastic": "planner.elastic",
     "FreezePolicy": "planner.changing.freeze_policy",
+    "Freezing": "planner.changing.freezing",
     "DiLoCo": "runtime.islands.outer_training",
     "Islands": "runtime.islands.island_ranks",
     "OffloadedOptimizer": "runtime.parameters.offloaded_optimizer",
@@ -79,6 +82,7 @@ leave_last_words()
 
 __all__ = [
     "ActivationCache",
+    "CacheRoom",
     "CaptureError",
     "CheckpointManager",
     "Cluster",
@@ -86,6 +90,7 @@ __all__ = [
     "DiLoCo",
     "Elastic",
     "FreezePolicy",
+    "Freezing",
     "Islands",
     "OffloadedOptimizer",
     "PackedDataset",

@@ -9,7 +9,7 @@ on its way, and of making programs. To keep the first program is one of the path
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -194,15 +194,25 @@ def layers_of(module: nn.Module) -> list[str]:
 
 def freeze_first(module: nn.Module, layers: list[str]) -> None:
     """Freeze layers, and with the first what stands before it (embeddings), unless it is used behind it, too."""
+    frozen = first_parameters(module, layers)
+    for name, parameter in module.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def first_parameters(module: nn.Module, layers: Sequence[str]) -> frozenset[str]:
+    """Names, all that it has, of each parameter that freezes with ``layers``: see ``freeze_first``."""
     if not layers:
-        return
+        return frozenset()
     prefixes = tuple(f"{layer}." for layer in layers)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     order = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     first = next((place for place, name in enumerate(order) if name.startswith(prefixes)), math.inf)
-    for parameter in module.parameters():
-        own = names[id(parameter)]
-        if all(name.startswith(prefixes) or order.index(name) < first for name in own):
-            parameter.requires_grad_(False)
+    return frozenset(
+        name
+        for own in names.values()
+        if all(each.startswith(prefixes) or order.index(each) < first for each in own)
+        for name in own
+    )

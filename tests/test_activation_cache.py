@@ -75,3 +75,16 @@ def test_no_room_is_an_error_that_says_so() -> None:
         ValueError, match=r"no room for .* bytes in .*, which memory_bytes of the activation cache needs"
     ):
         SampleRing.create(RingSizes(2**40, memory_slots=2**14, disk_slots=0), None)
+
+
+def test_a_trainer_freezes_by_the_policy_and_reads_the_cache_where_that_pays() -> None:
+    """Shuffled epochs with a short last batch, clipped; stopped after five epochs and resumed under another plan."""
+    result = run_on_ranks("freezing_trainer_worker", 2, {}, timeout=PATIENCE)
+    assert result["losses"] == [21, 21]
+    assert set(result["errors"]) == {"loss", "weights", "evaluation"}
+    assert max(result["errors"].values()) < 1e-9
+    assert result["frozen"] == [result["frozen alone"][2], result["frozen alone"][3]] == [1, 4]
+    (hits, misses, trains), slow = result["counts"]
+    assert hits > 0 and misses > 0 and not trains
+    assert slow is None  # a cache that takes a second for each byte
+    assert "layers were frozen when the checkpoint was written: give the trainer the same freeze=" in result["refused"]

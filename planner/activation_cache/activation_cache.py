@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from passes.plan import Plan
 from planner.activation_cache.prefix_checks import CachedPrefix, checked_prefix
 from planner.activation_cache.sample_keys import sample_keys, sum_of_weights
 from planner.activation_cache.sample_ring import RingSizes, SampleRing, shared_ring
+from planner.changing.freezing import BYTES_PER_SECOND, CacheRoom
 from runtime.calls.frozen_prefix import AFTER, OUTPUT
 from runtime.calls.model_call import ModelCall
+from runtime.migration.move_price import REPLAN_SECONDS, ReplanDecision, check_question
+from runtime.module.changing import WayToGoOn, nothing_more
 from runtime.module.parallel_module import ParallelModule
-
-#: Bytes that a node reads of its cache in a second, unless said: an assumption, nothing is measured.
-BYTES_PER_SECOND = 2e9
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,14 @@ class ActivationCache:
         folder: str | Path | None = None,
         bytes_per_second: float = BYTES_PER_SECOND,
     ) -> None:
-        if min(memory_bytes, disk_bytes) < 0 or memory_bytes + disk_bytes <= 0 or not bytes_per_second > 0:
-            raise ValueError(
-                f"memory_bytes={memory_bytes}, disk_bytes={disk_bytes}, bytes_per_second={bytes_per_second}: an "
-                "activation cache has room in memory or on disk, and is read in some time"
-            )
+        room = CacheRoom(memory_bytes, disk_bytes, folder, bytes_per_second)
         self.parallel = parallel
         self.after: str | None = None
         self.price: CachePrice | None = None
         self.hits = self.misses = 0
-        self._bytes = int(memory_bytes), int(disk_bytes)
+        self._bytes = int(room.memory_bytes), int(room.disk_bytes)
         self._folder = None if folder is None else Path(folder)
-        self._bytes_per_second = bytes_per_second
+        self._bytes_per_second = room.bytes_per_second
         self._ring: SampleRing | None = None
         self._ring_key: Hashable = None
         self._prefix: CachedPrefix | None = None
@@ -116,29 +113,103 @@ class ActivationCache:
         """
         example: Mapping[str, Any] = self.parallel.prefix_call(options.pop("example_inputs", None)).kwargs
         if after is None:
-            self.parallel.replan_prefix(target, optimizer, [example], [_nothing_more], **options)
+            self.parallel.replan(target, optimizer, **{**options, "example_inputs": dict(example)})
             self.after, self.price = None, None
             return None
-        prefix = self._checked(after, example)
-        output = torch.empty(prefix.shape, dtype=getattr(torch, prefix.dtype), device="meta")
-        behind = {**example, AFTER: after, OUTPUT: output}
+        behind, num_bytes = self._behind(after, example)
         reading: list[float] = []
 
         def read(plan: Plan) -> float:
-            reading.append(self._seconds_of_reading(plan, output.nbytes))
+            reading.append(self._seconds_of_reading(plan, num_bytes))
             return reading[-1]
 
+        cached_options = {**with_pinned_output(options, self.parallel.inputs_behind(behind)), "example_inputs": behind}
+        state = {name: options.pop(name) for name in ("averages", "carried") if name in options}
         if always:
-            self.parallel.replan_prefix(target, optimizer, [behind], [read], **options)
+            self.parallel.replan_prefix(target, optimizer, [cached_options], [read], **state)
             self.after, self.price = after, None
         else:
             # Of equals the first is taken, which computes.
-            examples, more = [example, behind], [_nothing_more, read]
-            (computed, cached), _ = self.parallel.replan_prefix(target, optimizer, examples, more, **options)
+            ways, more = [{**options, "example_inputs": dict(example)}, cached_options], [nothing_more, read]
+            (computed, cached), _ = self.parallel.replan_prefix(target, optimizer, ways, more, **state)
             self.price = CachePrice(computed, cached - reading[-1], reading[-1])
             self.after = after if self.price.pays else None
         self._prefix, self._setting = None, None
         return self.price
+
+    def replan_if_it_pays(
+        self,
+        targets: Sequence[Any],
+        optimizer: Any = None,
+        *,
+        after: str,
+        remaining_steps: int,
+        steps_of_epoch: int,
+        replan_seconds: float = REPLAN_SECONDS,
+        averages: Any = (),
+        carried: Any = (),
+        **options: Any,
+    ) -> ReplanDecision:
+        """``parallel.replan_if_it_pays`` over two plans for each target: with the frozen layers computed, and cached.
+
+        A step that reads the cache takes what its plan predicts and the reading; ``steps_of_epoch`` of them, which fill
+        it, as long as if the layers were computed. Where the cache lacks room for an epoch's samples, which are read in
+        any order, they would be overwritten before they are read: it is then no choice.
+
+        Args:
+            targets, optimizer, remaining_steps, replan_seconds, averages, carried, options: as there.
+            after: path of the module up to which layers are frozen.
+            steps_of_epoch: until each sample was seen once.
+
+        Raises:
+            ValueError: as there; for layers that train, draw random numbers, write buffers, mix samples.
+        """
+        check_question(targets, remaining_steps, replan_seconds)
+        example: Mapping[str, Any] = self.parallel.prefix_call(options.pop("example_inputs", None)).kwargs
+        behind, num_bytes = self._behind(after, example)
+        reading_now = 0.0
+        if self.after is not None:
+            _, bytes_now = self._behind(self.after, example)
+            reading_now = self._seconds_of_reading(self.parallel.plan, bytes_now)
+        has_room = num_bytes * steps_of_epoch <= sum(self._bytes)
+
+        def read(plan: Plan) -> float:
+            return self._seconds_of_reading(plan, num_bytes)
+
+        ways = []
+        for target in targets:
+            ways.append(WayToGoOn(target, {**options, "example_inputs": dict(example)}, replan_seconds))
+            if has_room:
+                words, slow = f", cached behind {after}", min(steps_of_epoch, remaining_steps)
+                cached = {**with_pinned_output(options, self.parallel.inputs_behind(behind)), "example_inputs": behind}
+                ways.append(WayToGoOn(target, cached, replan_seconds, read, words, slow))
+        decision, taken = self.parallel.replan_prefix_if_it_pays(
+            ways,
+            optimizer,
+            remaining_steps=remaining_steps,
+            reading_now=reading_now,
+            averages=averages,
+            carried=carried,
+        )
+        if taken is not None:
+            self.after, self.price = after if taken.words else None, None
+        self._prefix, self._setting = None, None
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """What processes that join a training take up of those at work (``carried`` of ``parallel.replan``)."""
+        return {"after": self.after}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what another process's ``state_dict`` says; what it has kept is found at the next step."""
+        self.after, self.price = state["after"], None
+        self._prefix, self._setting = None, None
+
+    def _behind(self, after: str, example: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Example arguments of a step that takes the output of ``after``, and the bytes of that."""
+        prefix = self._checked(after, example)
+        output = torch.empty(prefix.shape, dtype=getattr(torch, prefix.dtype), device="meta")
+        return {**example, AFTER: after, OUTPUT: output}, output.nbytes
 
     def train_step(self, *, local_inputs: bool = False, weight: float | None = None, **batch: Any) -> torch.Tensor:
         """``parallel.train_step``, for which frozen layers are computed only if a sample of the batch is not cached.
@@ -178,7 +249,7 @@ class ActivationCache:
                     rows = self._read(keys, self._prefix)
                 except ValueError as problem:
                     error = problem
-            by_rank = ranks.gathered((changed, rows is not None, own_weights, error and str(error)))
+            by_rank = ranks.gathered((changed, rows is not None, own_weights, self._weights, error and str(error)))
             if any(each[0] for each in by_rank):
                 self._look_again(after)
                 continue
@@ -188,7 +259,7 @@ class ActivationCache:
                 if message is not None:
                     raise ValueError(f"rank {number}: {message}")
             weights = sum(each[2] for each in by_rank) % 2**64
-            if weights == self._weights:
+            if all(each[3] == weights for each in by_rank):  # one that has joined knows of none yet
                 return keys, rows, all(each[1] for each in by_rank)
             self._weights = weights  # other keys
 
@@ -197,9 +268,11 @@ class ActivationCache:
         ranks = self.parallel.ranks_at_work
         self._prefix = self._checked(after, self.parallel.prefix_call().kwargs)
         self._setting = self.parallel.prefix_setting()
-        sizes = [each for each in ranks.gathered(self._ring and self._ring.sizes) if each is not None]
-        if sizes:
-            self._ring = shared_ring(ranks, self._ring, sizes[0], self._folder)
+        own = None if self._ring is None else (self._ring.sizes, self._ring_key, self._row_shape)
+        rings = [each for each in ranks.gathered(own) if each is not None]
+        if rings:
+            sizes, self._ring_key, self._row_shape = rings[0]
+            self._ring = shared_ring(ranks, self._ring, sizes, self._folder)
 
     def _keys(self, call: ModelCall, prefix: CachedPrefix, after: str) -> list[bytes]:
         common = f"{after} {prefix.dtype} {self._weights} {self.parallel.constants_read}"
@@ -261,5 +334,21 @@ class ActivationCache:
         return num_bytes / groups * processes / self._bytes_per_second
 
 
-def _nothing_more(plan: Plan) -> float:
-    return 0.0
+def with_pinned_output(options: Mapping[str, Any], inputs_read: Collection[str]) -> dict[str, Any]:
+    """Options of a step that takes the output of frozen layers: that is cut as inputs with samples are, if one is.
+
+    Args:
+        inputs_read: keys of the inputs that such a step still reads; pins of others would match nothing.
+    """
+    constraints = dict(options.get("constraints") or {})
+    pins = {pattern: pin for pattern, pin in constraints.items() if pattern.startswith("input:")}
+    cut = next((pin for pin in pins.values() if "S(0)" in dict(pin).values()), None)
+    if cut is None:
+        return dict(options)
+    keys = [f"input:{key}" for key in inputs_read]
+    for pattern in pins:
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in keys):
+            del constraints[pattern]
+    if not any(fnmatch.fnmatchcase(f"input:{OUTPUT}", pattern) for pattern in constraints):
+        constraints[f"input:{OUTPUT}"] = cut
+    return {**options, "constraints": constraints}

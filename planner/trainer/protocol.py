@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,13 @@ class Training(Protocol):
 
     def collator(self, *, longest: bool) -> Callable[[list[Any]], Any] | None:
         """What makes a batch of samples; None for torch's."""
+
+    def take_up_frozen(self, state: Mapping[str, int], step: int, loader: Any) -> None:
+        """Freeze what a checkpoint of ``step`` steps has frozen."""
+
+    @property
+    def frozen_state(self) -> dict[str, int] | None:
+        """What a checkpoint says of frozen layers."""
 
     @property
     def parallel(self) -> ParallelModule:

@@ -32,6 +32,9 @@ class Saver:
         """Go back to the last checkpoint; False if there is none, or training has gone on since."""
         if trainer.step or self._last.latest() is None:
             return False
+        extra = self._last.extra()
+        if extra.get("frozen"):
+            trainer.take_up_frozen(extra["frozen"], self._last.steps()[-1], loader)
         checkpoint = self._last.load(trainer.parallel, trainer.optimizer, scheduler=trainer.schedule, data=loader)
         trainer.step, self.best = checkpoint.step, checkpoint.extra["best"]
         return True
@@ -52,5 +55,5 @@ class Saver:
             step=trainer.step,
             scheduler=trainer.schedule,
             data=loader,
-            extra={"best": self.best},
+            extra={"best": self.best, "frozen": trainer.frozen_state},
         )

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from planner.changing.freezing import Freezing
 from planner.checked_numbers import check_whole_number
 from planner.compilation import compile
 from planner.targets import Target
 from planner.trainer import trainer_batches as batches
 from planner.trainer.evaluation import evaluate, predict
+from planner.trainer.gradual_freezing import GradualFreezing
 from planner.trainer.optimizers import MakeOptimizer, default_optimizer, on_planned_memory
 from planner.trainer.reporting import OnLog, Reporter
 from planner.trainer.saving import Saver
@@ -78,6 +81,7 @@ class Trainer:
         lr_schedule: optimizer → schedule, stepped after every step (see ``planner.trainer.warmup_cosine``).
         global_batch: samples in an optimizer step, over all ranks and micro-batches.
         max_grad_norm: gradients are scaled down to this norm.
+        freeze: layers to freeze on the way, and what to go on under then (``planner.Freezing``).
         seed: of the order of samples, dropout, and the initialisation of a model on the meta device.
         checkpoint_dir: where the last ``keep_last`` checkpoints (``last/``) and the one with the lowest evaluation loss
             (``best/``) are kept. ``fit`` goes on from the last one there is.
@@ -112,6 +116,7 @@ class Trainer:
         lr_schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         global_batch: int,
         max_grad_norm: float | None = None,
+        freeze: Freezing | None = None,
         seed: int = 0,
         checkpoint_dir: str | Path | None = None,
         keep_last: int = 2,
@@ -144,6 +149,8 @@ class Trainer:
         self.predict_with_generate = options_of_generate if generates else None
         self.metrics = dict(metrics or {})
         self.max_grad_norm = max_grad_norm
+        self._freeze = freeze
+        self._freezing: GradualFreezing | None = None
         self.seed = seed
         self.eval_every = eval_every
         self.save_every = save_every
@@ -197,13 +204,15 @@ class Trainer:
                 check_whole_number(name, count, at_least=0)
         self._prepare(train_dataset)
         loader = self._loader(train_dataset)
+        self._total_steps = num_steps if num_steps is not None else _steps(loader, num_epochs)
+        self._check_freezing(loader)
         evaluations: dict[int, dict[str, float]] = {}
         with Reporter(first=self.is_first, log_every=self.log_every, on_log=self.on_log) as reporter:
             if self._saver is not None and self._saver.resume(self, loader):
                 reporter.say(f"resumed at step {self.step}, epoch {loader.epoch}")
             elif self._position is not None and self._position["num_samples"] == loader.num_samples:
                 loader.load_state_dict(self._position)
-            reporter.start(self.step, num_steps if num_steps is not None else _steps(loader, num_epochs))
+            reporter.start(self.step, self._total_steps)
             for moment in self._steps(loader, reporter, num_epochs, num_steps):
                 evaluated = eval_dataset is None or self.step in evaluations
                 if not evaluated and moment.is_for(self.eval_every):
@@ -296,6 +305,11 @@ class Trainer:
         inputs = tuple(inputs) if isinstance(inputs, list) else inputs
         inputs = inputs if isinstance(inputs, (dict, tuple)) else (inputs,)
         self._parallel = compile(self.model, self.mesh, example_inputs=inputs, loss_fn=self._loss_fn, **options)
+        if self._freeze is not None:
+            pins_of = partial(batches.data_pins, example, self.global_batch, options=self._options)
+            self._freezing = GradualFreezing(
+                self._freeze, self.model, self._parallel, self.mesh, self._options, pins_of
+            )
         if any(parameter.is_meta for parameter in self._parallel.parameters()):
             self._parallel.initialise(seed=self.seed)
         if not self.loader_options.get("drop_last"):
@@ -326,10 +340,13 @@ class Trainer:
         while self.step < last_step and loader.epoch < num_epochs_in_all:
             step, starts = self.step, loader.position == 0
             for batch in loader:
-                loss = self._train_step(batch, local_inputs=loader.local_inputs)
+                epoch_ends = loader.position == loader.num_samples
+                decides = self._freezing is not None and self._freezing.is_due(self.step + 1, epoch_ends=epoch_ends)
+                loss = self._train_step(batch, local_inputs=loader.local_inputs, decides=decides)
                 reporter.step(self.step + 1, loss, self.optimizer)
                 self.step += 1
-                epoch_ends = loader.position == loader.num_samples
+                if decides:
+                    self._freeze_more(loader, reporter)
                 ends = self.step == num_steps or (epoch_ends and loader.epoch + 1 == num_epochs)
                 yield Moment(self.step, epoch_ends, ends)
                 if self.step == num_steps:
@@ -342,11 +359,18 @@ class Trainer:
             if loader.num_samples is None:
                 yield Moment(None, True, loader.epoch == num_epochs)
 
-    def _train_step(self, batch: Any, *, local_inputs: bool) -> torch.Tensor:
+    def _train_step(self, batch: Any, *, local_inputs: bool, decides: bool) -> torch.Tensor:
         self.parallel.train()
-        optimizer, schedule = self.optimizer, self.schedule
+        optimizer, schedule, freezing = self.optimizer, self.schedule, self._freezing
         batch = batches.moved(batch, self.parallel.layout.device)
-        loss = batches.run(self.parallel.train_step, batch, local_inputs=local_inputs)
+        loss = None
+        if freezing is not None:
+            freezing.set_modes()
+            loss = freezing.train_step(batch, local_inputs=local_inputs)
+        if loss is None:
+            loss = batches.run(self.parallel.train_step, batch, local_inputs=local_inputs)
+        if freezing is not None and decides:
+            freezing.take_norms()
         if self.max_grad_norm is not None:
             self.parallel.clip_grad_norm_(self.max_grad_norm)
         optimizer.step()
@@ -354,6 +378,49 @@ class Trainer:
         if schedule is not None:
             schedule.step()
         return loss
+
+    def _check_freezing(self, loader: DataLoader) -> None:
+        """Raise ValueError for a stream, whose epochs and steps nobody knows, where freezing depends on them."""
+        if self._freeze is None:
+            return
+        if loader.num_samples is None and (self._freeze.every is None or self._freeze.cache is not None):
+            raise ValueError(
+                "the dataset is a stream, which says nothing of its epochs: planner.Freezing(…, every=STEPS), without "
+                "a cache, or a dataset with a length"
+            )
+        if self._total_steps is None:
+            raise ValueError(
+                "nobody knows how many steps are left of a stream: give fit(num_steps=…) to freeze by price"
+            )
+
+    def _freeze_more(self, loader: DataLoader, reporter: Reporter) -> None:
+        assert self._freezing is not None
+        decision = self._freezing.decide(self.optimizer, **self._steps_left(loader, self.step))
+        if decision is not None:
+            reporter.say(f"step {self.step}: {self._freezing.frozen} layers are frozen\n{decision.summary().rstrip()}")
+
+    def take_up_frozen(self, state: Mapping[str, int], step: int, loader: Any) -> None:
+        """Freeze what a checkpoint of ``step`` steps has frozen, before it is loaded.
+
+        Raises:
+            ValueError: if this trainer freezes nothing.
+        """
+        if self._freezing is None:
+            raise ValueError(
+                f"{state['frozen']} layers were frozen when the checkpoint was written: give the trainer the same "
+                "freeze=, or another checkpoint_dir"
+            )
+        self._freezing.take_up(state, self.optimizer, **self._steps_left(loader, step))
+
+    def _steps_left(self, loader: DataLoader, step: int) -> dict[str, int]:
+        assert self._total_steps is not None
+        in_epoch = self._total_steps if loader.num_samples is None else len(loader)
+        return {"remaining_steps": self._total_steps - step, "steps_of_epoch": in_epoch}
+
+    @property
+    def frozen_state(self) -> dict[str, int] | None:
+        """What a checkpoint says of frozen layers; None where none are."""
+        return self._freezing.state_dict() if self._freezing is not None and self._freezing.decision else None
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -215,6 +215,16 @@ class CheckpointManager:
         self.wait()
         return tuple(dict.fromkeys(folders.step_of(name) for name in folders.complete_names(self.directory)))
 
+    def extra(self, *, step: int | None = None, trust: bool = False) -> Any:
+        """``extra`` as it was given to ``save``, of a checkpoint that is not loaded yet; all ranks must ask.
+
+        Raises:
+            ValueError: as ``load``.
+        """
+        self.wait()
+        _, training, _ = together(lambda: self._open(step, trust=trust), self._group)
+        return training["extra"]
+
     def load(
         self,
         parallel: Owner,

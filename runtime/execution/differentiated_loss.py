@@ -30,7 +30,8 @@ def differentiable(
         owners: those to whose ``grad`` ``step`` adds.
         parameters: the trained ones as users see them, which may be asked for: ``torch.autograd.grad(loss, …)``.
     """
-    gradients = _gradients_of(list(owners), step)
+    seen = {id(local_of(one)) for one in parameters}
+    gradients = _gradients_of([owner for owner in owners if id(owner) in seen], step)
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         loss = _AddGradients.apply(gradients, gradient_node(anchor), anchor, *parameters)  # type: ignore[no-untyped-call]

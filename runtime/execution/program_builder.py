@@ -17,7 +17,7 @@ from passes.chains import chain_up
 from passes.emit import Program, emit
 from passes.fuse import as_planned, pair_rotaries
 from passes.ir.graph import Graph
-from passes.ir.types import MeshShape, shard_dim
+from passes.ir.types import MeshShape
 from passes.pipeline_cut import BATCH_AXIS, StageGraph, StepPrograms, deferral_of, step_programs
 from passes.pipeline_cut.early_stores import with_early_stores
 from passes.plan import Plan
@@ -35,6 +35,7 @@ from runtime.execution.batch_split import BatchSplit, cut_batch, split_of
 from runtime.execution.binding import UnitTable, make_units
 from runtime.execution.chunk import ChunkRunner, InputOf, ProgramRunner, in_turn
 from runtime.execution.chunk_order import execution_of
+from runtime.execution.inputs_of_calls import dim_on, sample_dim, with_inputs_of_samples
 from runtime.execution.prepared_programs import Prepared
 from runtime.execution.rank_mapping import Places
 from runtime.execution.replanning import Planner, as_seen_by
@@ -102,6 +103,7 @@ class Maker:
         #: The example or, if there is none, the first call.
         self.example = self._example
         self._scratch: Mapping[str, torch.Tensor] = {}
+        self._inputs_of_call: Mapping[Path, torch.Tensor] = {}
         if plan is not None:
             self._start(plan)
         if example is not None:
@@ -246,7 +248,8 @@ class Maker:
     def _gathered(self, call: ModelCall, path: Path) -> torch.Tensor:
         """An input of the whole batch from each data rank's samples."""
         own = self._values.own[path]
-        dim = self._local_dim(call, path, BATCH_AXIS) if BATCH_AXIS in self.places.layout.mesh.names else None
+        assert self.plan is not None
+        dim = sample_dim(self.plan, call.tensors, path) if BATCH_AXIS in self.places.layout.mesh.names else None
         return own if dim is None else self.places.join_batch(own, dim)
 
     def refresh_buffers(self) -> None:
@@ -276,6 +279,7 @@ class Maker:
         with torch.random.fork_rng(devices=[]), announced(whole) as say, self.places.layout.plain():
             graph = self._capture(whole)
             assert self.plan is not None
+            self._inputs_of_call = whole.tensors
             training = graph.loss is not None if training is None else training
             split = split_of(graph, self.plan, training=training)
             programs, split = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
@@ -335,23 +339,23 @@ class Maker:
             return programs
 
         try:
-            return cut(self._with_unused(graph))
+            return cut(self._for_call(graph))
         except PlanMismatch as mismatch:
             decided = whole_step and (self._first is None or isinstance(mismatch, UndividedError))
             if self.planner is None or decided:
                 raise
             return cut(self._planned_again(graph))
 
-    def _with_unused(self, graph: Graph) -> Plan:
+    def _for_call(self, graph: Graph) -> Plan:
+        """The plan with what the call of ``graph`` has beside the step's: weights, and inputs."""
         assert self.plan is not None
-        if not self._is_whole_step:
-            return self.plan
-        return with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
+        plan = with_unused_weights(self.plan, graph, self.state.infos, self.state.trains)
+        return plan if self._scratch else with_inputs_of_samples(plan, self._inputs_of_call)
 
     def _planned_again(self, graph: Graph) -> Plan:
         """A plan for a graph with nodes that the current plan does not know; its decisions stay."""
         assert self.plan is not None and self.planner is not None
-        plan = self.planner(graph, as_seen_by(graph, self._with_unused(graph)))
+        plan = self.planner(graph, as_seen_by(graph, self._for_call(graph)))
         if self.plan.step.decides_units:
             return dataclasses.replace(plan, step=self.plan.step)
         self.state.adopt(Placing.on_mesh(plan, deferral_of(plan)))
@@ -362,25 +366,6 @@ class Maker:
 
     def _wants(self, chunk: int) -> bool:
         return self._is_mine(chunk) or chunk == len(self.step.chunks) - 1
-
-    def _dim_on(self, path: Path, axis: str) -> int | None:
-        """The dim of an input that the plan cuts over a mesh axis."""
-        assert self.plan is not None
-        planned = self.plan.inputs.get(input_key(path))
-        return None if planned is None else shard_dim(planned.placement[self.plan.mesh.names.index(axis)])
-
-    def _local_dim(self, call: ModelCall, path: Path, axis: str) -> int | None:
-        """The dim along which an input holds this rank's own samples.
-
-        Of an input that no program reads the plan knows nothing: it has samples along its first dim if that is as long
-        as those of the others.
-        """
-        assert self.plan is not None
-        if input_key(path) in self.plan.inputs:
-            return self._dim_on(path, axis)
-        dims = [(tensor, self._dim_on(other, axis)) for other, tensor in call.tensors.items()]
-        lengths = {tensor.shape[dim] for tensor, dim in dims if dim is not None}
-        return 0 if call.tensors[path].shape[:1] and call.tensors[path].shape[0] in lengths else None
 
     def _whole_call(self, call: ModelCall) -> ModelCall:
         """The call with global shapes, from one with local parts."""
@@ -396,11 +381,11 @@ class Maker:
         for path, tensor in call.tensors.items():
             shape = list(tensor.shape)
             for axis in local_axes(mesh):
-                dim = self._local_dim(call, path, axis)
+                dim = sample_dim(self.plan, call.tensors, path)
                 if dim is not None:
                     shape[dim] *= mesh.size(axis)
             shapes[path] = tuple(shape)
-        cut = any(self._dim_on(path, BATCH_AXIS) is not None for path in call.tensors if BATCH_AXIS in mesh.names)
+        cut = any(dim_on(self.plan, path, BATCH_AXIS) is not None for path in call.tensors if BATCH_AXIS in mesh.names)
         if not cut and BATCH_AXIS in mesh.names and mesh.size(BATCH_AXIS) > 1:
             raise ValueError(
                 f"local_inputs=True passes each {BATCH_AXIS} rank's own samples, but the plan cuts no input over "

@@ -13,7 +13,7 @@ from passes.plan.plan_data import TensorPlan
 
 
 def with_unused_weights(plan: Plan, graph: Graph, names: Collection[str], trains: Callable[[str], bool]) -> Plan:
-    """A plan of a whole step with frozen weights of ``graph`` that the step does not use: whole, on the first stage.
+    """A plan with frozen weights of ``graph`` that the step does not use: whole, with a pipeline on the first stage.
 
     Args:
         names: of the model's parameters and buffers; a graph has literals beside them.

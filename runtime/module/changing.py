@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -51,6 +52,30 @@ class Replanner(Protocol):
     ) -> Engine: ...
 
     def waiting(self, before: Engine) -> Engine: ...
+
+
+def nothing_more(plan: Plan) -> float:
+    """No seconds of a step beside what its plan predicts."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class WayToGoOn:
+    """A plan that training may go on under.
+
+    Attributes:
+        target, options: as of ``replan``.
+        replan_seconds: of making its programs.
+        seconds_more: of a step, beside what the plan predicts; ``words`` say of what.
+        slow_steps: the first steps that take as long as those of the way before this one.
+    """
+
+    target: Any
+    options: Mapping[str, Any]
+    replan_seconds: float
+    seconds_more: Callable[[Plan], float] = nothing_more
+    words: str = ""
+    slow_steps: int = 0
 
 
 class Changing:
@@ -201,29 +226,46 @@ class Changing:
                 there is no plan is a row of the decision that says why.
         """
         check_question(targets, remaining_steps, replan_seconds)
+        ways = [WayToGoOn(target, options, replan_seconds) for target in targets]
+        return self._go_on_if_it_pays(ways, optimizer, remaining_steps, averages, carried)[0]
+
+    def _go_on_if_it_pays(
+        self, ways: Sequence[WayToGoOn], optimizer: Optimizers, remaining_steps: int,
+        averages: Averages | Sequence[Averages], carried: Stateful | Sequence[Stateful], reading_now: float = 0.0,
+    ) -> tuple[ReplanDecision, WayToGoOn | None]:  # fmt: skip
+        """Take the fastest of several ways, or stay.
+
+        Args:
+            reading_now: seconds of a step beside what the present plan predicts.
+
+        Returns:
+            what was decided, and the way that was taken; None: to stay.
+        """
         optimizers = _listed(optimizer, torch.optim.Optimizer)
-        meetings = self._meetings(targets, None)
+        meetings = self._meetings([way.target for way in ways], None)
         # Of the ranks that are at work, or of all for all targets.
         facts = self._ready(meetings[0], optimizers, _listed(carried, Stateful))
         present = cast(Plan, facts.plan)
-        prices = [ReplanPrice("stay", step_seconds(present), remaining_steps)]
-        ways: list[tuple[Engine, Migration, Meeting] | None] = [None]
-        for target, meeting in zip(targets, meetings):
+        prices = [ReplanPrice("stay", step_seconds(present) + reading_now, remaining_steps)]
+        prepared: list[tuple[Engine, Migration, Meeting] | None] = [None]
+        for way, meeting in zip(ways, meetings):
             try:
-                engine = self._engine_for(meeting, target, facts, options)
+                engine = self._engine_for(meeting, way.target, facts, way.options)
             except ValueError as error:
-                prices.append(ReplanPrice.impossible(str(getattr(target, "name", target)), remaining_steps, str(error)))
-                ways.append(None)
+                words = f"{getattr(way.target, 'name', way.target)}{way.words}"
+                prices.append(ReplanPrice.impossible(words, remaining_steps, str(error)))
+                prepared.append(None)
                 continue
             plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
             migration = self._migration(meeting, engine, optimizers, averages)
-            prices.append(_price(present, cast(Plan, plan), migration.plan, remaining_steps, replan_seconds))
-            ways.append((engine, migration, meeting))
+            prices.append(_price(present, cast(Plan, plan), migration.plan, remaining_steps, way, prices[-1]))
+            prepared.append((engine, migration, meeting))
         decision = ReplanDecision(tuple(prices))
-        chosen = ways[decision.chosen]
-        if chosen is not None:
-            self._go_on(*chosen)
-        return decision
+        chosen = prepared[decision.chosen]
+        if chosen is None:
+            return decision, None
+        self._go_on(*chosen)
+        return decision, ways[decision.chosen - 1]
 
     def _migration(
         self,
@@ -347,13 +389,25 @@ class Changing:
 
 
 def _price(
-    present: Plan, plan: Plan, transfers: TransferPlan, remaining_steps: int, replan_seconds: float
+    present: Plan,
+    plan: Plan,
+    transfers: TransferPlan,
+    remaining_steps: int,
+    way: WayToGoOn,
+    before: ReplanPrice,
 ) -> ReplanPrice:
-    """What it takes to go on under ``plan`` after the transfers to it."""
+    """What it takes to go on under ``plan`` after the transfers to it.
+
+    Args:
+        before: the price of the way before this one.
+    """
     clusters = [Cluster.from_dict(each.cluster) for each in (plan, present)]
     moving = seconds_of_moving(transfers.bytes_by_pair, max(clusters, key=lambda cluster: cluster.num_devices))
-    seconds = step_seconds(plan)
-    return ReplanPrice(axes_of(plan), seconds, remaining_steps, moving, replan_seconds, transfers.num_bytes)
+    seconds = step_seconds(plan) + way.seconds_more(plan)
+    slower = way.slow_steps * max(0.0, before.step_seconds - seconds) if way.slow_steps else 0.0
+    words = f"{axes_of(plan)}{way.words}"
+    programs = way.replan_seconds + slower
+    return ReplanPrice(words, seconds, remaining_steps, moving, programs, transfers.num_bytes)
 
 
 def _listed(value: Any, kind: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.plan import Plan
 from runtime import ops
 from runtime.agreement.ranks_together import Ranks, num_ranks, rank_in
+from runtime.calls.frozen_prefix import AFTER, take_frozen_outputs
 from runtime.calls.model_call import ModelCall
 from runtime.execution.engine import Engine
 from runtime.execution.rank_mapping import RankPlaces
@@ -156,6 +157,8 @@ class Facts:
         """Let a rank that was without work go on where the others are; ``engine`` is its old one."""
         for path, module in engine.model.named_modules():
             module.training = self.modes[path]
+        if self.example is not None and AFTER in self.example.kwargs:
+            take_frozen_outputs(engine.model)
         ops.set_random_state(self.random_state)
         for one, state in zip(carried, self.carried, strict=True):
             one.load_state_dict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -30,7 +30,7 @@ from runtime.module.pretrained_files import PretrainedFiles
 from runtime.parameters import ParameterTree, ShardedParameter
 from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
-from runtime.zero.norm import clip_gradients
+from runtime.zero.norm import clip_gradients, gradient_norm
 
 #: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
 #: and its arguments.
@@ -104,7 +104,8 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self._plan_for(FORWARD, args, kwargs, local_inputs=local_inputs)
         self._engine.calls.together(self._check)
         try:
-            outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
+            with self._tree.stages_as_planned():
+                outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
             self._engine.calls.settle()
             return outputs
         finally:
@@ -150,7 +151,8 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
 
         scale = self._engine.calls.together(ready)
         try:
-            loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
+            with self._tree.stages_as_planned():
+                loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
             self._engine.calls.settle()
             return loss
         finally:
@@ -249,6 +251,28 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         )
         calls.settle()
         return norm
+
+    def gradient_norms(self, modules: Sequence[str]) -> list[float]:
+        """The norm of the gradients of each of some modules, by path; all ranks must call it, and get the same.
+
+        Raises:
+            ValueError: for a module without parameters.
+        """
+        calls = self._engine.calls
+        calls.together(self._tree.take_gradients)
+        calls.check(f"calls gradient_norms({list(modules)})")
+        norms = []
+        for path in modules:
+            if not any(name.startswith(f"{path}.") for name in self.state_names):
+                raise ValueError(f"the model has no module {path!r} with parameters, whose gradients have a norm")
+            own = [
+                (owned.tensor, owned.counts)
+                for owned in self.owned()
+                if owned.trainable and isinstance(owned.tensor, nn.Parameter) and owned.name.startswith(f"{path}.")
+            ]
+            norms.append(float(gradient_norm(own, self._engine.all_ranks)))
+        calls.settle()
+        return norms
 
     @property
     def needed_inputs(self) -> frozenset[str] | None:

@@ -9,13 +9,14 @@ import torch
 
 from passes.ir.graph import Graph
 from passes.plan import Plan
+from passes.shard import input_key
 from runtime.calls.frozen_prefix import AFTER, OUTPUT, take_frozen_outputs, without_prefix
 from runtime.calls.model_call import ModelCall, read_call
 from runtime.calls.modes import SubmoduleModes
-from runtime.migration.move_price import step_seconds
+from runtime.migration.move_price import ReplanDecision, step_seconds
 from runtime.migration.state_entries import Averages
 from runtime.migration.transfer_plan import TransferPlan
-from runtime.module.changing import Changing, Optimizers
+from runtime.module.changing import Changing, Optimizers, WayToGoOn
 from runtime.module.meeting import Stateful
 
 
@@ -60,6 +61,10 @@ class PrefixCalls(Changing):
         self._prefix_inputs = frozenset(str(path[0]) for path in graph.input_paths)
         return graph
 
+    def inputs_behind(self, batch: Mapping[str, Any]) -> list[str]:
+        """Keys of the inputs that a step reads which takes the output of the frozen layers; all ranks must ask."""
+        return [input_key(path) for path in self._engine.graph_of((), dict(batch)).input_paths]
+
     def prefix_setting(self) -> Hashable:
         """What the graph of the frozen layers depends on beside the call; equal as long as it stays."""
         modes = self._modes.follow()
@@ -84,16 +89,16 @@ class PrefixCalls(Changing):
         self,
         target: Any,
         optimizer: Optimizers,
-        examples: Sequence[Mapping[str, Any]],
+        ways: Sequence[Mapping[str, Any]],
         seconds_more: Sequence[Callable[[Plan], float]],
         *,
         averages: Averages | Sequence[Averages] = (),
         carried: Stateful | Sequence[Stateful] = (),
-        **options: Any,
     ) -> tuple[list[float], TransferPlan]:
-        """Go on under the plan of that of several example batches whose step takes the least time.
+        """Go on under that of several plans whose step takes the least time.
 
         Args:
+            ways: options of each, as of ``replan``.
             seconds_more: of a step of each, beside what its plan predicts.
 
         Returns:
@@ -103,14 +108,27 @@ class PrefixCalls(Changing):
         (meeting,) = self._meetings([target], None)
         facts = self._ready(meeting, optimizers, _stateful(carried))
         engines, seconds = [], []
-        for example, more in zip(examples, seconds_more, strict=True):
-            engine = self._engine_for(meeting, target, facts, {**options, "example_inputs": dict(example)})
+        for options, more in zip(ways, seconds_more, strict=True):
+            engine = self._engine_for(meeting, target, facts, options)
             plan = engine.plan if meeting.chosen is None else meeting.told_by(meeting.chosen[0], engine.plan)
             assert plan is not None
             engines.append(engine)
             seconds.append(step_seconds(plan) + more(plan))
         chosen = engines[seconds.index(min(seconds))]
         return seconds, self._go_on(chosen, self._migration(meeting, chosen, optimizers, averages), meeting)
+
+    def replan_prefix_if_it_pays(
+        self,
+        ways: Sequence[WayToGoOn],
+        optimizer: Optimizers,
+        *,
+        remaining_steps: int,
+        reading_now: float,
+        averages: Averages | Sequence[Averages] = (),
+        carried: Stateful | Sequence[Stateful] = (),
+    ) -> tuple[ReplanDecision, WayToGoOn | None]:
+        """As ``replan_if_it_pays``, over ways that read outputs of frozen layers and others that compute them."""
+        return self._go_on_if_it_pays(ways, optimizer, remaining_steps, averages, carried, reading_now)
 
     @torch.no_grad()
     def prefix_output(self, after: str, batch: Mapping[str, Any], *, local_inputs: bool) -> torch.Tensor:

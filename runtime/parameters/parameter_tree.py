@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,8 @@ class ParameterTree:
         self._trained: list[tuple[str, torch.Tensor]] = []
         #: Every parameter, each once.
         self._seen: list[torch.Tensor] = []
+        #: Those that a pipeline trains and that someone has frozen since: while a step runs, and at other times none.
+        self._dropped: list[ShardedParameter] = []
         #: Of every module: its parameters, and its submodules with their number when that was looked up.
         self._tables: list[dict[str, Any]] = []
         self._modules: list[tuple[dict[str, Any], int]] = []
@@ -116,10 +119,34 @@ class ParameterTree:
     def trained(self) -> list[torch.Tensor]:
         """The parameters as users see them, each once, without the frozen; what was cut anew is taken up first."""
         self.follow()
-        return [one for one in self._seen if one.requires_grad]
+        dropped = set(map(id, self._dropped))
+        return [one for one in self._seen if one.requires_grad and id(one) not in dropped]
+
+    @contextmanager
+    def stages_as_planned(self) -> Iterator[None]:
+        """Run a pipeline's step as it was planned: gradients of what was frozen since are computed, and dropped.
+
+        Stages exchange gradients of values, and of tied weights, whose owners another stage need not know as frozen.
+        """
+        if self._of_stage:
+            parameters = self._parameters.values()
+            self._dropped = [one for one in parameters if one.planned_to_train and not one.owner.requires_grad]
+        before = [one.owner.grad for one in self._dropped]
+        for one in self._dropped:
+            one.owner.grad = None
+            one.owner.requires_grad = True
+        try:
+            yield
+        finally:
+            for one, gradient in zip(self._dropped, before):
+                one.owner.requires_grad = False
+                one.owner.grad = gradient
+            self._dropped = []
 
     def frozen(self) -> tuple[str, ...]:
-        """Names of parameters that the plan trains and that someone has frozen since."""
+        """Names of parameters that the plan trains and that someone has frozen since; none of a pipeline."""
+        if self._of_stage:
+            return ()
         return tuple([path for path, owner in self._trained if not owner.requires_grad])
 
     def frozen_or_thawed(self) -> tuple[tuple[str, bool], ...]:
@@ -128,16 +155,16 @@ class ParameterTree:
         return tuple((one.path, one.requires_grad) for one in parameters if one.requires_grad != one.planned_to_train)
 
     def check(self) -> None:
-        """Refuse parameters that someone has replaced, or has frozen or thawed under a plan that cannot follow.
+        """Refuse parameters that someone has replaced, or has thawed under a plan that cannot follow.
 
         Raises:
             ValueError: naming one.
         """
         for table, name, parameter in self._slots:
-            if self._of_stage and parameter.requires_grad != parameter.planned_to_train:
+            if self._of_stage and parameter.requires_grad and not parameter.planned_to_train:
                 raise ValueError(
-                    f"{parameter.path!r} was {'trained' if parameter.planned_to_train else 'frozen'} when the step was "
-                    "planned, and is not any more: set requires_grad before planner.compile"
+                    f"{parameter.path!r} was frozen when the step was planned, and is not any more: set requires_grad "
+                    "before planner.compile, or call parallel.replan(target, optimizer) to train it from now on"
                 )
             if table.get(name) is not parameter:
                 raise ValueError(

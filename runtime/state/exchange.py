@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -15,7 +18,8 @@ def exchange(target: torch.Tensor, new: torch.Tensor) -> None:
         ValueError: if such a graph has kept ``target`` itself for a backward pass that has not run.
     """
     try:
-        torch.utils.swap_tensors(target, new)
+        with _found_in_graphs(target, new):
+            torch.utils.swap_tensors(target, new)
     except RuntimeError as error:
         if "use_count" not in str(error):
             raise
@@ -23,3 +27,18 @@ def exchange(target: torch.Tensor, new: torch.Tensor) -> None:
             f"a parameter of shape {list(target.shape)} is kept by an autograd graph whose backward has not run, or "
             "ran with retain_graph=True: run it, or delete what a script still holds of it (losses, outputs), first"
         ) from error
+
+
+@contextmanager
+def _found_in_graphs(target: torch.Tensor, new: torch.Tensor) -> Iterator[None]:
+    """Torch finds the graphs that lead to ``target`` though it was frozen since they were made."""
+    if not target.is_leaf or target.requires_grad or not target.is_floating_point():
+        yield
+        return
+    exchanged = False
+    target.requires_grad = True
+    try:
+        yield
+        exchanged = True
+    finally:
+        (new if exchanged else target).requires_grad = False
