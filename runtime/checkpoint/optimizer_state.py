@@ -87,7 +87,7 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
     """What this rank writes of the optimizer's state; with ``every_copy`` all that it holds.
 
     Raises:
-        ValueError: for state that is neither a tensor nor a number.
+        ValueError: for state that is neither a number, nor a tensor of the parameter's shape or of some of its dims.
     """
     owners = _owners(owned, optimizer)
     content: Content = {}
@@ -104,11 +104,11 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
                     local = parameter.local(value) if isinstance(parameter, ShardedParameter) else value
                     content[TENSORS + name] = Piece(local.detach(), piece.shape, piece.offsets)
                 continue
-            if not isinstance(value, (int, float, torch.Tensor)):
+            if not _concerns_whole(value, piece.shape):
                 raise ValueError(
                     f"the optimizer keeps {_described(value)} as {key!r} of {piece.name!r} (here "
-                    f"{list(parameter.shape)}): only tensors and numbers can be stored so that another plan can resume "
-                    "them"
+                    f"{list(parameter.shape)}): only numbers, tensors of the parameter's shape and statistics over "
+                    "some of its dims can be stored so that another plan can resume them"
                 )
             whole = value.full_tensor() if isinstance(value, DTensor) else value  # by all ranks of its mesh
             if every_copy or _holds_the_first_element(piece):
@@ -126,6 +126,19 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return isinstance(value, DTensor) or not isinstance(parameter, ShardedParameter)
+
+
+def _concerns_whole(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value is the same on all ranks: a number, or a statistic of some dims of a parameter of ``shape``.
+
+    A plain tensor of any other shape may be of this rank's part alone.
+    """
+    if isinstance(value, (int, float, DTensor)):
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    dims = iter(shape)
+    return all(size == 1 or size in dims for size in value.shape)  # in this order
 
 
 def _described(value: Any) -> str:

@@ -136,8 +136,11 @@ class Gradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce what is left, wait, and add everything to the owners' ``grad``."""
-        self.spread()
-        self._settle_spread()
+        self.launch()
+        self.settle()
+        if self._group.replicas is not None:
+            self.spread()
+            self._settle_spread()
         reduced = self._reduced if self._spread is None else self._spread
         if reduced is None:
             return
@@ -168,7 +171,8 @@ class Gradients:
         """Forget all that has been added since the last ``finish``."""
         if self._running is not None:
             self._group.wait(self._running[0])
-        self._settle_spread()
+        if self._spreading is not None:
+            self._settle_spread()
         self._running = None
         self._buffer, self._added = None, set()
         self._reduced, self._spread, self._reduced_of = None, None, set()

@@ -98,6 +98,8 @@ class Unit:
         self.zero = zero if self.group.size > 1 else 0
         if not self.zero and self.group.replicas is not None:
             raise ValueError("ZeRO 0 reduces over all data ranks at once: expected a group without replicas")
+        #: Whether other groups hold the same pieces.
+        self._is_hybrid = self.group.replicas is not None
         self.weights = tuple(weights)
         self._check_shapes()
         self._bundles = self._make_bundles()
@@ -199,7 +201,8 @@ class Unit:
             return
         for bundle in self._bundles:
             bundle.gradients.launch()
-        self._spread()
+        if self._is_hybrid:
+            self._spread()
         for bundle in self._bundles:
             bundle.gradients.finish()
             bundle.weights.drop_prefetched()
@@ -218,9 +221,8 @@ class Unit:
 
     def _spread(self) -> None:
         """Sum what has been reduced over the groups that hold the same pieces, behind what computes meanwhile."""
-        if self.group.replicas is not None:
-            for bundle in self._bundles:
-                bundle.gradients.spread()
+        for bundle in self._bundles:
+            bundle.gradients.spread()
 
     def _kept(self) -> list[list[torch.Tensor]]:
         are_saved = self._expected is None and self._open_uses > 0
@@ -294,7 +296,7 @@ class Unit:
         if self.zero >= _REDUCED_PER_USE and self.after is not None:
             # One whole gradient at a time waits for its reduction.
             self.after.settle()
-        if self.after is not None and not self.after._open_uses:
+        if self._is_hybrid and self.after is not None and not self.after._open_uses:
             self.after._spread()
         if gradients:
             self._take_all(gradients)
@@ -305,8 +307,8 @@ class Unit:
         if self._open_uses == 0:
             for bundle in self._bundles:
                 bundle.gradients.launch()
-            if self.before is None:  # no other unit's use is to come, behind which it could be summed
-                self._spread()
+            if self._is_hybrid and self.before is None:
+                self._spread()  # no other unit's use is to come, behind which it could be summed
 
     def _follow_pass(self) -> None:
         """Finish at the end of this backward pass, if the unit is automatic."""
