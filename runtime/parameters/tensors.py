@@ -101,7 +101,7 @@ class ParameterTensor(DTensor):
             """As ``__torch_dispatch__``, a level above: what has a history is left as it is."""
             kwargs = kwargs or {}
             name = getattr(func, "__name__", "")
-            if name in _ATTRIBUTES:
+            if name in _ATTRIBUTES or func in (torch.autograd.grad, torch.autograd.backward):  # no operators
                 with as_dtensors():
                     return func(*args, **kwargs)
             in_place = name.endswith("_") and not name.endswith("__") and bool(args)
