@@ -181,6 +181,8 @@ class TestModels:
         assert planned(nn.Linear(8, 8), "cpu-local:4", inputs=rows()).num_devices == 4
         with pytest.raises(ValueError, match=r"pp=2 cannot be met.*at most 1"):
             planned(nn.Linear(8, 8), "cpu-local:4", inputs=rows(), fix={"pp": 2})
+        with pytest.raises(ValueError, match=r"^pp=2 cannot be met.*a model of 1 part;"):
+            planned(nn.Linear(8, 8), "cpu-local:4", inputs=rows(), fix={"pp": 2, "dp": 2, "cp": 1, "tp": 1})
 
     def test_one_layer(self) -> None:
         assert planned(llama(layers=1), "cpu-local:4").num_devices == 4
