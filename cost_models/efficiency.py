@@ -25,6 +25,9 @@ KIND_STAND_IN: dict[str, str | None] = {
     "reduction": "elementwise",
     "gather": "elementwise",
     "copy": "elementwise",
+    "fused_elementwise": "elementwise",
+    "fused_norm": "norm",
+    "optimizer": "elementwise",
 }
 
 #: Kinds of which the shape, as a matmul's, decides how well tiles fill the device.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import planner
 from benchmarks.accuracy import spearman
@@ -18,7 +21,8 @@ from cost_models.efficiency import Curve, Efficiency
 from cost_models.hardware import Device, Protocol
 from cost_models.measured_profile import Extrapolation
 from cost_models.routes import Span
-from planner.calibration import measure_machine, profile_machine
+from planner.calibration import call_timing, measure_machine, profile_machine
+from planner.calibration.call_timing import cold, seconds_behind_compute
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
 from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
@@ -28,7 +32,7 @@ from planner.calibration.operator_cases import OperatorCase, operator_cases
 from planner.cli import main
 from tests.ranks import run_on_ranks
 
-STREAMS = ("elementwise", "norm", "reduction", "gather", "copy")
+STREAMS = ("elementwise", "norm", "reduction", "gather", "copy", "fused_elementwise", "fused_norm", "optimizer")
 PRODUCTS = Curve(((1e5, 0.2), (1e8, 0.6), (1e10, 0.9)))
 TRUE = Device(
     "known", {"float32": 1e12}, 8e9, 1e11, 2e-6,
@@ -127,7 +131,10 @@ def test_calls_of_an_earlier_run_are_taken_up_on_the_same_machine_only(tmp_path:
     write_calls(table, "here", calls)
     assert read_calls(table, "here") == calls
     assert read_calls(table, "another machine") == read_calls(tmp_path / "none.csv", "here") == []
+    first = table.read_text(encoding="utf-8").splitlines()[0]
     table.write_text("# here\nkind,place\nmatmul\n", encoding="utf-8")
+    assert read_calls(table, "here") == []  # timed otherwise, by an earlier version
+    table.write_text(f"{first}\nkind,place\nmatmul\n", encoding="utf-8")
     with pytest.raises(ValueError, match="damaged"):
         read_calls(table, "here")
     with pytest.raises(ValueError, match=r"is named \*\.toml"):
@@ -162,3 +169,23 @@ def test_ranks_measure_their_links_together(tmp_path: Path) -> None:
     cluster = Cluster.from_toml(tmp_path / "two.toml")
     assert cluster.num_devices == 2 and [level.name for level in cluster.levels] == ["host"]
     assert all(math.isfinite(each) for each in ranges.values())
+
+
+def test_calls_take_turns_with_tensors_that_no_cache_holds() -> None:
+    copies, taken = itertools.count(), list[int]()
+    call = cold(lambda: functools.partial(taken.append, next(copies)), 16 * 2**20)
+    for _ in range(6):
+        call()
+    assert taken == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_collective_costs_its_mean_behind_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call in four waits for a processor: a median would not see it."""
+    clock, calls = [0.0], itertools.count()
+    monkeypatch.setattr(call_timing.time, "perf_counter", lambda: clock[0])
+
+    def collective() -> None:
+        clock[0] += 5.0 if next(calls) % 4 == 0 else 1.0
+
+    seconds = seconds_behind_compute(collective, torch.device("cpu"), agree=lambda seconds: seconds)
+    assert seconds == pytest.approx(2.0, abs=0.4)

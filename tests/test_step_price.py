@@ -142,3 +142,23 @@ def test_chunks_that_the_graph_does_not_have_are_refused() -> None:
     renumbered = (dataclasses.replace(last, rank=0), dataclasses.replace(first, rank=1))
     with pytest.raises(ValueError, match="the graph"):
         reprice(graph, dataclasses.replace(plan, step=dataclasses.replace(plan.step, chunks=renumbered)), cluster)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_reductions_of_a_step_slow_compute_once(num_microbatches: int) -> None:
+    """ZeRO 0 reduces gradients once a step, however many micro-batches there are."""
+    cluster = slow_devices(8)
+    group = cluster.groups[0]
+    slowed = dataclasses.replace(
+        cluster, groups=(dataclasses.replace(group, device=dataclasses.replace(group.device, overlap_slowdown=0.25)),)
+    )
+    fixed = {"dp": 8, "zero": 0, "recompute": "none", "num_microbatches": num_microbatches}
+    seconds = []
+    for each in (cluster, slowed):
+        plan = plan_step(captured("mlp"), each, read_demands(fixed))
+        chunks = priced(captured("mlp"), plan, each).step.chunks
+        layers = [(costs, count) for chunk in chunks for costs, count in chunk.layers]
+        assert all(costs.reduce_step < costs.backward for costs, _ in layers)
+        seconds.append(num_microbatches * sum(costs.backward * count for costs, count in layers))
+    reduced = sum(costs.reduce_step * count for costs, count in layers)
+    assert seconds[1] - seconds[0] == pytest.approx(0.25 * reduced, rel=1e-9)

@@ -9,6 +9,8 @@ from passes.ir.graph import Node
 
 MATMUL, ATTENTION, CONVOLUTION, NORM = "matmul", "attention", "convolution", "norm"
 ELEMENTWISE, REDUCTION, GATHER, COPY = "elementwise", "reduction", "gather", "copy"
+#: Operators that this project fuses, which a processor runs as several.
+FUSED_ELEMENTWISE, FUSED_NORM = "fused_elementwise", "fused_norm"
 
 #: Operators (without overload) by kind; what is not listed is elementwise.
 _OPERATORS: dict[str, str] = {
@@ -21,12 +23,13 @@ _OPERATORS: dict[str, str] = {
     COPY: "cat stack clone contiguous pad constant_pad_nd roll flip repeat repeat_interleave to _to_copy",
 }
 KINDS: dict[str, str] = {f"aten.{name}": kind for kind, names in _OPERATORS.items() for name in names.split()}
-KINDS["meshwright.cross_entropy"] = NORM
-KINDS.update((f"meshwright.{name}", NORM) for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"))
-KINDS["meshwright.embedding"] = GATHER
-KINDS["meshwright.linear_cross_entropy"] = MATMUL
-KINDS["meshwright.expert_linear"] = MATMUL
-KINDS["meshwright.experts"] = MATMUL
+_FUSED: dict[str, str] = {
+    FUSED_NORM: "cross_entropy rms_norm layer_norm add_rms_norm add_layer_norm",
+    FUSED_ELEMENTWISE: "swiglu geglu bias_gelu rotary rotary_pair",
+    GATHER: "embedding",
+    MATMUL: "linear_cross_entropy expert_linear experts",
+}
+KINDS.update((f"meshwright.{name}", kind) for kind, names in _FUSED.items() for name in names.split())
 
 
 def kind_of(node: Node) -> str:

@@ -259,15 +259,18 @@ class _StepPricer:
         gather, scatter = states.gather(), states.scatter()
         early_gather = gather if zero == 3 else 0.0
         early_scatter = scatter if zero >= 2 else 0.0
+        reduced_once = states.reduction_each_step() + states.tied_exchange()
         slowdown = self.links.axes.device.overlap_slowdown
+        beside = min(backward, early_gather + early_scatter)
+        beside += min(backward - beside, reduced_once) / self.step.num_microbatches
         return LayerCosts(
             forward=forward + slowdown * min(forward, early_gather * self.step.forward_passes),
-            backward=backward + slowdown * min(backward, early_gather + early_scatter),
+            backward=backward + slowdown * beside,
             backward_weight=self.units.weight_seconds(unit) + adding,
             gather_forward=early_gather * self.step.forward_passes,
             gather_backward=early_gather,
             reduce_backward=early_scatter,
-            reduce_step=states.reduction_each_step() + states.tied_exchange(),
+            reduce_step=reduced_once,
             update_step=states.update(),
             gather_step=gather if zero in (1, 2) else 0.0,
             state_bytes=states.held_bytes(),
@@ -373,7 +376,8 @@ class _UnitParameters:
         elements = sum(self.share(state) * state.elements / parts[state] for state in self.trained)
         moments = OPTIMIZER_MOMENTS[self.pricer.step.optimizer]
         if not self.pricer.training.offload:
-            return self.memory_pass(elements * (6 + 8 * (1 + moments))) if elements else 0.0
+            touched = elements * (6 + 8 * (1 + moments))
+            return self.memory_pass(touched, kind="optimizer") if elements else 0.0
         host = self.pricer.links.axes.cluster.host
         if host is None:
             raise ValueError("the plan offloads optimizer state, but its cluster has no [host]")
@@ -382,9 +386,9 @@ class _UnitParameters:
         over_link = 3 * whole * min(host.link_shared_by, node_size) / host.link_bandwidth
         return over_link + elements * (6 + 8 * (1 + moments)) * node_size / host.memory_bandwidth
 
-    def memory_pass(self, num_bytes: float) -> float:
+    def memory_pass(self, num_bytes: float, *, kind: str = "elementwise") -> float:
         axes: CostModel = self.pricer.links.axes
-        return axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")
+        return axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind=kind)
 
     def held_bytes(self) -> float:
         buffers = [state for state in self.states if state.value.kind == "buffer"]

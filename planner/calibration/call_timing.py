@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
 #: Rounds of which the one in the middle counts, and seconds that a round takes at least, by many calls if need be.
 ROUNDS, ROUND_SECONDS = 5, 2e-3
+#: More bytes than the caches of a device hold, and copies of a call's tensors at most to come to as many.
+COLD_BYTES, MOST_COPIES = 64 * 2**20, 64
+#: Of a collective behind compute: rounds, seconds that they take at least together, and the compute's side.
+PAIRS, PAIRS_SECONDS, PRODUCT_SIDE = 12, 0.3, 448
+
+Call = Callable[[], Any]
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device, *, agree: Callable[[float], float]) -> float:
+def seconds_of(call: Call, device: torch.device, *, agree: Callable[[float], float]) -> float:
     """Seconds of one call: the median of rounds of calls one after the other.
 
     Args:
@@ -25,7 +33,44 @@ def seconds_of(call: Callable[[], Any], device: torch.device, *, agree: Callable
     return median(_round(call, calls, device) for _ in range(ROUNDS)) / calls
 
 
-def _round(call: Callable[[], Any], calls: int, device: torch.device) -> float:
+def cold(make: Callable[[], Call], num_bytes: float) -> Call:
+    """A call that takes other tensors each time, so that a training step's share of them lies in the caches: little.
+
+    Args:
+        make: makes a call with tensors of its own.
+        num_bytes: of them.
+    """
+    copies = max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(num_bytes, 1.0))))
+    turns = itertools.cycle([make() for _ in range(copies)])
+    return lambda: next(turns)()
+
+
+def seconds_behind_compute(collective: Call, device: torch.device, *, agree: Callable[[float], float]) -> float:
+    """Seconds by which a collective makes a product take longer, in the mean.
+
+    Ranks of a program come to a collective from computing, one later than another, and where the host's processors
+    carry the bytes they have been busy until then: collectives one after the other are quicker than that, and their
+    median hides the calls that wait for a processor. On a GPU, which carries bytes itself, they are timed so.
+    """
+    if device.type == "cuda":
+        return seconds_of(collective, device, agree=agree)
+    left, right = (torch.rand(PRODUCT_SIDE, PRODUCT_SIDE) for _ in range(2))
+
+    def both() -> None:
+        torch.mm(left, right)
+        collective()
+
+    both()
+    once = agree(_round(both, 1, device))
+    rounds = max(PAIRS, min(10 * PAIRS, math.ceil(PAIRS_SECONDS / max(once, 1e-9))))
+    alone, together = [], []
+    for _ in range(rounds):
+        alone.append(_round(lambda: torch.mm(left, right), 1, device))
+        together.append(_round(both, 1, device))
+    return max(fmean(together) - median(alone), min(together) - min(alone), 1e-7)
+
+
+def _round(call: Call, calls: int, device: torch.device) -> float:
     if device.type == "cuda":
         return _gpu_round(call, calls)
     start = time.perf_counter()
@@ -34,7 +79,7 @@ def _round(call: Callable[[], Any], calls: int, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _gpu_round(call: Callable[[], Any], calls: int) -> float:
+def _gpu_round(call: Call, calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

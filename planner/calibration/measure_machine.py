@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cost_models import Cluster
 from cost_models.files import check_writable, write_text
-from planner.calibration.call_timing import seconds_of
+from planner.calibration.call_timing import Call, cold, seconds_behind_compute, seconds_of
 from planner.calibration.cluster_fit import fit_cluster
 from planner.calibration.cluster_toml import as_toml
 from planner.calibration.collective_cases import COLLECTIVES, SIZES, LinkGroups, link_groups, whole_elements
@@ -31,9 +31,12 @@ DTYPES = {
     "cuda": ("bfloat16", ("float32", "tfloat32", "float16", "float64")),
 }
 PEAK_SIDES = (256, 512, 1024, 2048, 4096, 8192)
+#: Of a tensor: a processor's allocator keeps less than that; for more the system clears new pages at every call.
+KEPT_BYTES = 32 * 2**20
 #: Of the all-reduce that runs beside matrix products.
 OVERLAP_BYTES = 16 * 2**20
 Listener = Callable[[str], None]
+Timing = Callable[..., float]
 
 
 def profile_machine(
@@ -143,7 +146,7 @@ class _Run:
         return next((call for call in self.calls if call.key == key), None)
 
     def measure(
-        self, kind: str, place: str, shape: str, make: Callable[[], Callable[[], Any]], **sizes: Any
+        self, kind: str, place: str, shape: str, make: Callable[[], Call], *, timed: Timing = seconds_of, **sizes: Any
     ) -> MeasuredCall:
         """Time a call on all ranks at once, unless an earlier run has."""
         ranks = int(sizes.pop("ranks", 1))
@@ -156,7 +159,7 @@ class _Run:
                 place,
                 shape,
                 ranks=ranks,
-                seconds=self.agree(seconds_of(call, self.device, agree=self.agree)),
+                seconds=self.agree(timed(call, self.device, agree=self.agree)),
                 **sizes,
             )
             self.calls.append(known)
@@ -202,12 +205,16 @@ def _operators(run: _Run, cases: list[OperatorCase], dtype: str) -> None:
         work = case.flops or case.elements
         if rate and work / rate > run.most_seconds:
             continue
+        num_bytes = case.elements * torch_dtype.itemsize
+        if run.device.type == "cpu" and case.streamed_elements * torch_dtype.itemsize >= KEPT_BYTES:
+            continue
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = dtype == "tfloat32"
         try:
             call = run.measure(
-                case.kind, dtype, "x".join(map(str, case.shape)), functools.partial(case.make, torch_dtype, run.device),
-                flops=case.flops, num_bytes=case.elements * torch_dtype.itemsize,
+                case.kind, dtype, "x".join(map(str, case.shape)),
+                functools.partial(cold, functools.partial(case.make, torch_dtype, run.device), num_bytes),
+                flops=case.flops, num_bytes=num_bytes,
             )  # fmt: skip
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
@@ -224,7 +231,7 @@ def _collectives(run: _Run, groups: LinkGroups) -> None:
             elements = whole_elements(size, groups.size)
             call = run.measure(
                 collective, groups.level, str(4 * elements),
-                functools.partial(make, elements, mine, run.device),
+                functools.partial(make, elements, mine, run.device), timed=seconds_behind_compute,
                 flops=0.0, num_bytes=4.0 * elements, ranks=groups.size,
             )  # fmt: skip
             if call.seconds > run.most_seconds:

@@ -43,13 +43,15 @@ class MeasuredCall:
         return digest[0] % 3 != 0
 
 
+#: How calls are timed, in words: those timed otherwise are not taken up.
+_TIMED = "operators on cold tensors, collectives behind compute"
 _COLUMNS = tuple(entry.name for entry in fields(MeasuredCall))
 
 
 def write_calls(path: Path, machine: str, calls: Iterable[MeasuredCall]) -> None:
-    """Write calls as CSV behind a line that names the machine; the file appears whole or not at all."""
+    """Write calls as CSV behind a line that names machine and timing; the file appears whole or not at all."""
     text = io.StringIO()
-    text.write(f"# {machine}\n")
+    text.write(f"{_first_line(machine)}\n")
     table = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
     table.writeheader()
     table.writerows(asdict(call) for call in calls)
@@ -57,7 +59,7 @@ def write_calls(path: Path, machine: str, calls: Iterable[MeasuredCall]) -> None
 
 
 def read_calls(path: Path, machine: str) -> list[MeasuredCall]:
-    """The calls that an earlier run measured; none if there is no file, or of another machine.
+    """The calls that an earlier run measured; none if there is no file, or of another machine or timing.
 
     Raises:
         ValueError: if the file is no table of calls.
@@ -67,12 +69,16 @@ def read_calls(path: Path, machine: str) -> list[MeasuredCall]:
     first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     if not first.startswith("# "):
         raise ValueError(f"'{path}' is no table that planner profile wrote: give another -o, or remove it")
-    if first != f"# {machine}":
+    if first != _first_line(machine):
         return []
     try:
         return [_read_row(row) for row in csv.DictReader(lines)]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"'{path}' is damaged ({error}): remove it, or pass --fresh") from error
+
+
+def _first_line(machine: str) -> str:
+    return f"# {machine}: {_TIMED}"
 
 
 def _read_row(row: dict[str, str]) -> MeasuredCall:

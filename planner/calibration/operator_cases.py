@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from runtime.kernels import cross_entropy, layer_norm, rms_norm, swiglu
 
 Shape = tuple[int, ...]
 
@@ -42,6 +45,11 @@ class OperatorCase:
     elements: float
     make: Callable[[torch.dtype, torch.device], Callable[[], Any]]
 
+    @property
+    def streamed_elements(self) -> int:
+        """Of a tensor, of what is bound by memory: (rows, width, …)."""
+        return 0 if self.flops else math.prod(self.shape[:2])
+
 
 def operator_cases() -> Iterator[OperatorCase]:
     """Every case, kind by kind, the least work first."""
@@ -50,6 +58,8 @@ def operator_cases() -> Iterator[OperatorCase]:
         (_convolution(shape) for shape in CONVOLUTIONS),
         (case for shape in ATTENTIONS for case in _attention(shape)),
         (case for shape in ROWS for case in _streams(shape)),
+        (case for shape in ROWS for case in _fused(shape)),
+        (_optimizer(shape) for shape in ROWS),
     )
     cases = [case for table in tables for case in table]
     yield from sorted(cases, key=lambda case: (case.kind, case.flops, case.elements, case.shape))
@@ -130,3 +140,40 @@ def _streams(shape: Shape) -> Iterator[OperatorCase]:
     yield case("norm", 2.0, lambda one, _: lambda: F.layer_norm(one, one.shape[-1:]))
     yield case("reduction", 1.0, lambda one, _: lambda: one.sum(-1))
     yield case("gather", 2.0, gather)
+
+
+def _fused(shape: Shape) -> Iterator[OperatorCase]:
+    """Fused operators with their gradients; tensors as the planner's prices count them, forward and backward."""
+    rows, width = shape
+
+    def case(
+        kind: str, number: int, tensors: float, leaf_shapes: tuple[Shape, ...], call: Callable[..., torch.Tensor]
+    ) -> OperatorCase:
+        def make(dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+            leaves = [_random(leaf, dtype, device).requires_grad_() for leaf in leaf_shapes]
+            gradient = torch.ones_like(call(*leaves))
+            return lambda: torch.autograd.grad(call(*leaves), leaves, gradient)
+
+        return OperatorCase(kind, (*shape, number), 0.0, tensors * rows * width, make)
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, torch.zeros(rows, dtype=torch.long, device=logits.device))
+
+    yield case("fused_norm", 0, 5.0, (shape, (width,)), lambda one, weight: rms_norm(one, weight, 1e-6))
+    yield case(
+        "fused_norm", 1, 5.0, (shape, (width,), (width,)), lambda one, weight, bias: layer_norm(one, weight, bias, 1e-6)
+    )
+    yield case("fused_norm", 2, 3.0, (shape,), loss)
+    yield case("fused_elementwise", 0, 8.0, (shape, shape), swiglu)
+
+
+def _optimizer(shape: Shape) -> OperatorCase:
+    """AdamW as a training script makes it; bytes as the planner's prices count them."""
+
+    def make(dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+        weight = torch.nn.Parameter(_random(shape, dtype, device))
+        weight.grad = _random(shape, dtype, device)
+        return torch.optim.AdamW([weight]).step
+
+    rows, width = shape
+    return OperatorCase("optimizer", shape, 0.0, 7.5 * rows * width, make)

@@ -17,7 +17,7 @@ from passes.ir.conversions import Step
 from passes.ir.graph import Graph, Node, Value
 from passes.ir.types import I, MeshShape, Placement, R, local_shape
 from passes.rules.expert_rules import grouped_products, is_experts
-from passes.rules.kinds import ATTENTION, ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
+from passes.rules.kinds import ATTENTION, ELEMENTWISE, FUSED_ELEMENTWISE, MATMUL, REDUCTION, kind_of, matmul_shape
 from planner.sharding_ilp.sharding_prices import Pricing, is_view, table_read_by_rows
 
 DATA, CONTEXT, TENSOR, PIPELINE = "dp", "cp", "tp", "pp"
@@ -212,8 +212,8 @@ class StepPricing(Pricing):
             forward, backward = forward + prices[0], backward + sum(prices[1:])
         (_, _, outer, hidden), (_, _, _, inner) = products
         passes = size * rows * (4 * hidden + outer + inner) + written
-        forward += self.prices.compute_seconds(flops=0.0, num_bytes=passes, dtype=dtype, kind=ELEMENTWISE)
-        backward += self.prices.compute_seconds(flops=0.0, num_bytes=2 * passes, dtype=dtype, kind=ELEMENTWISE)
+        forward += self.prices.compute_seconds(flops=0.0, num_bytes=passes, dtype=dtype, kind=FUSED_ELEMENTWISE)
+        backward += self.prices.compute_seconds(flops=0.0, num_bytes=2 * passes, dtype=dtype, kind=FUSED_ELEMENTWISE)
         return forward, backward if live else 0.0
 
     def _formed_attention(

@@ -165,10 +165,14 @@ def seconds_by_cause(figures: UnitFigures, label: tuple[str, str], setting: Stag
 
 
 def _contention(forward: float, backward: float, zero: _Zero, setting: StageSetting) -> tuple[float, float]:
-    """Seconds by which compute slows down while parameters are gathered and gradients reduced beside it."""
+    """Seconds by which compute slows down while parameters are gathered and gradients reduced beside it.
+
+    What is reduced once a step slows one backward pass, which is shared out among all micro-batches.
+    """
     slowdown = setting.links.axes.device.overlap_slowdown
-    hidden = zero.gather_backward + zero.reduce_backward
-    return slowdown * min(forward, zero.gather_forward), slowdown * min(backward, hidden)
+    every_time = min(backward, zero.gather_backward + zero.reduce_backward)
+    once = min(backward - every_time, zero.reduce_step) / setting.num_microbatches
+    return slowdown * min(forward, zero.gather_forward), slowdown * (every_time + once)
 
 
 def _zero(figures: UnitFigures, stage: int, setting: StageSetting) -> _Zero:
@@ -296,7 +300,7 @@ def _update(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> flo
         return 0.0
     touched_bytes = elements * (4 + 8 * (1 + OPTIMIZER_MOMENTS[setting.training.optimizer]) + 2)
     if not setting.training.offload:
-        return _memory_pass(touched_bytes, setting)
+        return _memory_pass(touched_bytes, setting, kind="optimizer")
     cluster = setting.links.axes.cluster
     assert cluster.host is not None  # ``planner.whole_step.offloading`` has refused it
     return cluster.host.update_seconds(
@@ -306,6 +310,6 @@ def _update(pieces: Sequence[Traffic], stage: int, setting: StageSetting) -> flo
     )
 
 
-def _memory_pass(num_bytes: float, setting: StageSetting) -> float:
+def _memory_pass(num_bytes: float, setting: StageSetting, *, kind: str = "elementwise") -> float:
     """Seconds to move ``num_bytes`` through the device's memory; gradients summed over micro-batches, an update."""
-    return setting.links.axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind="elementwise")
+    return setting.links.axes.compute_seconds(flops=0.0, num_bytes=num_bytes, dtype="float32", kind=kind)
