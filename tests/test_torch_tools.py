@@ -29,6 +29,7 @@ REFUSALS = {
     "thawed": "or call parallel.replan(target, optimizer) to train it",
     "replaced": "was replaced by another tensor",
     "clip": "clip by parallel.clip_grad_norm_",
+    "loss outside": "must be the model's own loss",
     "one parameter": "clip by parallel.clip_grad_norm_",
     "other output": "keeps nothing else",
     "twice": "call the model again before each backward",

@@ -143,7 +143,7 @@ class Maker:
         with self.places.layout.plain():
             graph = self._example_graph()
             training = graph.loss is not None
-            split = split_of(graph, plan, training=True)
+            split = split_of(graph, plan, training=training)
             self._first, _ = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
