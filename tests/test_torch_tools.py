@@ -29,6 +29,8 @@ REFUSALS = {
     "thawed": "or call parallel.replan(target, optimizer) to train it",
     "replaced": "was replaced by another tensor",
     "clip": "clip by parallel.clip_grad_norm_",
+    "method": "runs forward alone",
+    "weight elsewhere": "in pipeline chunk 2, which training does not",
     "loss outside": "must be the model's own loss",
     "one parameter": "clip by parallel.clip_grad_norm_",
     "other output": "keeps nothing else",

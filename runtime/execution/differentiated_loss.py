@@ -64,6 +64,10 @@ class _Undifferentiated(torch.autograd.Function):
         )
 
 
+class NoOutputError(ValueError, AttributeError):
+    """An output that a pipeline's step does not keep; ``hasattr`` answers no."""
+
+
 class LossAlone(Mapping[Any, Any]):
     """A model's output of which a pipeline's step gives the loss alone: by attribute, key or index."""
 
@@ -72,7 +76,7 @@ class LossAlone(Mapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if str(key) != self._path and not (key == 0 and not self._path.isdecimal()):
-            raise ValueError(
+            raise NoOutputError(
                 f"output {key!r} is not there: under a pipeline a call in training mode computes its loss "
                 f"({self._path!r}) and the gradients in one go, and keeps nothing else. Compute the loss inside of the "
                 "model (or by loss_fn), call the module under torch.no_grad() or in evaluation mode for the other "
