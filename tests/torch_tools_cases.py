@@ -55,8 +55,11 @@ class Odd(nn.Module):
         self.last = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(self.inner(torch.tanh(self.first(x))))
+        hidden = torch.tanh(self.inner(torch.tanh(self.encode(x))))
         return {"loss": (self.last(hidden) - y).square().mean()}
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
 
 
 def odd_batch() -> dict[str, torch.Tensor]:

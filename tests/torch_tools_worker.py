@@ -76,6 +76,24 @@ def against_one_device(plan: str, parallel: Any) -> dict[str, float]:
     return results
 
 
+class Late(nn.Module):
+    """May look up in its first weight in its last stage, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+
+    def forward(self, rows: torch.Tensor, again: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.layers(self.table(rows)).mean(1)
+        return (x if again is None else x + self.table(again).mean(1)).square().mean()
+
+
+def looks_up_late() -> None:
+    rows = torch.arange(8).reshape(4, 2)
+    planner.compile(Late().double(), "pp=2", example_inputs=(rows,))(rows, again=rows)
+
+
 def gathers_whole_tensors(parallel: Any) -> dict[str, float]:
     """``full_tensor`` of parameters and gradients is what one device has."""
     single = seeded(Odd)
@@ -175,10 +193,16 @@ def refusals() -> dict[str, str]:
     pipeline.train_step(**batch)
     outputs = pipeline(**batch)
     results["other output"] = error_of(lambda: outputs["logits"])
+    assert hasattr(outputs, "loss") and not hasattr(outputs, "logits")
+    results["method"] = error_of(lambda: pipeline.encode(batch["x"].to("meta")))
+    results["weight elsewhere"] = error_of(looks_up_late)
     outputs["loss"].backward(retain_graph=True)
     results["twice"] = error_of(outputs["loss"].backward)
     results["hook"] = error_of(lambda: next(iter(pipeline.parameters())).register_hook(torch.neg))
     results["clip"] = error_of(lambda: nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0))
+    stack = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    alone = planner.compile(stack, "pp=2", example_inputs=(batch["x"],))
+    results["loss outside"] = error_of(alone(batch["x"]).sum().backward)
     whole = compiled("zero 1")
     weights = list(whole.parameters())
     results["second"] = error_of(lambda: torch.autograd.grad(whole(**batch)["loss"], weights, create_graph=True))

@@ -8,7 +8,7 @@ tensor are taken again where they are used later. A buffer that was written gets
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,10 @@ class _Functionaliser:
             held = _scatter(view, self.now(target, node), held, node)
             updates.append((target, held))
         if target.op == "placeholder" and target.name.startswith("p_"):
-            raise CaptureError(f"the model writes to parameter {target.name[2:]!r} in its forward")
+            raise CaptureError(
+                f"the model writes to parameter {target.name[2:]!r} in its forward: write to it between steps (under "
+                "torch.no_grad(), by parallel.named_parameters()), or register it as a buffer"
+            )
         self.version[target] = self.version.get(target, 0) + 1
         for member, held in updates:
             self.current[member] = (self.version[target], held)
@@ -194,18 +197,14 @@ def _scatter(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node) -> f
     rest: tuple[Any, ...] = view.args[1:]
     if view.target is operator.getitem:
         return _scatter_piece(view, source, new, before)
-    if name == "aten.slice.Tensor":
-        return insert(before, aten.slice_scatter.default, (source, new, *rest))
-    if name == "aten.select.int":
-        return insert(before, aten.select_scatter.default, (source, new, *rest))
-    if name == "aten.diagonal.default":
-        return insert(before, aten.diagonal_scatter.default, (source, new, *rest))
+    if name in _WRITTEN_PARTS:
+        return _written_part(_WRITTEN_PARTS[name], source, new, before, rest)
     if name == "aten.transpose.int":
         return insert(before, aten.transpose.int, (new, *rest))
     if name == "aten.permute.default":
         order = [dim % len(rest[0]) for dim in rest[0]]
         return insert(before, aten.permute.default, (new, [order.index(dim) for dim in range(len(order))]))
-    if is_tensor(source) and value(source).numel() == value(new).numel():
+    if is_tensor(source) and value(source).numel() == value(new).numel() and value(source).dtype == value(new).dtype:
         same = shape(source) == shape(new)
         return new if same else insert(before, aten.reshape.default, (new, list(shape(source))))
     raise CaptureError(f"the model writes in place through {name}, which has no functional form: clone it first")
@@ -217,7 +216,33 @@ def _scatter_piece(view: fx.Node, source: fx.Node, new: fx.Node, before: fx.Node
     assert isinstance(pieces, fx.Node) and isinstance(index, int)
     dim = argument(pieces, "dim", 0)
     if pieces.target is aten.unbind.int:
-        return insert(before, aten.select_scatter.default, (source, new, dim, index))
+        return _written_part(aten.select_scatter.default, source, new, before, (dim, index))
     sizes = [piece.shape[dim] for piece in pieces.meta["val"]]
     start = sum(sizes[:index])
-    return insert(before, aten.slice_scatter.default, (source, new, dim, start, start + sizes[index]))
+    return _written_part(aten.slice_scatter.default, source, new, before, (dim, start, start + sizes[index]))
+
+
+#: What writes to the part that a view shows.
+_WRITTEN_PARTS: Mapping[str, OpOverload] = {
+    "aten.slice.Tensor": aten.slice_scatter.default,
+    "aten.select.int": aten.select_scatter.default,
+    "aten.diagonal.default": aten.diagonal_scatter.default,
+}
+
+
+def _written_part(
+    scatter: OpOverload, source: fx.Node, new: fx.Node, before: fx.Node, where: tuple[Any, ...]
+) -> fx.Node:
+    """``source`` with ``new`` in the part ``where``; complex numbers, of which torch has no gradient, as pairs."""
+    if not value(source).dtype.is_complex:
+        return insert(before, scatter, (source, new, *where))
+    is_diagonal = scatter is aten.diagonal_scatter.default  # (offset, dim1, dim2); the others begin with their dim
+    num_dims = value(source).dim()
+    counted = [
+        entry % num_dims if (place > 0 if is_diagonal else place == 0) else entry for place, entry in enumerate(where)
+    ]
+    resolved = [insert(before, aten.resolve_conj.default, (each,)) for each in (source, new)]
+    whole, part = (insert(before, aten.view_as_real.default, (each,)) for each in resolved)
+    if is_diagonal:  # a diagonal comes last, behind the pairs
+        part = insert(before, aten.transpose.int, (part, -1, -2))
+    return insert(before, aten.view_as_complex.default, (insert(before, scatter, (whole, part, *counted)),))

@@ -13,7 +13,7 @@ from passes.canonicalise.gradient_carriers import nodes_with_gradient
 #: In a functional graph these give a tensor of the same values, whatever its memory.
 _ALIASES = {
     aten.alias.default, aten.contiguous.default, aten.clone.default, aten.lift_fresh_copy.default,
-    aten.lift_fresh.default, aten.view_as_real_copy.default, aten.resolve_conj.default, aten.resolve_neg.default,
+    aten.lift_fresh.default, aten.view_as_real_copy.default, aten.resolve_neg.default,
 }  # fmt: skip
 _CASTS = {
     aten.to.dtype,
@@ -87,6 +87,10 @@ def _same_shape(node: fx.Node, source: fx.Node) -> bool:
     return shape(node) == shape(source)
 
 
+def _is_real(node: fx.Node, source: fx.Node) -> bool:
+    return not value(source).dtype.is_complex
+
+
 def _dropout_is_off(node: fx.Node, source: fx.Node) -> bool:
     return not argument(node, _DROPOUTS[node.target]) or argument(node, "p") == 0.0  # type: ignore[index]
 
@@ -125,6 +129,7 @@ _CHECKS: dict[Any, Callable[[fx.Node, fx.Node], bool]] = {
         _same_shape,
     ),
     **dict.fromkeys(set(_DROPOUTS) - {aten.native_dropout.default, aten.rrelu.default}, _dropout_is_off),
+    aten.resolve_conj.default: _is_real,  # programs conjugate lazily, as eager does
     aten.transpose.int: _dims_alike,
     aten.permute.default: _in_order,
     aten.pad.default: _pads_nothing,

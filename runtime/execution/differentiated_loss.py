@@ -38,6 +38,36 @@ def differentiable(
     return LossAlone(loss_path, loss) if loss_path else loss
 
 
+def without_gradients(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a pipeline computes without a loss: a script that differentiates it is told why it cannot."""
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        return {
+            path: _Undifferentiated.apply(anchor, tensor) if tensor.is_floating_point() else tensor  # type: ignore[no-untyped-call]
+            for path, tensor in outputs.items()
+        }
+
+
+class _Undifferentiated(torch.autograd.Function):
+    """A tensor as it is; its backward is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        raise ValueError(
+            "these outputs have no gradients: under a pipeline forward and backward of micro-batches interleave, so "
+            "what is differentiated must be the model's own loss. Pass loss_fn to planner.compile, let the model "
+            "return its loss, or plan with pp=1"
+        )
+
+
+class NoOutputError(ValueError, AttributeError):
+    """An output that a pipeline's step does not keep; ``hasattr`` answers no."""
+
+
 class LossAlone(Mapping[Any, Any]):
     """A model's output of which a pipeline's step gives the loss alone: by attribute, key or index."""
 
@@ -46,7 +76,7 @@ class LossAlone(Mapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         if str(key) != self._path and not (key == 0 and not self._path.isdecimal()):
-            raise ValueError(
+            raise NoOutputError(
                 f"output {key!r} is not there: under a pipeline a call in training mode computes its loss "
                 f"({self._path!r}) and the gradients in one go, and keeps nothing else. Compute the loss inside of the "
                 "model (or by loss_fn), call the module under torch.no_grad() or in evaluation mode for the other "

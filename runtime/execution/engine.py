@@ -29,7 +29,7 @@ from runtime.calls.skeleton import skeleton
 from runtime.data.host_copies import HostCopies
 from runtime.execution.batch_split import BatchSplit
 from runtime.execution.chunk import InputOf, in_order_of_use, uses_of
-from runtime.execution.differentiated_loss import differentiable
+from runtime.execution.differentiated_loss import differentiable, without_gradients
 from runtime.execution.experts_without_tokens import LoopedExpertParameters
 from runtime.execution.gradients_of_parameters import GradientsOfParameters
 from runtime.execution.mixed_precision import cast_floats, computing_in
@@ -218,6 +218,8 @@ class Engine:
                 unit.drop_ahead()
         if not prepared.split.is_shared:
             outputs = counted_once(outputs, prepared.split.copies)
+        if self.places.num_stages > 1 and torch.is_grad_enabled() and self._trains_any:
+            outputs = without_gradients(outputs)
         leaves = [leaf for unit in in_order_of_use(prepared.stages) for leaf in unit.leaves]
         shown = parameters() if torch.is_grad_enabled() else ()
         return wrap_outputs(prepared.last, outputs, self.layout, GradientsOfParameters(shown, leaves))
@@ -232,6 +234,10 @@ class Engine:
             compiled = self.plan is not None and self.plan.step.compiled
             prepared.looped_experts = LoopedExpertParameters(graphs, self.ranks, compiled=compiled, find=find)
         return prepared.looped_experts
+
+    @property
+    def _trains_any(self) -> bool:
+        return any(self.state.trains(info.names[0]) for info in self.state.everything() if info.is_parameter)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         """What this rank has of the parameters that are trained."""

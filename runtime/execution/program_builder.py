@@ -44,7 +44,7 @@ from runtime.execution.state_info import Placing
 from runtime.execution.step_state import StepState
 from runtime.execution.totals_ahead import counting_of, totals_of
 from runtime.execution.value_cases import CallValues, ValueCases, with_values_gathered
-from runtime.execution.weights_of_calls import check_weights, with_unused_weights
+from runtime.execution.weights_of_calls import check_weights, has_weights_elsewhere, with_unused_weights
 from runtime.program_tools.typecheck import typecheck
 from runtime.programs.program_cache import ProgramCache
 from runtime.zero.unit import chained
@@ -143,7 +143,7 @@ class Maker:
         with self.places.layout.plain():
             graph = self._example_graph()
             training = graph.loss is not None
-            split = split_of(graph, plan, training=True)
+            split = split_of(graph, plan, training=training)
             self._first, _ = cut_batch(split, lambda tried: self._cut(graph, training=training, split=tried))
         self.state.place(Placing.of_step(plan, deferral_of(plan), self._first))
 
@@ -324,8 +324,8 @@ class Maker:
         own_plan = self.plan
         whole_step = own_plan.step.decides_units
 
-        def cut(plan: Plan) -> StepPrograms:
-            programs = step_programs(
+        def cut_like(plan: Plan, like: StepPrograms | None) -> StepPrograms:
+            return step_programs(
                 graph,
                 plan,
                 num_microbatches=split.num_microbatches,
@@ -334,8 +334,14 @@ class Maker:
                 like=like,
                 deferral=None if whole_step else self.state.deferral,
             )
-            if like is not None:
-                check_weights(programs, like, own_plan)
+
+        def cut(plan: Plan) -> StepPrograms:
+            programs = cut_like(plan, like)
+            first = self._first
+            if first is not None and like is None and has_weights_elsewhere(programs, first):
+                programs = cut_like(plan, first)  # another call, which uses a weight later than the plan's
+            if first is not None:
+                check_weights(programs, first, own_plan)
             return programs
 
         try:

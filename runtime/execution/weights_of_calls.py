@@ -49,5 +49,10 @@ def check_weights(programs: StepPrograms, like: StepPrograms, plan: Plan) -> Non
             )
 
 
+def has_weights_elsewhere(programs: StepPrograms, like: StepPrograms) -> bool:
+    """Whether a chunk uses weights that the same chunk of ``like`` does not."""
+    return any(not _paths_of(stage) <= _paths_of(other) for stage, other in zip(programs.stages, like.stages))
+
+
 def _paths_of(stage: StageGraph) -> set[str]:
     return {path for unit in stage.all_units for _, _, path in unit.states}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from passes.torch_compat.operators import tree_leaves
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
 
@@ -46,7 +48,7 @@ class OriginalSurface:
         if name in REFUSED_METHODS and callable(getattr(engine.model, name, None)):
             return _refuser(name)
         try:
-            return getattr(engine.model, name)
+            return _guarded(getattr(engine.model, name), engine.model, name)
         except AttributeError:
             kind = type(engine.model).__name__
             raise AttributeError(
@@ -177,3 +179,23 @@ def _refuser(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name} does not go with a model that is sharded: {REFUSED_METHODS[name]}")
 
     return refuse
+
+
+def _guarded(attribute: Any, model: torch.nn.Module, name: str) -> Any:
+    """``attribute``; a method of the model refuses to give tensors that it computed from weights without data."""
+    if not inspect.ismethod(attribute) or attribute.__self__ is not model:
+        return attribute
+
+    @functools.wraps(attribute)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = attribute(*args, **kwargs)
+        known = {id(one) for one in (*tree_leaves((args, kwargs)), *model.parameters(), *model.buffers())}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and id(leaf) not in known:
+                raise ValueError(
+                    f"{name} computes with weights, and a parallel module runs forward alone: let forward do what "
+                    f"{name} does (behind an argument, say, with an example of such a call), and call the module"
+                )
+        return result
+
+    return call

@@ -1,4 +1,4 @@
-"""Why a model cannot be run in micro-batches: the operators that need all samples of a batch at once."""
+"""Why a model cannot be run in micro-batches: the operators that need all samples of a batch at once, or no loss."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from passes.ir.graph import Node
 from passes.ir.types import P
 from planner.whole_step.best_first import Search
 
+_WITHOUT_LOSS = (
+    "the model returns no loss, and what a call returns is of the whole batch, so num_microbatches must be 1: give "
+    "loss_fn, or let the model return its loss"
+)
 #: How many operators the message names.
 _NAMED = 3
 
 
 def mixed_samples(search: Search) -> str:
-    """What mixes the samples of a batch and what would help, as text; "" if nothing does."""
+    """What mixes the samples of a batch, or that there is no loss, and what would help, as text; "" if neither."""
     followed = search.level_one.space.followed
-    if not followed.mixing:
-        return ""
     graph = search.level_one.space.graph
+    if not followed.mixing:
+        return "" if graph.loss is not None else _WITHOUT_LOSS
     nodes = {node.name: node for node in graph.nodes}
     mixers = [nodes[name] for name in dict.fromkeys(followed.mixers)]
     named = "; ".join(_described(node, followed.mixing) for node in mixers[:_NAMED])

@@ -92,8 +92,8 @@ class LevelOne:
 
     @property
     def micro_batches(self) -> bool:
-        """Whether the model can be run in micro-batches."""
-        return not self.space.followed.mixing
+        """Whether the model can be run in micro-batches: outputs for a loss of the caller's are of a whole batch."""
+        return not self.space.followed.mixing and self.space.graph.loss is not None
 
     def forward_passes(self, num_microbatches: int) -> int:
         """How often a step computes forward: see ``StepPlan.forward_passes``."""
