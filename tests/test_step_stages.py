@@ -217,3 +217,18 @@ def test_shortfall_tells_whether_memory_can_suffice(schedule: str) -> None:
             assert short == 0.0
         elif problem.num_chunks == problem.num_ranks:
             assert short > 0.0
+
+
+def test_units_of_no_size_do_not_fit_where_their_peak_does_not() -> None:
+    problem = Draw(100).problem("1f1b")
+    runs = tuple(
+        replace(
+            run,
+            choices=tuple(
+                replace(choice, costs=replace(choice.costs, state_bytes=0.0, saved_bytes=0.0, peak_bytes=8.0))
+                for choice in run.choices
+            ),
+        )
+        for run in problem.runs
+    )
+    assert memory_shortfall(replace(problem, runs=runs, memory=(1.0,) * problem.num_ranks)) == pytest.approx(7.0, abs=1)

@@ -111,6 +111,12 @@ def gathers_whole_tensors(parallel: Any) -> dict[str, float]:
         ),
     }
     parallel.zero_grad()
+    other = {name: tensor + 1 for name, tensor in single.state_dict().items()}
+    before = parallel.full_state_dict()
+    parallel.load_state_dict({**other, "_extra_state": 5})
+    errors["loaded"] = difference(parallel.full_state_dict(), other)
+    assert parallel.full_state_dict(["_extra_state"]) == {"_extra_state": 5}
+    parallel.load_full_state_dict({**before, "_extra_state": 3})
     return errors
 
 

@@ -93,7 +93,9 @@ def _reach(problem: StageProblem, lean: _Lean, room: float, position: int) -> in
     for run, size in zip(problem.runs, lean.sizes):
         end = start + run.count
         if position < end:
-            num_fitting = end - position if size * (end - position) <= room else max(0, math.floor(room / size))
+            if room < 0:  # by no unit more, even of no size
+                return position
+            num_fitting = end - position if size * (end - position) <= room else math.floor(room / size)
             room -= num_fitting * size if num_fitting else 0.0
             position += num_fitting
             if position < end:

@@ -32,7 +32,7 @@ class StepState:
     def __init__(self, model: nn.Module, places: Places) -> None:
         self.places = places
         self.version = 0
-        self.state_names = list(model.state_dict().keys())
+        self.state_names = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)]
         self.infos: dict[str, StateInfo] = {}
         self.weights = WeightTree()
         self._is_training = model.training

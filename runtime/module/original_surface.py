@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from passes.torch_compat.operators import tree_leaves
 from runtime.execution.whole_model import whole_model
 from runtime.mesh.first_rank import broadcast_objects, is_first_rank
+from runtime.module.extra_state import take_extra_states
 
 if TYPE_CHECKING:
     from runtime.execution.engine import Engine
@@ -54,6 +55,14 @@ class OriginalSurface:
             raise AttributeError(
                 f"neither a parallel module nor the {kind} it runs has an attribute {name!r}"
             ) from None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of ``nn.Module``; a whole state dict may be given on every rank, whatever stage it has."""
+        state = self._engine.state
+        elsewhere = {name for info in state.everything() if not state.is_here(info.names[0]) for name in info.names}
+        here = {name: value for name, value in state_dict.items() if name not in elsewhere}
+        here = take_extra_states(self._engine.model, here)
+        return super().load_state_dict(here, strict=strict, assign=assign)  # type: ignore[misc]
 
     @property
     def original(self) -> torch.nn.Module:

@@ -24,6 +24,7 @@ from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
 from runtime.module.copying import Copying
+from runtime.module.extra_state import extra_states, take_extra_states
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
@@ -339,9 +340,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
     def program(self) -> Program:
         """The emitted program that ran last (before the first call: the one made by compile)."""
         if self._engine.latest is None:
-            raise ValueError(
-                "there is no program yet: it is made at the first call, or from example_inputs in compile()"
-            )
+            raise ValueError("there is no program yet: the first call makes it, or compile() from example_inputs")
         return self._engine.latest
 
     @property
@@ -358,11 +357,10 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
     def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """The original's state dict, with whole tensors, on every rank (all ranks must call it).
 
-        Args:
-            names: of the tensors to gather; None for all.
+        ``names`` are those of the tensors to gather; None for all.
         """
         self._engine.calls.check("calls full_state_dict")
-        return self._state.full_state_dict(names)
+        return self._state.full_state_dict(names) | extra_states(self._engine.model, names)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take this rank's part of a state dict of the original model (all ranks must call it).
@@ -374,6 +372,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
                 unknown names.
         """
         self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
+        state = take_extra_states(self._engine.model, state)
         if not self._engine.ranks.is_alone:
             places = self._engine.places
             state = FirstRanksState(state, places.device_mesh, self.layout.device, self._engine.ranks)

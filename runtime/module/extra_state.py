@@ -1,0 +1,29 @@
+"""What modules keep in state dicts beside tensors: ``get_extra_state`` and ``set_extra_state``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_NAME = "_extra_state"
+
+
+def extra_states(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Any]:
+    """The extra state of each module that has any, by name in a state dict; ``names``: of those wanted (None: all)."""
+    everything = model.state_dict()
+    return {
+        name: value
+        for name, value in everything.items()
+        if not isinstance(value, torch.Tensor) and (names is None or name in names)
+    }
+
+
+def take_extra_states(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Hand extra state to the modules that it is of; the rest of ``state``."""
+    own = extra_states(model)
+    for name in own.keys() & state.keys():
+        model.get_submodule(name.removesuffix(_NAME).rstrip(".")).set_extra_state(state[name])
+    return {name: value for name, value in state.items() if name not in own}
