@@ -24,7 +24,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step
 from planner.whole_step.best_first import BYTE_WEIGHTS, Search
-from planner.whole_step.candidates.candidates import STEADY, Candidate, is_even
+from planner.whole_step.candidates.candidates import STEADY, Candidate, is_offered
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, Links, MeshLayout
 
@@ -121,8 +121,9 @@ def _ways_to_pipeline(ranks: int, m: int, num_units: int, demands: Demands) -> I
     for name, chunks in itertools.product(SCHEDULES, {1, *CHUNKS_PER_RANK}):
         total = ranks * chunks
         runs = reason_not(name, num_ranks=ranks, num_microbatches=m, num_chunks=total) is None
-        even = "schedule" in demands.fixed or is_even(name, num_units=num_units, num_chunks=total)
-        if runs and even and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
+        shape = {"num_ranks": ranks, "num_units": num_units, "num_chunks": total}
+        offered = "schedule" in demands.fixed or is_offered(name, **shape)
+        if runs and offered and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
             yield name, chunks
 
 
@@ -271,15 +272,13 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     else:
         longest = _most([sum(times[chunk] for chunk in chunks) for chunks in mine])
     if schedule.splits_backward:
-        on_forward, on_backward, on_weight = schedule.fill
-        fills = [
-            on_forward * each["forward"]
-            + on_backward * (each["backward"] - each["weight"])
-            + on_weight * each["weight"]
-            for each in figures
-        ]
-        pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
-        if schedule.placement == "vee":
+        fills: list[Any] = [0.0] * num_chunks
+        for on_forward, on_backward, on_weight in schedule.fills:
+            for chunk, each in enumerate(figures):
+                fill = on_forward * each["forward"] + on_backward * (each["backward"] - each["weight"])
+                fills[chunk] = numpy.maximum(fills[chunk], fill + on_weight * each["weight"])
+        pipeline = m * longest + (p - 1) / p * sum(fills)
+        if schedule.played:
             played = played_microbatches(problem.schedule, p, m)
             actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
             steps = order_steps(problem.schedule, p, played, num_chunks)

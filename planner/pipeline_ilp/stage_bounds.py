@@ -146,7 +146,7 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
     """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
-    for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
+    for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
     is not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
     """
     p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
@@ -154,8 +154,9 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     times = float(m)
     if schedule.splits_backward:
-        forward, backward, weight = ((p - 1) / p * value for value in schedule.fill)
-        fills.append((forward, backward, weight - backward))
+        for row in schedule.fills:
+            forward, backward, weight = ((p - 1) / p * value for value in row)
+            fills.append((forward, backward, weight - backward))
     else:
         divisor = v if schedule.divided else 1
         times = m - 1 / divisor

@@ -263,19 +263,19 @@ def _directions(problem: StageProblem) -> dict[str, int]:
     """For each figure: whether less is better (1), more is better (-1), neither matters (0), or SAME if either may."""
     better = {figure.name: 1 for figure in fields(LayerCosts)}
     schedule = SCHEDULES[problem.schedule]
-    fill_forward, fill_backward, fill_weight = schedule.fill
     plain = problem.num_ranks == 1 or not schedule.splits_backward
+    signs = {_sign(on_weight - on_inputs) for _, on_inputs, on_weight in schedule.fills} - {0}
     # delayed weight gradients may fill bubbles; where nothing is delayed they change nothing
-    better["backward_weight"] = 0 if plain else _sign(fill_weight - fill_backward)
-    if schedule.order is not None and not plain:
-        better["backward_weight"] = SAME  # its order says which of the two parts of a backward pass ranks wait for
-    longer_backward_may_help = fill_backward < 0
+    better["backward_weight"] = 0 if plain or not signs else SAME if len(signs) > 1 else signs.pop()
+    if schedule.played and not plain:
+        better["backward_weight"] = SAME  # a path through the order may wait for either part of a backward pass
+    longer_backward_may_help = any(on_inputs < 0 for _, on_inputs, _ in schedule.fills)
     if problem.num_ranks > 1 and (schedule.divided or not plain):
         # a longer backward hides more of the reduction, and here it may cost the pipeline less than that
         longer_backward_may_help |= any(choice.costs.reduce_step for run in problem.runs for choice in run.choices)
     if longer_backward_may_help:
         better |= dict.fromkeys(("backward", "gather_backward", "reduce_backward"), SAME)
-    if fill_forward < 0:
+    if any(on_forward < 0 for on_forward, _, _ in schedule.fills):
         better |= dict.fromkeys(("forward", "gather_forward"), SAME)
     return better
 

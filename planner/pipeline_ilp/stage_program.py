@@ -277,14 +277,15 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
     """(fill) of a split backward: the published bubble, plus E, which a path through the order may add."""
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
-    fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
+    schedule = SCHEDULES[problem.schedule]
     weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
     fills = []
     for chunk in range(problem.num_chunks):
-        expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
         fills.append(program.variable((ranks - 1) / ranks))
-        stage.at_least(fills[-1], expression.add(weight[chunk], fill_weight - fill_backward))
-    if SCHEDULES[problem.schedule].is_played:
+        for on_forward, on_inputs, on_weight in schedule.fills:
+            expression = Linear().add(forward[chunk], on_forward).add(backward[chunk], on_inputs)
+            stage.at_least(fills[-1], expression.add(weight[chunk], on_weight - on_inputs))
+    if schedule.played:
         beyond = program.variable(1.0)
         stage.pipeline = Linear([(largest, float(m)), (beyond, 1.0), *((fill, (ranks - 1) / ranks) for fill in fills)])
 

@@ -18,11 +18,16 @@ from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 #: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
 #: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
 #: (``cost_models.step_time``) promises too much.
-STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
+STEADY: Mapping[str, float] = {
+    "interleaved_1f1b": 1.0, "zb_h1": 1.0, "zb_h2": 2.0, "zbv": 1.5, "v_half": 1.0, "dualpipev": 1.0,
+}  # fmt: skip
 
 #: Times the mean of all chunks that the longest must be at most if units are dealt out as evenly as can be. Chunks of
 #: one and of two layers on the way down and up wait for each other, which the closed form does not see.
-EVEN: Mapping[str, float] = {"zbv": 1.25, "dualpipev": 1.25}
+EVEN: Mapping[str, float] = {"zbv": 1.25, "v_half": 1.25, "dualpipev": 1.25}
+
+#: Fewest pipeline ranks: on two V-Half holds as much as ZBV, whose ranks wait less.
+FEWEST_RANKS: Mapping[str, int] = {"v_half": 3}
 
 #: Names of choices that are not those of a candidate's fields.
 _FIELDS = {"micro_batch": "local_batch"}
@@ -64,7 +69,7 @@ class Candidate:
         """
         ranks, m = self.layout.pipeline, self.num_microbatches
         row = SCHEDULES[self.schedule]
-        if row.fill != (1, 1, 1):
+        if row.splits_backward:
             return seconds * m / ranks
         divisor = self.chunks_per_rank if row.divided else 1
         return seconds * ((m - 1 / divisor) / ranks + 1 / divisor)
@@ -175,14 +180,17 @@ def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, dem
             total = layout.pipeline * chunks
             if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
                 continue
-            if "schedule" not in demands.fixed and not is_even(name, num_units=num_units, num_chunks=total):
+            shape = {"num_ranks": layout.pipeline, "num_units": num_units, "num_chunks": total}
+            if "schedule" not in demands.fixed and not is_offered(name, **shape):
                 continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)
 
 
-def is_even(schedule: str, *, num_units: int, num_chunks: int) -> bool:
-    """Whether the units divide evenly enough over the chunks for ``schedule``."""
+def is_offered(schedule: str, *, num_ranks: int, num_units: int, num_chunks: int) -> bool:
+    """Whether ``schedule`` is tried unasked: there are ranks enough, and units divide evenly enough over the chunks."""
+    if num_ranks < FEWEST_RANKS.get(schedule, 2):
+        return False
     return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
 
 
