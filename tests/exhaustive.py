@@ -37,7 +37,7 @@ EXACT = 1e-12
 #: Assignments in one array at most.
 BLOCK = 1 << 21
 #: What is summed over the layers of a chunk, as columns.
-SUMS = ("forward", "backward", "weight", "reduce", "update", "state", "saved")
+SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "saved")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,10 @@ def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
         max(costs.forward, costs.gather_forward),
         backward,
         weight,
-        costs.reduce_step,
+        costs.gather_backward + costs.reduce_backward + costs.reduce_step,
+        max(0.0, costs.gather_backward + costs.reduce_backward + costs.reduce_step - backward)
+        if costs.gather_backward and not split
+        else 0.0,
         costs.update_step + costs.gather_step,
         costs.state_bytes,
         costs.saved_bytes,
@@ -288,12 +291,16 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])
-    tail: Any = spread(ways[0].first, 0)
+    exposed: Any = 0.0
     before: Any = 0.0
+    waits: Any = 0.0 if schedule.splits_backward else sum(each["wait"] for each in figures)
     for chunks in mine:
         backward = sum(figures[chunk]["backward"] for chunk in chunks)
-        tail = numpy.maximum(tail, sum(figures[chunk]["reduce"] for chunk in chunks) - backward - before)
-        before = before + backward / per_rank
+        held_up = 0.0 if schedule.splits_backward else sum(figures[chunk]["wait"] for chunk in chunks)
+        communication = sum(figures[chunk]["reduce"] for chunk in chunks)
+        exposed = numpy.maximum(exposed, communication - held_up - backward - before)
+        before = before + (backward + held_up) / per_rank
+    tail = numpy.maximum(spread(ways[0].first, 0), waits + exposed)
     update = _most([sum(figures[chunk]["update"] for chunk in chunks) for chunks in mine])
     shape = tuple(map(len, ways))
     fit: Any = numpy.full((1,) * num_chunks, True)

@@ -36,7 +36,9 @@ Program::
     b[k] = Σ (backward ∨ (gather_backward + reduce_backward))·n + receive                       (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
         interleaved 1F1B:  L ≥ Σ_j L[j],   L[j] ≥ f[k] + b[k]                every k of round j            (round)
-    T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
+    T ≥ Σ_k x[k] + Σ_{r(k)=r} Σ (gather_backward + reduce_backward + reduce_step)·n
+          - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)
+    T ≥ Σ_k x[k],   x[k] = Σ wait·n
     T ≥ Σ_c reduce_step(c)·w[c]
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)     every i of r   (remember)
