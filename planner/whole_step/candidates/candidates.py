@@ -139,17 +139,19 @@ def families(
 def zero_sizes(cluster: Cluster, layout: MeshLayout, demands: Demands) -> tuple[int, ...]:
     """Over how many neighbours of the data ranks ZeRO may divide in a layout: 0 (all of them) first, if allowed.
 
-    Unless the user says, those within each level of links.
+    Unless the user says, those within each level of links. With an axis of experts, neighbours of all its places, so
+    that what one place holds is divided over as many groups as the rest.
     """
     group, fixed = layout.group, demands.fixed.get(ZERO_RANKS)
     is_all_allowed = (fixed is None or not fixed.isdisjoint((0, group))) and (
         demands.forbidden.get(ZERO_RANKS, frozenset()).isdisjoint((0, group))
     )
     everyone = (0,) if is_all_allowed else ()
-    if layout.expert > 1 or not any(demands.among("zero", ZERO_STAGES)):
-        return everyone  # experts and the rest are held by unlike groups; ZeRO 0 divides nothing
+    if not any(demands.among("zero", ZERO_STAGES)):
+        return everyone  # ZeRO 0 divides nothing
     sizes = zero_groups(cluster, layout) if fixed is None else sorted(fixed)
-    within = (size for size in sizes if 1 < size < group and group % size == 0)
+    experts = layout.expert
+    within = (size for size in sizes if experts < size < group and group % size == 0 and size % experts == 0)
     return (*everyone, *demands.among(ZERO_RANKS, within))
 
 
