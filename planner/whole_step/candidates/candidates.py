@@ -29,6 +29,10 @@ EVEN: Mapping[str, float] = {"zbv": 1.25, "v_half": 1.25, "dualpipev": 1.25}
 #: Fewest pipeline ranks: on two V-Half holds as much as ZBV, whose ranks wait less.
 FEWEST_RANKS: Mapping[str, int] = {"v_half": 3}
 
+#: Schedules that are left out where another one can be tried: where gradients of inputs take no longer than two
+#: forwards, ZBV's bubble of (p − 1)·I/2 is no longer than ZB-H2's of (p − 1)·F, in half of the memory.
+INSTEAD: Mapping[str, str] = {"zb_h2": "zbv"}
+
 #: Names of choices that are not those of a candidate's fields.
 _FIELDS = {"micro_batch": "local_batch"}
 
@@ -190,9 +194,15 @@ def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, dem
 
 
 def is_offered(schedule: str, *, num_ranks: int, num_units: int, num_chunks: int) -> bool:
-    """Whether ``schedule`` is tried unasked: there are ranks enough, and units divide evenly enough over the chunks."""
+    """Whether ``schedule`` is tried unasked: there are ranks enough, units divide evenly enough over the chunks, and no
+    other one stands in its place."""
     if num_ranks < FEWEST_RANKS.get(schedule, 2):
         return False
+    if schedule in INSTEAD:
+        other = INSTEAD[schedule]
+        others = num_ranks * (SCHEDULES[other].chunks_per_rank or 1)
+        if others <= num_units and is_offered(other, num_ranks=num_ranks, num_units=num_units, num_chunks=others):
+            return False
     return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
 
 
