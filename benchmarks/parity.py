@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cost_models.schedules import SCHEDULES
 from tests import step_parity_worker
 
 #: What must be reached.
@@ -59,21 +60,14 @@ def meshes(model: str, num_ranks: int) -> Iterator[Case]:
 
 def schedules(model: str) -> Iterator[Case]:
     """Every schedule, with two chunks on a rank where it has several."""
-    for schedule, chunks in (
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved_1f1b", 2),
-        ("zb_h1", 1),
-        ("zbv", 2),
-        ("dualpipev", 2),
-    ):
+    for schedule, row in SCHEDULES.items():
         yield case(
             model,
             f"{model} {schedule} pp=2",
             pp=2,
             num_microbatches=4,
             schedule=schedule,
-            chunks_per_rank=chunks,
+            chunks_per_rank=row.chunks_per_rank or 2,
         )
 
 
@@ -95,6 +89,9 @@ def mixtures() -> Iterator[Case]:
             ("zbv", 2, 3, "selective"),
             ("zbv", 2, 1, "none"),
             ("dualpipev", 2, 1, "full"),
+            ("zb_h2", 1, 2, "selective"),
+            ("v_half", 2, 3, "none"),
+            ("v_half", 2, 1, "full"),
             ("interleaved_1f1b", 2, 3, "regather"),
             ("gpipe", 1, 3, "none"),
         ):

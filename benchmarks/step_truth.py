@@ -4,6 +4,7 @@
     python -m benchmarks.step_truth --by-turns          # two plans a model instead of five
     python -m benchmarks.step_truth --by-turns --record truth.jsonl --markdown benchmarks/results/step_truth.md
     python -m benchmarks.step_truth llama-3-8b t5-11b --global-batch 256 --seq-len 1024
+    python -m benchmarks.step_truth llama-3-8b --fix '{"zero": 3, "zero_ranks": 4}'        # this plan alone
 
 Each model is planned on as many H100 nodes as hold its training state twice: freely, and with pipelines, tensor and
 context axes, ZeRO stages, recompute policies and schedules fixed that a free search might not take. One line a plan:
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--by-turns", action="store_true", help="next to the free search one fixed set for each model")
+    parser.add_argument("--fix", type=json.loads, metavar="JSON", help="one plan a model, with this fixed")
     parser.add_argument("--time-limit", type=float, default=20.0)
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep rows here, and go on from what it has")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write all rows as a table")
@@ -181,6 +183,7 @@ def main() -> None:
         start = time.process_time()
         options = {"global_batch": arguments.global_batch, "seq_len": arguments.seq_len}
         fixes = (FIXED[0], FIXED[1 + number % (len(FIXED) - 1)]) if arguments.by_turns else FIXED
+        fixes = fixes if arguments.fix is None else (arguments.fix,)
         done[model] = []
         for line in rows(model, fixes, **options, time_limit=arguments.time_limit):
             print(line, flush=True)

@@ -16,8 +16,6 @@ from cost_models.schedules import SCHEDULES, actions
 if TYPE_CHECKING:
     import numpy as np
 
-#: Micro-batches per rank that are played: enough to fill the pipeline.
-PLAYED = 3
 #: By chunk: forwards, input gradients and weight gradients on a path.
 Counts = tuple[tuple[int, int, int], ...]
 #: What an action of each kind adds to a path's counts: forwards, input gradients, weight gradients.
@@ -46,10 +44,8 @@ class OrderStep(NamedTuple):
 
 
 def played_microbatches(schedule: str, num_ranks: int, num_microbatches: int) -> int:
-    """How many of the micro-batches are played: all under a registered order, whose steady state nobody has stated."""
-    if SCHEDULES[schedule].order is not None:
-        return num_microbatches
-    return min(num_microbatches, PLAYED * num_ranks)
+    """How many of the micro-batches are played (``Schedule.played``)."""
+    return int(min(num_microbatches, SCHEDULES[schedule].played * num_ranks))
 
 
 def longest_path(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -57,7 +58,8 @@ def register_schedule(
         placement=placement,
         chunks_per_rank=chunks_per_rank,
         splits_backward=True,
-        fill=(0, 0, 0),
+        fills=((0, 0, 0),),
+        played=math.inf,  # nobody has stated its steady state
         order=order,
     )
     add_schedule(row)

@@ -2,7 +2,8 @@
 
 Each function takes (rank, num_ranks, num_microbatches, chunks_per_rank) and yields the rank's actions. Sources: GPipe
 (Huang et al. 2019), 1F1B (PipeDream-Flush, Narayanan et al. 2021a), interleaved 1F1B (Megatron-LM, Narayanan et al.
-2021b), ZB-H1 and ZBV (Qi et al. 2023/2024, "Zero Bubble" and "Controllable Memory"), DualPipeV (DeepSeek-AI 2024/2025).
+2021b), ZB-H1, ZB-H2, ZBV and V-Half (Qi et al. 2023/2024, "Zero Bubble" and "Controllable Memory"), DualPipeV
+(DeepSeek-AI 2024/2025).
 """
 
 from __future__ import annotations
@@ -84,16 +85,25 @@ def interleaved_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int, ch
 
 def zb_h1(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Iterator[Action]:
     """1F1B with the backward split; weight gradients lag ``rank`` micro-batches behind and fill the drain."""
-    warmup = min(num_microbatches, num_ranks - 1 - rank)
+    yield from _split_one_f_one_b(rank, num_microbatches, ahead=num_ranks - 1 - rank, lag=rank)
+
+
+def zb_h2(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Iterator[Action]:
+    """ZB-H1 with twice as many forwards ahead, which fill the wait for the first gradient, and twice the lag."""
+    yield from _split_one_f_one_b(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), lag=2 * rank)
+
+
+def _split_one_f_one_b(rank: int, num_microbatches: int, *, ahead: int, lag: int) -> Iterator[Action]:
+    warmup = min(num_microbatches, ahead)
     for microbatch in range(warmup):
         yield Action("F", rank, microbatch)
     for microbatch in range(num_microbatches):
         if microbatch + warmup < num_microbatches:
             yield Action("F", rank, microbatch + warmup)
         yield Action("I", rank, microbatch)
-        if microbatch >= rank:
-            yield Action("W", rank, microbatch - rank)
-    for microbatch in range(max(0, num_microbatches - rank), num_microbatches):
+        if microbatch >= lag:
+            yield Action("W", rank, microbatch - lag)
+    for microbatch in range(max(0, num_microbatches - lag), num_microbatches):
         yield Action("W", rank, microbatch)
 
 
@@ -122,6 +132,40 @@ def zbv(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) 
         counts[kind, side] += 1
         if microbatch < num_microbatches:
             yield Action(kind, chunk[side], microbatch)
+
+
+def v_half(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Iterator[Action]:
+    """Two chunks a rank, down the ranks ("d") and up again ("u"), every micro-batch six units of time behind the last.
+
+    Of equal forwards, input gradients and weight gradients (one unit each), a micro-batch goes down to the next rank
+    one unit after it began on this one, up two units after; and so do its gradients, first down and then up. So it
+    passes all ranks and comes back in half of the time that it takes under ZBV, and half as many are in flight. The
+    units of a rank that are left of six take weight gradients; once the rank has no forward left these wait half as
+    long again, as nothing but gradients of inputs is waited for then.
+    """
+    is_odd = num_ranks % 2
+    top = 3 * num_ranks + (-2 if is_odd else 1)  # when a micro-batch is back on the first rank, going up
+    back = top + 1  # when its gradients begin to go down, there
+    end = 6 * num_ranks + (-2 if is_odd else 4)  # when they are back up there; no two of a rank's units coincide
+    down, up = rank, 2 * num_ranks - 1 - rank
+    units = [("F", down, rank), ("F", up, top - 2 * rank), ("I", up, back + rank), ("I", down, end - 2 * rank)]
+    free = set(range(6)) - {start % 6 for _, _, start in units}
+    for chunk, begin in ((down, end - 2 * rank), (up, back + rank)):
+        start = next(unit for unit in range(begin + 1, begin + 7) if unit % 6 in free)
+        free.discard(start % 6)
+        units.append(("W", chunk, start))
+    drain = 6 * (num_microbatches - 1) + max(start for kind, _, start in units if kind == "F")
+
+    def turn(action: Action, unit: float) -> tuple[float, bool]:
+        waits = max(0.0, unit - drain) / 2 if action.kind == "W" else 0.0
+        return unit + waits, action.kind != "I"
+
+    turns = {
+        Action(kind, chunk, microbatch): 6 * microbatch + start
+        for kind, chunk, start in units
+        for microbatch in range(num_microbatches)
+    }
+    yield from sorted(turns, key=lambda action: turn(action, turns[action]))
 
 
 def dualpipev(rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Iterator[Action]:
@@ -166,6 +210,8 @@ ORDERS: dict[str, Callable[[int, int, int, int], Iterator[Action]]] = {
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_one_f_one_b,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
     "zbv": zbv,
+    "v_half": v_half,
     "dualpipev": dualpipev,
 }

@@ -15,11 +15,16 @@ Where PyTorch's orders differ from the papers:
 * ``zbv``: fixed for equal seconds of F, I and W, not solved for the seconds at hand.
 * ``dualpipev``: a forward and a backward that may overlap are one action in PyTorch, run in this order where no
   overlapping function is registered; here they are two actions.
+
+``zb_h2`` and ``v_half`` PyTorch does not have: it runs the orders here action by action. As published they let ranks
+update their weights before others have finished a step, and take that back if the norm is to be clipped; here all ranks
+wait for the norm, as under every schedule.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,15 +54,17 @@ class Schedule:
 
     Attributes:
         name: its name here.
-        torch_class: the class of ``torch.distributed.pipelining.schedules`` that runs this order; None for a
-            registered one.
+        torch_class: the class of ``torch.distributed.pipelining.schedules`` that runs this order; None where PyTorch
+            has none, and runs it action by action.
         placement: "loop": chunk k is on rank k mod p; "vee": down the ranks and back up.
         chunks_per_rank: how many chunks a rank must hold; None: any number from 2 on.
         splits_backward: whether some backward passes run as input gradients ("I") and, later, weight gradients ("W").
         splits_all: whether all of them do.
-        fill: (φF, φB, φW), what each rank adds to the fill and drain of the pipeline: φF seconds of forward, φB of
-            input gradients and φW of weight gradients (see ``cost_models.step_time``).
+        fills: what each rank adds to the fill and drain of the pipeline, the largest of these (φF, φB, φW): φF seconds
+            of forward, φB of input gradients and φW of weight gradients (see ``cost_models.step_time``).
         divided: whether fill and drain shrink by the number of chunks a rank holds.
+        played: for how many micro-batches a rank the pipeline takes no less than the longest path of the order, those
+            beyond as long as the busiest rank; 0 where the closed form is enough.
         order: of a registered schedule: (rank, ranks, micro-batches, chunks a rank) → the rank's actions.
     """
 
@@ -66,15 +73,11 @@ class Schedule:
     placement: Literal["loop", "vee"]
     chunks_per_rank: int | None
     splits_backward: bool
-    fill: tuple[float, float, float]
+    fills: tuple[tuple[float, float, float], ...]
     splits_all: bool = False
     divided: bool = False
+    played: float = 0
     order: Callable[[int, int, int, int], Any] | None = None
-
-    @property
-    def is_played(self) -> bool:
-        """Whether the pipeline may take longer than the closed form says: as long as the longest path of its order."""
-        return self.placement == "vee" or self.order is not None
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -86,7 +89,7 @@ SCHEDULES: dict[str, Schedule] = {
             placement="loop",
             chunks_per_rank=1,
             splits_backward=False,
-            fill=(1, 1, 1),
+            fills=((1, 1, 1),),
         ),
         Schedule(
             name="1f1b",
@@ -94,7 +97,7 @@ SCHEDULES: dict[str, Schedule] = {
             placement="loop",
             chunks_per_rank=1,
             splits_backward=False,
-            fill=(1, 1, 1),
+            fills=((1, 1, 1),),
         ),
         Schedule(
             name="interleaved_1f1b",
@@ -102,7 +105,7 @@ SCHEDULES: dict[str, Schedule] = {
             placement="loop",
             chunks_per_rank=None,
             splits_backward=False,
-            fill=(1, 1, 1),
+            fills=((1, 1, 1),),
             divided=True,
         ),
         Schedule(
@@ -111,7 +114,16 @@ SCHEDULES: dict[str, Schedule] = {
             placement="loop",
             chunks_per_rank=1,
             splits_backward=True,
-            fill=(1, 1, -1),
+            fills=((1, 1, -1),),
+            splits_all=True,
+        ),
+        Schedule(
+            name="zb_h2",
+            torch_class=None,
+            placement="loop",
+            chunks_per_rank=1,
+            splits_backward=True,
+            fills=((1, 0, 0), (1, 1, -2)),
             splits_all=True,
         ),
         Schedule(
@@ -120,8 +132,19 @@ SCHEDULES: dict[str, Schedule] = {
             placement="vee",
             chunks_per_rank=2,
             splits_backward=True,
-            fill=(0, 0.5, 0),
+            fills=((0, 0.5, 0),),
             splits_all=True,
+            played=3,
+        ),
+        Schedule(
+            name="v_half",
+            torch_class=None,
+            placement="vee",
+            chunks_per_rank=2,
+            splits_backward=True,
+            fills=((0.5, 1, -0.5),),
+            splits_all=True,
+            played=math.inf,
         ),
         Schedule(
             name="dualpipev",
@@ -129,7 +152,8 @@ SCHEDULES: dict[str, Schedule] = {
             placement="vee",
             chunks_per_rank=2,
             splits_backward=True,
-            fill=(0, 1, -0.5),
+            fills=((0, 1, -0.5),),
+            played=3,
         ),
     )
 }
@@ -198,8 +222,8 @@ def in_flight(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunk
 
     A micro-batch is held from its forward until its weight gradients are done. Closed forms of the orders:
     ``gpipe`` all; ``1f1b`` min(m, p − r) on rank r; ``interleaved_1f1b`` the forwards of the warm-up and one more;
-    ``zb_h1`` min(m, p) on every rank; ``zbv`` 2p in all (the memory of 1F1B's first rank, as chunks are half as big);
-    ``dualpipev`` one more.
+    ``zb_h1`` min(m, p) on every rank; ``zb_h2`` min(m, 2p − 1); ``zbv`` 2p in all (the memory of 1F1B's first rank, as
+    chunks are half as big); ``dualpipev`` one more; ``v_half`` p + 1, or p + 2 where p is even.
 
     Raises:
         ValueError: if the combination cannot run; the message is that of ``reason_not``.
@@ -356,12 +380,25 @@ def _peaks_zbv(rank: int, num_ranks: int, num_microbatches: int, chunks: int) ->
     return peaks
 
 
+def _peaks_v_half(rank: int, num_ranks: int, num_microbatches: int, chunks: int) -> list[Held]:
+    """Those of so many micro-batches that the first is done before the last begins: more hold no more."""
+    return _peaks_of_v_half(rank, num_ranks, min(num_microbatches, num_ranks + 4))
+
+
+@functools.lru_cache(maxsize=1024)
+def _peaks_of_v_half(rank: int, num_ranks: int, num_microbatches: int) -> list[Held]:
+    order = tuple(schedule_orders.v_half(rank, num_ranks, num_microbatches, 2))
+    return peaks_of_order(order, (rank, 2 * num_ranks - 1 - rank))
+
+
 #: Per schedule: (rank, num_ranks, num_microbatches, chunks per rank) to what the rank holds whenever it holds most.
 _PEAKS: dict[str, Callable[[int, int, int, int], list[Held]]] = {
     "gpipe": lambda rank, ranks, microbatches, _: [((rank, microbatches),)],
     "1f1b": lambda rank, ranks, microbatches, _: [((rank, min(microbatches, ranks - rank)),)],
     "interleaved_1f1b": _peaks_interleaved,
     "zb_h1": lambda rank, ranks, microbatches, _: [((rank, min(microbatches, ranks)),)],
+    "zb_h2": lambda rank, ranks, microbatches, _: [((rank, min(microbatches, 2 * ranks - 1)),)],
     "zbv": _peaks_zbv,
+    "v_half": _peaks_v_half,
     "dualpipev": lambda rank, ranks, microbatches, _: [((rank, 2 * ranks - rank), (2 * ranks - 1 - rank, rank + 1))],
 }

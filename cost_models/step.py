@@ -63,6 +63,19 @@ class LayerCosts:
         weight = max(self.backward_weight, self.reduce_backward)
         return max(self.backward - self.backward_weight, self.gather_backward) + weight, weight
 
+    @property
+    def last_communication(self) -> float:
+        """Seconds of the communication stream for the last micro-batch's backward: gathers and all reductions."""
+        return self.gather_backward + self.reduce_backward + self.reduce_step
+
+    @property
+    def last_wait(self) -> float:
+        """Seconds by which that takes longer than the others' backward: the next layer's gather waits for reductions.
+
+        Where nothing is gathered, reductions hold up nothing.
+        """
+        return max(0.0, self.last_communication - self.backward_seconds) if self.gather_backward else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:

@@ -26,30 +26,41 @@ being slow in another. This is never less than max_r load_r. The pipeline takes
     m · L + (p−1)/p · Σ_k max(0, φF·f_k + φB·(b_k − W_k) + φW·W_k)     schedules that split it
 
 where round j is chunks j·p … (j+1)·p−1, of which there is one but for interleaved 1F1B, and (φF, φB, φW) is the
-schedule's fill: to fill and to drain, a micro-batch passes the other ranks of a round, and the longest round is never
-hidden behind another. With two chunks a rank, down the ranks and back up, the pipeline takes no less than the longest
-path through the schedule's order (``cost_models.order_path``), which is longer where chunks are uneven; micro-batches
-beyond the first 3p take L each. On equal chunks these are the published bubbles: (p−1)·t for GPipe
-(Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM,
-Narayanan et al. 2021b), and, with I = B − W for the gradients of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023;
-exact where W is at most F and I, else (p−1)·max(F, I)).
+schedule's fill, the one that gives most where it has several: to fill and to drain, a micro-batch passes the other
+ranks of a round, and the longest round is never hidden behind another. With two chunks a rank, down the ranks and back
+up, the pipeline takes no less than the longest path through the schedule's order (``cost_models.order_path``), which is
+longer where chunks are uneven; micro-batches beyond the first 3p take L each, but V-Half's all are played. On equal
+chunks these are the published bubbles: (p−1)·t for GPipe (Huang et al. 2019) and 1F1B (PipeDream-Flush, Narayanan et
+al. 2021a), (p−1)·t/v for interleaved 1F1B (Megatron-LM, Narayanan et al. 2021b), and, with I = B − W for the gradients
+of inputs, (p−1)·(F + I − W) for ZB-H1 (Qi et al. 2023; exact where W is at most F and I, else (p−1)·max(F, I)), and
+(p−1)·(F + I − 2W) for ZB-H2. That is without the wait of all ranks for the norm: rank r starts r forwards late, so that
+ZB-H2 takes (p−1)·max(F, F + I − 2W) (exact from 2p − 1 micro-batches on where W ≤ F or I ≤ 2F). So where nothing is
+recomputed it gains I − W on ZB-H1, for twice the memory.
 
 ZBV (Qi et al. 2024) has no bubble inside a rank where F = I = W, but rank r starts r forwards late, and the optimizer
 waits for all ranks: playing equal chunks of PyTorch's order gives (p−1)·max(I, W, 2F − I, 2(I − W)), F and I those of
 one of the two chunks. DualPipeV (DeepSeek-AI 2024) played the same way gives just under
 (p−1)·max(F, F + I − W, 2I − W). The formula takes I and 2I − W: the largest terms where F ≤ I ≤ 2W, as for
-transformer layers with or without recomputation.
+transformer layers with or without recomputation. V-Half (Qi et al. 2024) is made for F = I = W, where its order plays
+to 2 (p = 2) up to 3.4 forwards of a chunk for each rank but one, 1F1B to 6; ranks wait for each other in its steady
+state, too, where four I and one W or F are longer than a rank's load: 12% of it with I = 2F = 2W (full recomputation),
+which is why every micro-batch is played. The fill is only a lower bound of this.
 
 After the pipeline come the gradient reductions that the last backward passes cannot hide. Rank r has its own last
-backward, and the time until the ranks before it are done, to hide RS_r = Σ reduce_step:
+backward, and the time until the ranks before it are done, to hide C_r = Σ (gather_backward + reduce_backward +
+reduce_step), what it gathers and reduces as every other and what is reduced once a step. Where parameters are gathered
+for it (hybrid sharding: gathers in each micro-batch, sums over replicas once a step), a layer's gather waits for the
+reductions of the layers before it, and the last micro-batch is held up on every rank in turn:
 
-    window_r = Σ_{k on r} b_k + Σ_{r' < r} Σ_{k on r'} b_k / v
-    tail = max(0, max_r (RS_r − window_r), reduce_step of the model's first layer)
+    wait = max(0, gather_backward + reduce_backward + reduce_step − backward), of layers that gather parameters
+    window_r = Σ_{k on r} (b_k + wait_k) + Σ_{r' < r} Σ_{k on r'} (b_k + wait_k) / v        wait_k = Σ wait of chunk k
+    tail = max(reduce_step of the model's first layer, Σ_k wait_k + max(0, max_r (C_r − window_r)))
 
-then the optimizer, once every gradient is there (their norm is clipped over all ranks): max_r Σ (update_step +
-gather_step). Interleaved schedules hide more than this window, since a chunk's last backward is a round of
-micro-batches before the next chunk's; schedules that end in weight gradients hide less. All terms are
-linear, or maxima of linear terms, in the seconds of the layers.
+With a split backward there is no wait: no gather follows the weight gradients that are reduced. Then the optimizer,
+once every gradient is there (their norm is clipped over all ranks): max_r Σ (update_step + gather_step). Interleaved
+schedules hide more than this window, since a chunk's last backward is a round of micro-batches before the next chunk's;
+schedules that end in weight gradients hide less. All terms are linear, or maxima of linear terms, in the seconds of the
+layers.
 
 How near this is to the simulation where nothing overlaps: equal on equal chunks (DualPipeV: up to 4% above); without
 rounds within 2% where the slowest chunk is a tenth slower than the quickest and there are 8 micro-batches a rank, or
@@ -197,18 +208,20 @@ def _pipeline_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: lis
     schedule = schedule_named(step.schedule)
     loads = [[times[k].forward + times[k].backward for k in chunks] for chunks in ranks]
     if schedule.splits_backward:
-        longest = max(sum(load) for load in loads)
-        fill_forward, fill_backward, fill_weight = schedule.fill
+        longest, rows = max(sum(load) for load in loads), schedule.fills
         fills = (
-            fill_forward * t.forward + fill_backward * (t.backward - t.weight) + fill_weight * t.weight for t in times
+            max(
+                0.0, *(on_f * t.forward + on_i * (t.backward - t.weight) + on_w * t.weight for on_f, on_i, on_w in rows)
+            )
+            for t in times
         )
         share = (step.num_ranks - 1) / step.num_ranks
-        seconds = step.num_microbatches * longest + share * sum(max(0.0, fill) for fill in fills)
+        seconds = step.num_microbatches * longest + share * sum(fills)
         path = _played_path(step, times)
         if path is None:
             return seconds
         rest = step.num_microbatches - played_microbatches(step.schedule, step.num_ranks, step.num_microbatches)
-        return max(seconds, path.seconds + rest * longest)
+        return max(seconds, _along(path, times) + rest * longest)
     rounds = list(zip(*loads))
     longest = sum(max(together) for together in rounds)
     return step.num_microbatches * longest + max(sum(together) - max(together) for together in rounds)
@@ -221,7 +234,7 @@ def played_path(step: PipelineStep) -> OrderPath | None:
 
 
 def _played_path(step: PipelineStep, times: list[_ChunkSeconds]) -> OrderPath | None:
-    if not schedule_named(step.schedule).is_played or step.num_ranks == 1:
+    if not schedule_named(step.schedule).played or step.num_ranks == 1:
         return None
     return longest_path(
         step.schedule,
@@ -231,13 +244,24 @@ def _played_path(step: PipelineStep, times: list[_ChunkSeconds]) -> OrderPath | 
     )
 
 
+def _along(path: OrderPath, times: list[_ChunkSeconds]) -> float:
+    """The path's length, as a sum of the chunks' seconds."""
+    return sum(
+        forwards * t.forward + inputs * (t.backward - t.weight) + weights * t.weight
+        for (forwards, inputs, weights), t in zip(path.counts, times)
+    )
+
+
 def _tail_seconds(step: PipelineStep, times: list[_ChunkSeconds], ranks: list[list[int]]) -> float:
     chunks_per_rank = len(step.chunks) // step.num_ranks
-    exposed = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
-    finished_before = 0.0
+    whole = not schedule_named(step.schedule).splits_backward
+    exposed, finished_before, waits = 0.0, 0.0, list[float]()
     for own_chunks in ranks:
         backward = sum(times[k].backward for k in own_chunks)
-        reductions = sum(layer_sum(step.chunks[k], "reduce_step") for k in own_chunks)
-        exposed = max(exposed, reductions - backward - finished_before)
-        finished_before += backward / chunks_per_rank
-    return exposed
+        communication = sum(layer_sum(step.chunks[k], "last_communication") for k in own_chunks)
+        waits.append(sum(layer_sum(step.chunks[k], "last_wait") for k in own_chunks) if whole else 0.0)
+        last_backward = backward + waits[-1]
+        exposed = max(exposed, communication - last_backward - finished_before)
+        finished_before += last_backward / chunks_per_rank
+    first = step.chunks[0].layers[0][0].reduce_step if step.chunks[0].layers else 0.0
+    return max(first, sum(waits) + exposed)

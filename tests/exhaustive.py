@@ -24,7 +24,7 @@ from cost_models.step import LayerCosts
 from cost_models.step_time import step_memory, step_seconds
 from planner.pipeline_ilp.stage_problem import Assignment, StageProblem, as_step
 from planner.whole_step.best_first import BYTE_WEIGHTS, Search
-from planner.whole_step.candidates.candidates import STEADY, Candidate, is_even
+from planner.whole_step.candidates.candidates import STEADY, Candidate, is_offered
 from planner.whole_step.candidates.demands import CHUNKS_PER_RANK, Demands
 from planner.whole_step.candidates.mesh_layout import AXES, ORDERS, Links, MeshLayout
 
@@ -37,7 +37,7 @@ EXACT = 1e-12
 #: Assignments in one array at most.
 BLOCK = 1 << 21
 #: What is summed over the layers of a chunk, as columns.
-SUMS = ("forward", "backward", "weight", "reduce", "update", "state", "saved")
+SUMS = ("forward", "backward", "weight", "reduce", "wait", "update", "state", "saved")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def _ways_to_pipeline(ranks: int, m: int, num_units: int, demands: Demands) -> I
     for name, chunks in itertools.product(SCHEDULES, {1, *CHUNKS_PER_RANK}):
         total = ranks * chunks
         runs = reason_not(name, num_ranks=ranks, num_microbatches=m, num_chunks=total) is None
-        even = "schedule" in demands.fixed or is_even(name, num_units=num_units, num_chunks=total)
-        if runs and even and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
+        shape = {"num_ranks": ranks, "num_units": num_units, "num_chunks": total}
+        offered = "schedule" in demands.fixed or is_offered(name, **shape)
+        if runs and offered and total <= num_units and m >= STEADY.get(name, 0.0) * ranks:
             yield name, chunks
 
 
@@ -218,7 +219,10 @@ def _sums(costs: LayerCosts, *, split: bool) -> tuple[float, ...]:
         max(costs.forward, costs.gather_forward),
         backward,
         weight,
-        costs.reduce_step,
+        costs.gather_backward + costs.reduce_backward + costs.reduce_step,
+        max(0.0, costs.gather_backward + costs.reduce_backward + costs.reduce_step - backward)
+        if costs.gather_backward and not split
+        else 0.0,
         costs.update_step + costs.gather_step,
         costs.state_bytes,
         costs.saved_bytes,
@@ -271,15 +275,13 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     else:
         longest = _most([sum(times[chunk] for chunk in chunks) for chunks in mine])
     if schedule.splits_backward:
-        on_forward, on_backward, on_weight = schedule.fill
-        fills = [
-            on_forward * each["forward"]
-            + on_backward * (each["backward"] - each["weight"])
-            + on_weight * each["weight"]
-            for each in figures
-        ]
-        pipeline = m * longest + (p - 1) / p * sum(numpy.maximum(0.0, fill) for fill in fills)
-        if schedule.placement == "vee":
+        fills: list[Any] = [0.0] * num_chunks
+        for on_forward, on_backward, on_weight in schedule.fills:
+            for chunk, each in enumerate(figures):
+                fill = on_forward * each["forward"] + on_backward * (each["backward"] - each["weight"])
+                fills[chunk] = numpy.maximum(fills[chunk], fill + on_weight * each["weight"])
+        pipeline = m * longest + (p - 1) / p * sum(fills)
+        if schedule.played:
             played = played_microbatches(problem.schedule, p, m)
             actions = [(each["forward"], each["backward"] - each["weight"], each["weight"]) for each in figures]
             steps = order_steps(problem.schedule, p, played, num_chunks)
@@ -289,12 +291,16 @@ def _priced(problem: StageProblem, ways: Sequence[Ways]) -> tuple[Array, NDArray
     else:
         rounds = [times[round_ * p : (round_ + 1) * p] for round_ in range(per_rank)]
         pipeline = m * longest + _most([sum(together) - _most(together) for together in rounds])
-    tail: Any = spread(ways[0].first, 0)
+    exposed: Any = 0.0
     before: Any = 0.0
+    waits: Any = 0.0 if schedule.splits_backward else sum(each["wait"] for each in figures)
     for chunks in mine:
         backward = sum(figures[chunk]["backward"] for chunk in chunks)
-        tail = numpy.maximum(tail, sum(figures[chunk]["reduce"] for chunk in chunks) - backward - before)
-        before = before + backward / per_rank
+        held_up = 0.0 if schedule.splits_backward else sum(figures[chunk]["wait"] for chunk in chunks)
+        communication = sum(figures[chunk]["reduce"] for chunk in chunks)
+        exposed = numpy.maximum(exposed, communication - held_up - backward - before)
+        before = before + (backward + held_up) / per_rank
+    tail = numpy.maximum(spread(ways[0].first, 0), waits + exposed)
     update = _most([sum(figures[chunk]["update"] for chunk in chunks) for chunks in mine])
     shape = tuple(map(len, ways))
     fit: Any = numpy.full((1,) * num_chunks, True)

@@ -121,6 +121,16 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
                 if alone:
                     wanted_loss = single_loss(single, args, kwargs, loss_fn)
                     comparisons.append(difference("loss", "evaluated", evaluated, wanted_loss))
+        if "short" in case:
+            fewer = {name: tensor[: case["short"]] for name, tensor in kwargs.items()}
+            loss = parallel.train_step(*args, **fewer)
+            gradients = parallel.full_gradients()
+            if alone:
+                wanted_loss = single_loss(single, args, fewer, loss_fn)
+                wanted_loss.backward()
+                comparisons.append(difference("loss", "of a short batch", loss, wanted_loss))
+                expected = gradients_of(single)
+                comparisons += differences("gradients", gradients, expected, floor=negligible * largest_of(expected))
     if not alone:
         return {}
     comparisons += differences("weights", state, single.state_dict(), floor=LEARNING_RATE)

@@ -6,9 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from cost_models.schedules import SCHEDULES
 from cost_models.step import ChunkCosts, LayerCosts, PipelineStep
 
-CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 3, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+CHUNKS_PER_RANK = {name: row.chunks_per_rank or 3 for name, row in SCHEDULES.items()}
 
 
 def equal_step(

@@ -21,6 +21,7 @@ from planner.auditing.audit import audited
 from planner.auditing.subject import subject_of
 from planner.verification.verify_model import slow_devices
 from tests.exhaustive_models import two_boxes
+from tests.expert_models import mixture, mixture_batch
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 LAYERS = 4
@@ -99,6 +100,7 @@ def test_a_file_with_groups_that_there_are_not_is_refused(ranks: int) -> None:
         ({"dp": 8, "zero": 3, "zero_ranks": 3}, r"they must divide the data ranks.*Possible: zero_ranks = 0, 2, 4, 8"),
         ({"dp": 8, "zero": 3, "zero_ranks": 1}, "2 or more neighbours.*say zero=0"),
         ({"dp": 8, "zero": 0, "zero_ranks": 2}, "zero=0, zero_ranks=2"),
+        ({"dp": 2, "ep": 4, "zero": 1, "zero_ranks": 2}, "a multiple of ep, so that experts divide over them too"),
     ],
     ids=str,
 )
@@ -125,6 +127,23 @@ def test_beside_other_axes_a_step_is_that_of_one_device(axes: dict[str, Any]) ->
     assert report.ok, report.table()
 
 
+@pytest.mark.parametrize("fix", [{"zero": 3}, {"zero": 1, "num_microbatches": 2}], ids=str)
+def test_experts_divide_over_the_neighbours_of_their_own_place(fix: dict[str, Any]) -> None:
+    """Four neighbours of dp and ep hold all pieces of the rest, two of dp all pieces of each place's experts."""
+    mesh = {"dp": 4, "ep": 2, "pp": 1, "cp": 1, "tp": 1, "recompute": "none", "zero_ranks": 4}
+    report = planner.verify(mixture(), fix=mesh | fix, cluster=slow_devices(8), batch=mixture_batch(batch=16))
+    assert report.ok, report.table()
+    over = {(entry.collective, entry.axis) for entry in report.plan.collectives}
+    assert {
+        ("reduce_scatter", "dp_ep_shard"),
+        ("reduce_scatter", "dp_shard"),
+        ("all_reduce", "dp_ep_replicate"),
+    } <= over
+    subject = subject_of(report.plan, mixture())
+    audit = audited(subject, prove_bound=True, time_limit=60.0)
+    assert audit.ok, audit.table()
+
+
 def test_frameworks_are_told_the_groups_or_say_that_they_lack_them(tmp_path: Path) -> None:
     plan = hybrid(dp=8, zero=3, zero_ranks=4)
     told = plan.export("torchtitan").settings
@@ -135,6 +154,10 @@ def test_frameworks_are_told_the_groups_or_say_that_they_lack_them(tmp_path: Pat
     read = config_file.load_config_from_file(str(tmp_path / "accelerate.yaml"))
     assert read.parallelism_config["parallelism_config_dp_replicate_size"] == 2
     assert read.parallelism_config["parallelism_config_dp_shard_size"] == 4
-    for framework in ("megatron", "deepspeed"):
-        lacks = plan.export(framework).inexpressible
-        assert any(sentence.startswith("zero_ranks=4") for sentence in lacks)
+    assert plan.export("megatron").settings["--num-distributed-optimizer-instances"] == 2
+    assert plan.export("deepspeed").settings["zero_optimization.mics_shard_size"] == 4
+    assert any("MiCS_Init" in line for line in plan.export("deepspeed").script)
+    lacking = (("transformers-tp", plan, "data ranks"), ("deepspeed", hybrid(dp=8, zero=1, zero_ranks=4), "zero=3"))
+    for framework, lacks, why in lacking:
+        (sentence,) = (line for line in lacks.export(framework).inexpressible if line.startswith("zero_ranks=4"))
+        assert sentence.endswith(why)

@@ -15,7 +15,7 @@ from tests.pipeline_stages import VARIANTS, Chunk
 from tests.ranks import run_on_ranks
 
 RELATIVE_TOLERANCE = 1e-9
-CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+CHUNKS_PER_RANK = {name: row.chunks_per_rank or 2 for name, row in SCHEDULES.items()}
 
 
 def can_run(num_ranks: int, schedule: str, num_microbatches: int) -> bool:

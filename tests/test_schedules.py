@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
+from cost_models.order_checks import fault_of
 from cost_models.schedules import SCHEDULES, Action, actions, in_flight, in_flight_peaks, rank_of_chunk, reason_not
 from tests.patience import calls_made
 
-CHUNKS_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 3, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
+#: Schedules that PyTorch has a class for.
+OF_PYTORCH = [name for name, row in SCHEDULES.items() if row.torch_class is not None]
+CHUNKS_PER_RANK = {name: row.chunks_per_rank or 3 for name, row in SCHEDULES.items()}
 
 
 class RecordingStage:
@@ -101,13 +104,23 @@ def order(schedule: str, num_ranks: int, num_microbatches: int, num_chunks: int)
     return actions(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", OF_PYTORCH)
 def test_orders_are_what_pytorch_runs(schedule: str) -> None:
     for shape in shapes(schedule):
         assert order(schedule, *shape) == torch_order(schedule, *shape), shape
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipelines_can_run_the_orders(schedule: str) -> None:
+    """Every micro-batch forward and backward on the rank that holds the chunk, and no rank waits for ever."""
+    for ranks, microbatches, chunks in shapes(schedule):
+        places: list[list[int]] = [[] for _ in range(ranks)]
+        for chunk in range(chunks):
+            places[rank_of_chunk(schedule, chunk, num_ranks=ranks, num_chunks=chunks)].append(chunk)
+        assert fault_of(order(schedule, ranks, microbatches, chunks), places, microbatches) is None
+
+
+@pytest.mark.parametrize("schedule", OF_PYTORCH)
 def test_what_we_refuse_pytorch_refuses(schedule: str) -> None:
     refused = 0
     for ranks in (2, 3, 4):
@@ -207,7 +220,20 @@ def test_zero_bubble_on_a_vee_holds_as_much_as_1f1b_on_its_first_rank() -> None:
         assert counts[rank] + counts[7 - rank] == 2 * 4  # of chunks half as big
 
 
-def test_in_flight_is_fast_at_any_scale() -> None:
+@pytest.mark.parametrize(("num_ranks", "halves"), [(2, 4), (3, 4), (4, 6), (7, 8), (8, 10), (16, 18)])
+def test_v_half_holds_half_of_1f1bs_first_rank_and_a_micro_batch_more(num_ranks: int, halves: int) -> None:
+    """On every rank; halves of what 1F1B's ranks hold of a micro-batch, as chunks are half as big."""
+    counts = in_flight("v_half", num_ranks=num_ranks, num_microbatches=4 * num_ranks, num_chunks=2 * num_ranks)
+    assert {counts[rank] + counts[2 * num_ranks - 1 - rank] for rank in range(num_ranks)} == {halves}
+    assert halves / 2 <= num_ranks / 2 + 1
+
+
+def test_zb_h2_holds_twice_as_much_as_1f1bs_first_rank_but_one_micro_batch() -> None:
+    assert in_flight("zb_h2", num_ranks=4, num_microbatches=16, num_chunks=4) == (7, 7, 7, 7)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("interleaved_1f1b", 512), ("v_half", 128), ("zb_h2", 64)])
+def test_in_flight_is_fast_at_any_scale(schedule: str, num_chunks: int) -> None:
     """Without playing the two million actions one by one."""
-    schedule = {"num_ranks": 64, "num_microbatches": 2048, "num_chunks": 512}
-    assert calls_made(lambda: in_flight_peaks("interleaved_1f1b", **schedule)) < 200_000
+    shape = {"num_ranks": 64, "num_microbatches": 2048, "num_chunks": num_chunks}
+    assert calls_made(lambda: in_flight_peaks(schedule, **shape)) < 200_000

@@ -66,6 +66,24 @@ def test_zbv_waits_for_nobody_at_the_memory_of_1f1b(num_ranks: int, num_microbat
     assert vee.seconds == pytest.approx(num_microbatches * 6 + (num_ranks - 1))
 
 
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SHAPES)
+def test_zb_h2_waits_for_nobody_at_almost_twice_the_memory_of_1f1b(num_ranks: int, num_microbatches: int) -> None:
+    saved = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "saved_bytes": 1.0}
+    plain, split = simulate(equal_step("1f1b", **saved)), simulate(equal_step("zb_h2", **saved))
+    assert [rank.stall_seconds for rank in split.ranks] == pytest.approx([0.0] * num_ranks, abs=1e-9)
+    assert {rank.peak_bytes for rank in split.ranks} == {2 * plain.ranks[0].peak_bytes - 1}
+    assert split.seconds == pytest.approx(num_microbatches * 3 + (num_ranks - 1))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), SHAPES)
+def test_v_half_waits_less_than_1f1b_with_half_of_its_memory(num_ranks: int, num_microbatches: int) -> None:
+    saved = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "saved_bytes": 1.0}
+    plain, half = simulate(equal_step("1f1b", layers=2, **saved)), simulate(equal_step("v_half", **saved))
+    most = max(rank.peak_bytes for rank in plain.ranks)
+    assert {rank.peak_bytes for rank in half.ranks} == {most / 2 + 2}
+    assert half.seconds - 6 * num_microbatches <= 0.6 * (plain.seconds - 6 * num_microbatches)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_over_time_peaks_at_the_microbatches_in_flight(schedule: str) -> None:
     num_ranks, num_microbatches = 4, 12

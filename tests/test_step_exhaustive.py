@@ -56,6 +56,8 @@ CASES: Mapping[str, Case] = {
                                       "schedule": "interleaved_1f1b"}),
     "split backward": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 0, "pp": PIPELINES,
                                               "schedule": ("zb_h1", "zbv", "dualpipev")}, 0.8),
+    "as much in flight, half of it": Case("llama", "boxes", {"recompute": ("none", "full"), "zero": 0,
+                                                             "pp": PIPELINES, "schedule": ("zb_h2", "v_half")}, 0.8),
     "neighbours": Case("6-block mlp", "boxes", {"recompute": ("none", "full"), "zero": 3, "pp": 1, "tp": 1}, 0.6),
 }  # fmt: skip
 

@@ -43,6 +43,14 @@ CASES: tuple[Case, ...] = (
             recompute="full",
         )
     ),
+    {
+        **two_layers("tiny-llama", "half in flight", **PIPELINE, dp=2, schedule="v_half", chunks_per_rank=2, zero=3),
+        "short": 6,
+    },
+    {
+        **two_layers("tiny-gpt2", "twice in flight, tied weights", **PIPELINE, dp=2, schedule="zb_h2", zero=1),
+        "short": 6,
+    },
     case("tiny-t5", "encoder and decoder on two stages", **PIPELINE, tp=2, schedule="1f1b"),
     two_layers("tiny-vit", "an image model on two stages", **PIPELINE, tp=2, schedule="zb_h1"),
     on_device_thread(
@@ -73,7 +81,7 @@ NARROW_CHUNKS: Case = {
     "dtype": "float32",
     "precision": "bfloat16",
 }
-EVALUATED = ("zero bubbles and split tensors", "split sequences")
+EVALUATED = ("zero bubbles and split tensors", "half in flight", "split sequences")
 
 
 @functools.cache

@@ -134,7 +134,26 @@ def test_equals_exhaustive_enumeration(schedule: str) -> None:
     assert feasible >= 4
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["zbv", "v_half", "dualpipev"])
+def test_which_part_of_a_backward_is_longer_is_no_ground_to_leave_a_choice_out(schedule: str) -> None:
+    """Five unlike units on two ranks, some of which may make less of the same backward pass gradients of weights."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        runs = []
+        for index in range(5):
+            backward, forward = draw.uniform(0.5, 3), draw.uniform(0.1, 3)
+            shares = sorted((draw.uniform(0, 1) for _ in range(draw.choice([1, 1, 2]))), reverse=True)
+            choices = (LayerCosts(forward=forward, backward=backward, backward_weight=s * backward) for s in shares)
+            options = tuple(UnitChoice(label=(str(place),), costs=costs) for place, costs in enumerate(choices))
+            runs.append(UnitRun(name=f"run{index}", count=1, choices=options))
+        problem = StageProblem(
+            runs=tuple(runs), schedule=schedule, num_ranks=2, num_chunks=4, num_microbatches=6, memory=(math.inf,) * 2
+        )
+        solution = solve_stages(problem, gap=1e-7)
+        assert solution is not None and solution.objective == pytest.approx(brute_force(problem), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv", "v_half", "dualpipev"])
 def test_one_long_run_in_several_chunks_a_rank_equals_exhaustive_enumeration(schedule: str) -> None:
     """What is proved of the longest chunk, and paths through the order, are rows of such programs alone."""
     feasible = 0

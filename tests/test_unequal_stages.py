@@ -82,7 +82,7 @@ def every_assignment(problem: StageProblem) -> Iterator[list[list[tuple[int, int
 def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, bool]:
     """The step by the formula in the docstring of ``cost_models.step_time``, and whether every rank's bytes fit."""
     p, m = problem.num_ranks, problem.num_microbatches
-    forward, backward, reduced, updates, fits = [], [], [], [], True
+    forward, backward, reduced, waited, updates, fits = [], [], [], [], [], True
     for rank, placed in enumerate(ranks):
         costs = [problem.rank_runs[rank][run].choices[choice].costs for run, choice in placed]
         received = problem.rank_runs[rank][placed[0][0]].receive_forward if rank else 0.0
@@ -91,16 +91,19 @@ def seconds_and_fit(problem: StageProblem, ranks: Sequence[Sequence[tuple[int, i
         backward.append(
             sum(max(each.backward, each.gather_backward + each.reduce_backward) for each in costs) + returned
         )
-        reduced.append(sum(each.reduce_step for each in costs))
+        sent = [each.gather_backward + each.reduce_backward + each.reduce_step for each in costs]
+        held_up = [max(0.0, c - max(each.backward, c - each.reduce_step)) for c, each in zip(sent, costs)]
+        waited.append(sum(wait for wait, each in zip(held_up, costs) if each.gather_backward))
+        reduced.append(sum(sent))
         updates.append(sum(each.update_step + each.gather_step for each in costs))
         flight = m if problem.schedule == "gpipe" else min(m, p - rank)
         used = sum(each.state_bytes + flight * each.saved_bytes for each in costs)
         fits &= used + max(each.peak_bytes for each in costs) <= problem.memory[rank] * (1 + 1e-9)
     loads = [f + b for f, b in zip(forward, backward)]
-    windows = [sum(backward[: rank + 1]) for rank in range(p)]
+    windows = [sum(backward[: rank + 1]) + sum(waited[: rank + 1]) for rank in range(p)]
     first_run, first_choice = ranks[0][0]
     opening = problem.rank_runs[0][first_run].choices[first_choice].costs.reduce_step
-    tail = max(0.0, opening, *(r - window for r, window in zip(reduced, windows)))
+    tail = max(opening, sum(waited) + max(0.0, *(c - window for c, window in zip(reduced, windows))))
     return (m - 1) * max(loads) + sum(loads) + tail + max(updates), fits
 
 

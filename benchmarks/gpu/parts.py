@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_models.schedules import SCHEDULES
+
 #: Operators whose bandwidth is measured, most wanted first.
 FAST_OPERATORS = (
     "rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "bias_gelu", "rotary_pair", "cross_entropy",
@@ -15,7 +17,6 @@ OPERATORS = (
 CONTESTANTS = (
     "Meshwright", "Hugging Face eager", "FSDP2 eager", "Meshwright compiled", "Hugging Face compiled", "FSDP2 compiled",
 )  # fmt: skip
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zbv": 2, "dualpipev": 2}
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def plan(setting: Setting) -> list[Part]:
 def _parity_cases() -> dict[str, dict[str, Any]]:
     """Decisions of plans on two ranks, by name."""
     cases: dict[str, dict[str, Any]] = {
-        schedule: {"pp": 2, "num_microbatches": 4, "schedule": schedule, "chunks_per_rank": chunks}
-        for schedule, chunks in SCHEDULES.items()
+        name: {"pp": 2, "num_microbatches": 4, "schedule": name, "chunks_per_rank": row.chunks_per_rank or 2}
+        for name, row in SCHEDULES.items()
     }
     cases |= {f"dp=2, ZeRO {zero}": {"dp": 2, "zero": zero, "num_microbatches": 2} for zero in range(4)}
     return cases | {"tp=2": {"tp": 2}, "cp=2": {"cp": 2}}

@@ -74,9 +74,11 @@ def _check_zero_ranks(step: StepPlan) -> None:
     ranks = step.zero_ranks
     if not ranks:
         return
-    if step.axes.get("ep", 1) > 1:
+    experts = step.axes.get("ep", 1)
+    if experts > 1 and (ranks % experts or ranks == experts):
         raise ValueError(
-            f"step.zero_ranks: {ranks}, but with experts on an axis (ep) ZeRO divides over all: expected 0"
+            f"step.zero_ranks: {ranks}, but ranks of every place on ep={experts} must be among them in equal and in "
+            f"several numbers, so that experts divide over them too: expected 0 or {2 * experts}, {3 * experts} …"
         )
     if not 1 < ranks < step.data_ranks or step.data_ranks % ranks:
         raise ValueError(

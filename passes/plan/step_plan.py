@@ -7,6 +7,7 @@ time, first by ``dp``. On a mesh that was given every axis cuts what pays, and t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cost_models.step import ChunkCosts, LayerSeconds, PipelineStep
@@ -136,7 +137,8 @@ class StepPlan:
         offload: ``"optimizer"``: the optimizer runs on the host, with its state in the host's memory
             (``planner.OffloadedOptimizer``); ``""``: nothing is there.
         zero_ranks: over how many neighbours of the data ranks ZeRO divides (hybrid sharding): each such group holds all
-            pieces, and what its ranks reduced is summed over the groups once a step; 0: over all data ranks.
+            pieces, and what its ranks reduced is summed over the groups once a step; 0: over all data ranks. Of experts
+            on an axis (``ep``), which fewer ranks hold alike, see ``zero_ranks_along``.
     """
 
     axes: dict[str, int]
@@ -165,6 +167,10 @@ class StepPlan:
     def data_ranks(self) -> int:
         """Ranks that hold the same parameters, experts apart."""
         return self.sample_groups * self.axes.get("cp", 1)
+
+    def zero_ranks_along(self, data_axes: Collection[str]) -> int:
+        """``zero_ranks`` of what the ranks of these axes hold alike: of experts, the ranks of one place on ``ep``."""
+        return self.zero_ranks // (1 if "ep" in data_axes else self.axes.get("ep", 1))
 
     @property
     def sample_groups(self) -> int:

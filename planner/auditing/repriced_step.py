@@ -308,9 +308,10 @@ class _UnitParameters:
 
         Where ZeRO divides over some of them, those.
         """
+        layout = self.pricer.layout
         if self.is_hybrid:
-            return self.pricer.step.zero_ranks
-        return self.pricer.layout.group_of(expert=state.expert)
+            return layout.zero_ranks // layout.expert if state.expert else layout.zero_ranks
+        return layout.group_of(expert=state.expert)
 
     @property
     def is_hybrid(self) -> bool:
@@ -320,11 +321,9 @@ class _UnitParameters:
     def over_groups(self, collective: str, num_bytes: Callable[[StateOfUnit], float]) -> float:
         """Seconds of one collective over the parameters that all hold alike, and of one over each rank's experts."""
         links, layout = self.pricer.links, self.pricer.layout
-        if self.is_hybrid:
-            together = sum(map(num_bytes, self.trained))
-            return links.pieces.collective_seconds(collective, num_bytes=together, axis=DATA)
+        alike = (links.pieces, links.expert_pieces) if self.is_hybrid else (links.group, links.expert_group)
         seconds = 0.0
-        for expert, prices in ((False, links.group), (True, links.expert_group)):
+        for expert, prices in zip((False, True), alike):
             together = sum(num_bytes(state) for state in self.trained if self.is_apart(state) == expert)
             if layout.group_of(expert=expert) > 1 and (together or not expert):
                 seconds += prices.collective_seconds(collective, num_bytes=together, axis=DATA)
@@ -349,9 +348,12 @@ class _UnitParameters:
             return self.over_groups("all_reduce", self.gradient_bytes)
         over_replicas = 0.0
         if self.is_hybrid:
-            piece_bytes = self.gradients / self.pricer.step.zero_ranks
-            prices = self.pricer.links.pieces
-            over_replicas = prices.collective_seconds("all_reduce", num_bytes=piece_bytes, axis=REPLICAS)
+            links = self.pricer.links
+            for expert, prices in ((False, links.pieces), (True, links.expert_pieces)):
+                apart = [state for state in self.trained if self.is_apart(state) == expert]
+                piece_bytes = sum(self.gradient_bytes(state) / self.group_of(state) for state in apart)
+                if apart or not expert:
+                    over_replicas += prices.collective_seconds("all_reduce", num_bytes=piece_bytes, axis=REPLICAS)
         return over_replicas + (self.scatter() if self.zero == 1 else 0.0)
 
     def tied_exchange(self) -> float:

@@ -29,6 +29,11 @@ def _path_pattern(module: str) -> str:
     return ".*" + r"\.".join("[0-9]+" if part == "*" else re.escape(part) for part in module.split(".")) + r"\.weight$"
 
 
+def _mics_ranks(facts: PlanFacts) -> int | None:
+    """The ranks that hold all pieces together, of ZeRO 3 alone."""
+    return facts.plan.step.zero_ranks or None if facts.main_zero == 3 else None
+
+
 DEEPSPEED = Framework(
     name="deepspeed",
     project="DeepSpeed",
@@ -36,6 +41,7 @@ DEEPSPEED = Framework(
     documentation="https://www.deepspeed.ai/docs/config-json/",
     form="json",
     splitter="deepspeed",
+    divides_within=(3,),
     choices={"pp": (1,), "ep": (1,), "cp": (1,), "recompute": ("none", "full")},
     cases=({"zero": (0, 1, 2)}, {"zero": (3,), "tp": (1,)}),
     settings=(
@@ -43,6 +49,7 @@ DEEPSPEED = Framework(
         SettingRow("train_micro_batch_size_per_gpu", lambda facts: facts.plan.step.local_batch, "micro-batch"),
         SettingRow("gradient_accumulation_steps", lambda facts: facts.plan.step.num_microbatches, "micro-batches"),
         SettingRow("zero_optimization.stage", lambda facts: facts.main_zero, "ZeRO"),
+        SettingRow("zero_optimization.mics_shard_size", _mics_ranks, "zero_ranks (MiCS)"),
         SettingRow("zero_optimization.overlap_comm", lambda facts: facts.samples > 1 or None, "reductions overlap"),
         SettingRow("zero_optimization.contiguous_gradients", lambda facts: facts.main_zero > 0 or None, "ZeRO"),
         SettingRow("bf16.enabled", lambda facts: facts.dtype == "bfloat16" or None, "precision"),
@@ -56,6 +63,12 @@ DEEPSPEED = Framework(
             "tp by layer",
         ),
         SettingRow("tensor_parallel.partition_config.layer_specs", _layer_specs, "tp by layer"),
+        SettingRow(
+            "model made under deepspeed.zero.MiCS_Init(config_dict_or_path=FILE)",
+            lambda facts: _mics_ranks(facts) and True,
+            "zero_ranks (MiCS)",
+            "script",
+        ),
         SettingRow(
             "model.gradient_checkpointing_enable()",
             lambda facts: True if facts.exported_recompute == "full" else None,

@@ -44,7 +44,7 @@ class Framework:
         cases: further restrictions, one search for each (a pipeline without ZeRO 3, or ZeRO 3 without a pipeline).
         splitter: whose rules split layers on the tensor axis; None: no tensor axis.
         form: the file's format.
-        divides_within: whether it can say hybrid sharding: ZeRO over neighbours of the data ranks (``zero_ranks``).
+        divides_within: the ZeRO stages whose pieces it can divide over neighbours of the data ranks (``zero_ranks``).
     """
 
     name: str
@@ -58,7 +58,7 @@ class Framework:
     cases: tuple[Mapping[str, tuple[Any, ...]], ...] = ({},)
     splitter: Splitter | None = None
     command: tuple[str, ...] = field(default_factory=tuple)
-    divides_within: bool = False
+    divides_within: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:
@@ -94,8 +94,12 @@ def inexpressible(framework: Framework, facts: PlanFacts) -> tuple[str, ...]:
         if value not in allowed
     ]
     zero_ranks = facts.plan.step.zero_ranks
-    if zero_ranks and not framework.divides_within:
-        sentences.append(f"zero_ranks={zero_ranks}: an export to {framework.project} divides over all data ranks")
+    if zero_ranks and facts.main_zero not in framework.divides_within:
+        stages = " or ".join(map(str, framework.divides_within))
+        where = f" but with zero={stages}" if stages else ""
+        sentences.append(
+            f"zero_ranks={zero_ranks}: an export to {framework.project} divides over all data ranks{where}"
+        )
     for row in framework.limits:
         sentences.extend(row.lacks(facts))
     return tuple(dict.fromkeys(sentences))

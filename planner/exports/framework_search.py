@@ -127,6 +127,8 @@ def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterato
     for case in framework.cases:
         merged = {name: _both(fixed.get(name), case.get(name)) for name in {**fixed, **case}}
         allowed = {name: demands.among(name, values) for name, values in merged.items()}
+        if not demands.allows(ZERO_RANKS, 0):
+            allowed["zero"] = tuple(stage for stage in allowed["zero"] if stage in framework.divides_within)
         if all(allowed.values()):
             searches.append(allowed)
     if not searches:
@@ -136,6 +138,8 @@ def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterato
     for allowed in searches:
         for policy, stage in itertools.product(allowed["recompute"], allowed["zero"]):
             one = {"recompute": frozenset((policy, _ENDS)), "zero": frozenset((stage,))}
+            if stage not in framework.divides_within:
+                one[ZERO_RANKS] = frozenset((0,))
             rest = {name: frozenset(values) for name, values in allowed.items()}
             yield dataclasses.replace(demands, fixed={**demands.fixed, **rest, **one}, num_alternatives=1), policy
 

@@ -64,6 +64,7 @@ MEGATRON = Framework(
     form="shell",
     command=("torchrun", "pretrain_gpt.py"),
     splitter="megatron",
+    divides_within=(1, 2, 3),
     choices={
         "schedule": ("1f1b", "interleaved_1f1b"),
         "recompute": ("none", "regather", "full"),
@@ -101,6 +102,11 @@ MEGATRON = Framework(
             "--grad-reduce-in-bf16", lambda facts: facts.gradient_dtype == "bfloat16" or None, "dtype of gradients"
         ),
         SettingRow("--use-distributed-optimizer", lambda facts: facts.main_zero > 0 or None, "ZeRO 1"),
+        SettingRow(
+            "--num-distributed-optimizer-instances",
+            lambda facts: facts.num_replicas if facts.num_replicas > 1 else None,
+            "groups that hold the same pieces (zero_ranks)",
+        ),
         SettingRow("--use-megatron-fsdp", lambda facts: facts.main_zero in _FSDP_SHARDS or None, "ZeRO 2, 3"),
         SettingRow("--data-parallel-sharding-strategy", lambda facts: _FSDP_SHARDS.get(facts.main_zero), "ZeRO 2 or 3"),
         SettingRow("--no-gradient-accumulation-fusion", lambda facts: facts.main_zero > 1 or None, "ZeRO 2, 3"),

@@ -66,7 +66,7 @@ TORCHTITAN = Framework(
     form="shell",
     command=("torchrun", "-m", "torchtitan.train"),
     splitter="megatron",
-    divides_within=True,
+    divides_within=(2, 3),
     choices={
         "schedule": tuple(SCHEDULES),
         "recompute": ("none", "full"),

@@ -117,15 +117,18 @@ def _filled_rounds(
 
 
 def _figures(problem: StageProblem) -> Array:
-    """One column for each choice of each run: forward, backward, W, reduce_step, update and gather."""
+    """One column for each choice of each run: forward, backward, W, communication of the last backward, update and
+    gather, and what the last backward waits (not with a split backward)."""
+    waits = not SCHEDULES[problem.schedule].splits_backward
     return np.array(
         [
             (
                 costs.forward,
                 costs.backward,
                 costs.backward_weight,
-                costs.reduce_step,
+                costs.last_communication,
                 costs.update_step + costs.gather_step,
+                costs.last_wait if waits else 0.0,
             )
             for run in problem.runs
             for costs in (choice.costs for choice in run.choices)
@@ -146,31 +149,36 @@ def _weightings(problem: StageProblem) -> list[tuple[float, Array, bool]]:
     """Weightings that bound the step: (factor of the load bound, weights of the figures, add the first reduction).
 
     The step is M·L + fill + tail + update. L stands either for its bound or for the mean load (1/p of all); the fill
-    for its sum, with max(0, x) ≥ x or ≥ 0; the tail for the first layer's reduction or for the mean over ranks of what
-    is not hidden, in which each second of backward hides at most 1/p + (p-1)/(p·v).
+    for its sum, with max(0, x, …) ≥ x or ≥ 0; the tail for the first layer's reduction, for what the last backward
+    waits, or for that and the mean over ranks of what is not hidden, in which each second of the last backward
+    hides at most 1/p + (p-1)/(p·v).
     """
     p, v, m = problem.num_ranks, problem.num_chunks // problem.num_ranks, problem.num_microbatches
     schedule = SCHEDULES[problem.schedule]
     fills: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     times = float(m)
     if schedule.splits_backward:
-        forward, backward, weight = ((p - 1) / p * value for value in schedule.fill)
-        fills.append((forward, backward, weight - backward))
+        for row in schedule.fills:
+            forward, backward, weight = ((p - 1) / p * value for value in row)
+            fills.append((forward, backward, weight - backward))
     else:
         divisor = v if schedule.divided else 1
         times = m - 1 / divisor
         fills = [(1 / divisor, 1 / divisor, 0.0)]
-    hides = 1 / p + (p - 1) / (p * v)
-    reduces = any(choice.costs.reduce_step > choice.costs.backward for run in problem.runs for choice in run.choices)
+    figures = _figures(problem)
+    tails = [(0.0, 0.0, 0.0)]  # (seconds that one of backward hides, of communication, of waiting)
+    if figures[5].any():
+        tails.append((0.0, 0.0, 1.0))
+    if (figures[3] - figures[5] > figures[1]).any():
+        hides = 1 / p + (p - 1) / (p * v)
+        tails.append((hides, 1 / p, 1.0 - hides))
     weightings = []
-    for (forward, backward, weight), mean, hidden in itertools.product(fills, (True, False), (False, True)):
-        if hidden and not reduces:
-            continue
+    for (forward, backward, weight), mean, (hides, sent, waits) in itertools.product(fills, (True, False), tails):
         share = times / p if mean else 0.0
-        forward, backward = forward + share, backward + share - (hides if hidden else 0.0)
+        forward, backward = forward + share, backward + share - hides
         if forward >= 0 and backward >= 0:
-            weights = np.array([forward, backward, weight, 1 / p if hidden else 0.0, 1 / p])
-            weightings.append((0.0 if mean else times, weights, not hidden))
+            weights = np.array([forward, backward, weight, sent, 1 / p, waits])
+            weightings.append((0.0 if mean else times, weights, not (sent or waits)))
     return weightings
 
 

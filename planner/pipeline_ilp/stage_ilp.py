@@ -1,8 +1,9 @@
 r"""The stage program: the cuts of the pipeline and the choice of every unit, in one integer program.
 
 Sets. Runs u of N(u) equal units in model order, choices c ∈ C(u) with the figures of ``LayerCosts``; chunks k = 0 … K-1
-in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; m micro-batches. A schedule has fill coefficients φ
-(``cost_models.schedules``), and at some moments holds most: then i(k) micro-batches of chunk k are in flight.
+in model order, on ranks r(k) = 0 … p-1, v = K/p chunks a rank; m micro-batches. A schedule has fill coefficients φ,
+in one row or several (``cost_models.schedules``), and at some moments holds most: then i(k) micro-batches of chunk k
+are in flight.
 
 Variables::
 
@@ -22,7 +23,7 @@ Program::
         one chunk a rank, whole backward:  G = Σ_k (f[k] + b[k]) - L
         interleaved 1F1B:                  G ≥ Σ_{k of round j} (f[k] + b[k]) - L[j]       every round j    (fill)
         split backward:                    G = Σ_k g[k] + E,   g[k] ≥ 0,
-                                           g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])
+                                           g[k] ≥ (p-1)/p·(φF·f[k] + φB·(b[k] - W[k]) + φW·W[k])   every φ
         two chunks a rank (of M played):   m·L + G ≥ Σ_k (F·f[k] + I·(b[k] - W[k]) + W·W[k]) + (m-M)·L       (path)
                                            every path through the order, of F, I and W actions of chunk k
 
@@ -35,7 +36,9 @@ Program::
     b[k] = Σ (backward ∨ (gather_backward + reduce_backward))·n + receive                       (∨: the larger)
     L ≥ Σ_{r(k)=r} (f[k] + b[k])                                             every rank r                  (load)
         interleaved 1F1B:  L ≥ Σ_j L[j],   L[j] ≥ f[k] + b[k]                every k of round j            (round)
-    T ≥ Σ_{r(k)=r} Σ reduce_step·n - Σ_{r(k)=r} b[k] - Σ_{r(k)<r} b[k]/v     every rank r                  (tail)
+    T ≥ Σ_k x[k] + Σ_{r(k)=r} Σ (gather_backward + reduce_backward + reduce_step)·n
+          - Σ_{r(k)=r} (b[k] + x[k]) - Σ_{r(k)<r} (b[k] + x[k])/v            every rank r                  (tail)
+    T ≥ Σ_k x[k],   x[k] = Σ wait·n
     T ≥ Σ_c reduce_step(c)·w[c]
     U ≥ Σ_{r(k)=r} Σ (update_step + gather_step)·n                           every rank r                  (update)
     Σ_{r(k)=r} Σ (state + i(k)·saved)·n + Q(0) + Σ_j (Q(j) - Q(j-1))·y[r,j] ≤ memory(r)     every i of r   (remember)
@@ -277,7 +280,7 @@ class _Search:
 
         Returns the last proof, None for a problem that cannot be taken rank by rank.
         """
-        if SCHEDULES[self.problem.schedule].is_played:
+        if SCHEDULES[self.problem.schedule].played:
             self.try_balanced()
             for assignment in all_alike(self.problem):
                 self.offer(assignment)
@@ -416,7 +419,7 @@ def _whole_step(problem: StageProblem) -> DualWeights:
     times, ranks = problem.num_microbatches, problem.num_ranks
     schedule = SCHEDULES[problem.schedule]
     fill = (ranks - 1) / ranks / (problem.num_chunks // ranks if schedule.divided else 1)
-    forward, backward, weight = (fill * value for value in schedule.fill)
+    forward, backward, weight = (fill * value for value in schedule.fills[0])
 
     def unit(costs: LayerCosts) -> float:
         compute = (times / ranks + forward) * costs.forward + (times / ranks + backward) * costs.backward

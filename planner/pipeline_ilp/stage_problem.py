@@ -65,7 +65,10 @@ class UnitRun:
 
     @functools.cached_property
     def folded(self) -> UnitRun:
-        """The run with each choice's overlapped communication merged into its compute, as the closed form does."""
+        """The run with each choice's overlapped communication merged into its compute, as the closed form does.
+
+        What is communicated beside a backward pass stays, for the tail, which it does not prolong twice.
+        """
         return self._folded(split=False)
 
     @functools.cached_property
@@ -131,6 +134,12 @@ class StageProblem:
     def runs_on(self, rank: int) -> tuple[UnitRun, ...]:
         """The runs with what they cost on a rank."""
         return self.rank_runs[rank] if self.rank_runs else self.runs
+
+    @property
+    def may_have_tail(self) -> bool:
+        """Whether gradients of any choice are reduced once a step, after the last backward."""
+        every_run = (run for runs in (self.rank_runs or (self.runs,)) for run in runs)
+        return any(choice.costs.reduce_step > 0 for run in every_run for choice in run.choices)
 
     @property
     def num_units(self) -> int:
@@ -204,8 +213,6 @@ def _fold(costs: LayerCosts, *, split: bool) -> LayerCosts:
         backward=backward,
         backward_weight=weight,
         gather_forward=0.0,
-        gather_backward=0.0,
-        reduce_backward=0.0,
     )
 
 
@@ -260,23 +267,26 @@ def undominated(problem: StageProblem) -> tuple[StageProblem, tuple[tuple[int, .
 
 
 def _directions(problem: StageProblem) -> dict[str, int]:
-    """For each figure: whether less is better (1), more is better (-1), neither matters (0), or SAME if either may."""
+    """For each figure of a ``folded`` problem: whether less is better (1), more is better (-1), neither matters (0), or
+    SAME if either may."""
     better = {figure.name: 1 for figure in fields(LayerCosts)}
     schedule = SCHEDULES[problem.schedule]
-    fill_forward, fill_backward, fill_weight = schedule.fill
     plain = problem.num_ranks == 1 or not schedule.splits_backward
+    signs = {_sign(on_weight - on_inputs) for _, on_inputs, on_weight in schedule.fills} - {0}
     # delayed weight gradients may fill bubbles; where nothing is delayed they change nothing
-    better["backward_weight"] = 0 if plain else _sign(fill_weight - fill_backward)
-    if schedule.order is not None and not plain:
-        better["backward_weight"] = SAME  # its order says which of the two parts of a backward pass ranks wait for
-    longer_backward_may_help = fill_backward < 0
+    better["backward_weight"] = 0 if plain or not signs else SAME if len(signs) > 1 else signs.pop()
+    if schedule.played and not plain:
+        better["backward_weight"] = SAME  # a path through the order may wait for either part of a backward pass
+    longer_backward_may_help = any(on_inputs < 0 for _, on_inputs, _ in schedule.fills)
+    # what a backward communicates besides only matters to reductions after the last one, which wait for it
+    better |= dict.fromkeys(("gather_backward", "reduce_backward"), int(problem.may_have_tail))
     if problem.num_ranks > 1 and (schedule.divided or not plain):
         # a longer backward hides more of the reduction, and here it may cost the pipeline less than that
-        longer_backward_may_help |= any(choice.costs.reduce_step for run in problem.runs for choice in run.choices)
+        longer_backward_may_help |= problem.may_have_tail
     if longer_backward_may_help:
-        better |= dict.fromkeys(("backward", "gather_backward", "reduce_backward"), SAME)
-    if fill_forward < 0:
-        better |= dict.fromkeys(("forward", "gather_forward"), SAME)
+        better["backward"] = SAME
+    if any(on_forward < 0 for on_forward, _, _ in schedule.fills):
+        better["forward"] = SAME
     return better
 
 

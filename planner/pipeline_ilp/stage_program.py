@@ -201,11 +201,6 @@ def add_streams(stage: StageProgram) -> tuple[list[Linear], list[Linear]]:
     return forward, backward
 
 
-def _may_have_tail(problem: StageProblem) -> bool:
-    every_run = (run for runs in (problem.rank_runs or (problem.runs,)) for run in runs)
-    return any(choice.costs.reduce_step > 0 for run in every_run for choice in run.choices)
-
-
 def add_receives(stage: StageProgram, forward: list[Linear], backward: list[Linear]) -> None:
     """(receive): a chunk pays to receive its input from another rank, the chunk before pays to receive the gradient."""
     problem = stage.problem
@@ -277,14 +272,15 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
     """(fill) of a split backward: the published bubble, plus E, which a path through the order may add."""
     problem, program = stage.problem, stage.program
     ranks, m = problem.num_ranks, problem.num_microbatches
-    fill_forward, fill_backward, fill_weight = SCHEDULES[problem.schedule].fill
+    schedule = SCHEDULES[problem.schedule]
     weight = stage.weight = [stage.seconds([chunk], "backward_weight") for chunk in range(problem.num_chunks)]
     fills = []
     for chunk in range(problem.num_chunks):
-        expression = Linear().add(forward[chunk], fill_forward).add(backward[chunk], fill_backward)
         fills.append(program.variable((ranks - 1) / ranks))
-        stage.at_least(fills[-1], expression.add(weight[chunk], fill_weight - fill_backward))
-    if SCHEDULES[problem.schedule].is_played:
+        for on_forward, on_inputs, on_weight in schedule.fills:
+            expression = Linear().add(forward[chunk], on_forward).add(backward[chunk], on_inputs)
+            stage.at_least(fills[-1], expression.add(weight[chunk], on_weight - on_inputs))
+    if schedule.played:
         beyond = program.variable(1.0)
         stage.pipeline = Linear([(largest, float(m)), (beyond, 1.0), *((fill, (ranks - 1) / ranks) for fill in fills)])
 
@@ -292,18 +288,23 @@ def add_split_fill(stage: StageProgram, forward: Sequence[Linear], backward: Seq
 def add_tail(stage: StageProgram, backward: Sequence[Linear]) -> None:
     """(tail): gradient reductions that no later backward pass hides, and the very first layer's reduction."""
     problem, program = stage.problem, stage.program
-    if not _may_have_tail(problem):
+    if not problem.may_have_tail:
         return
     tail = program.variable(1.0)
+    whole = float(not SCHEDULES[problem.schedule].splits_backward)
+    waits = Linear().add(stage.seconds(range(problem.num_chunks), "last_wait"), whole)
+    if any(factor for _, factor in waits.terms):
+        stage.at_least(tail, waits)
     before = Linear()
     for chunks in chunks_of(problem):
-        backward_of_rank = Linear()
+        last_backward = Linear().add(stage.seconds(chunks, "last_wait"), whole)
         for chunk in chunks:
-            backward_of_rank.add(backward[chunk])
+            last_backward.add(backward[chunk])
         costs = [move.option.costs for chunk in chunks for move in stage.moves[chunk]]
-        if any(figures.reduce_step > figures.backward for figures in costs):
-            stage.at_least(tail, stage.seconds(chunks, "reduce_step").add(backward_of_rank, -1.0).add(before, -1.0))
-        before.add(backward_of_rank, problem.num_ranks / problem.num_chunks)
+        if any(figures.last_communication - whole * figures.last_wait > figures.backward for figures in costs):
+            communication = stage.seconds(chunks, "last_communication").add(waits)
+            stage.at_least(tail, communication.add(last_backward, -1.0).add(before, -1.0))
+        before.add(last_backward, problem.num_ranks / problem.num_chunks)
     first_run = problem.runs_on(problem.ranks[0])[0]
     reductions = [choice.costs.reduce_step / stage.second for choice in first_run.choices]
     if len(set(reductions)) == 1:

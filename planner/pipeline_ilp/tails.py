@@ -33,7 +33,7 @@ def _exposed(problem: StageProblem, counts: _Counts) -> list[float]:
     exposed, before = [], 0.0
     for chunks in chunks_of(problem):
         backward = sum(_sum(problem, counts[chunk], "backward") for chunk in chunks)
-        exposed.append(sum(_sum(problem, counts[chunk], "reduce_step") for chunk in chunks) - backward - before)
+        exposed.append(sum(_sum(problem, counts[chunk], "last_communication") for chunk in chunks) - backward - before)
         before += backward / len(chunks)
     return exposed
 
@@ -52,10 +52,11 @@ def _relieve(problem: StageProblem, counts: _Counts, rank: int) -> bool:
             for other, option in enumerate(problem.runs[run].choices):
                 costs = option.costs
                 more = costs.state_bytes - current.state_bytes + held * (costs.saved_bytes - current.saved_bytes)
-                if costs.reduce_step >= current.reduce_step or more + max(*peaks, costs.peak_bytes) > room:
+                longer = costs.last_communication - current.last_communication
+                if longer >= 0 or more + max(*peaks, costs.peak_bytes) > room:
                     continue
-                longer = costs.forward + costs.backward - current.forward - current.backward - slack[chunk]
-                replacement = (max(0.0, longer), costs.reduce_step - current.reduce_step, chunk, (run, choice), other)
+                slower = costs.forward + costs.backward - current.forward - current.backward - slack[chunk]
+                replacement = (max(0.0, slower), longer, chunk, (run, choice), other)
                 best = replacement if best is None else min(best, replacement)
     if best is None:
         return False

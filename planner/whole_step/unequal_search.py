@@ -79,7 +79,7 @@ class UnequalSearch(Search):
         """The same from weighted seconds: those of the fill are divided by the largest weight."""
         ranks, m = candidate.layout.pipeline, candidate.num_microbatches
         row = SCHEDULES[candidate.schedule]
-        if row.fill != (1, 1, 1):
+        if row.splits_backward:
             return seconds * m / ranks
         divisor = candidate.chunks_per_rank if row.divided else 1
         return seconds * ((m - 1 / divisor) / ranks + 1 / (divisor * self.heaviest))

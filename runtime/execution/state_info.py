@@ -178,7 +178,7 @@ class Placing:
             placement=tuple(R if axis in deferred else where for axis, where in zip(mesh.names, placement)),
             data_axes=data_axes,
             sharded=path in self.pieces and bool(data_axes) and bool(info.shape),
-            zero_ranks=self.plan.step.zero_ranks if data_axes else 0,
+            zero_ranks=self.plan.step.zero_ranks_along(data_axes) if data_axes else 0,
             used=path in self.stages,
             # What no program uses is kept by the first stage, so that it is not lost from checkpoints.
             stages=self.stages.get(path, (0,)),

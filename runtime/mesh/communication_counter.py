@@ -105,14 +105,25 @@ class CommunicationCounter(TorchDispatchMode):
         return [*groups, *self._of_pieces()] if self.zero_ranks else groups
 
     def _of_pieces(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """The groups of hybrid sharding: neighbours that hold all pieces together, and those that hold the same."""
+        """The groups of hybrid sharding: neighbours that hold all pieces together, and those that hold the same.
+
+        Where there is an axis of experts, also the neighbours of one place on it; the others are the same.
+        """
         names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
         places = [place for place, name in enumerate(names) if name in self.data_axes and ranks.shape[place] > 1]
+        yield from self._divided(places, self.zero_ranks)
+        beside = [place for place in places if names[place] != "ep"]
+        if len(beside) < len(places):
+            num_experts = math.prod(ranks.shape[place] for place in places if place not in beside)
+            yield from self._divided(beside, self.zero_ranks // num_experts)
+
+    def _divided(self, places: Sequence[int], size: int) -> Iterator[tuple[str, list[list[int]]]]:
+        names, ranks = self.mesh.mesh_dim_names or (), self.mesh.mesh
         label = "_".join(names[place] for place in places)
-        data = ranks.movedim(places, list(range(-len(places), 0))).flatten(-len(places)).reshape(-1, self.zero_ranks)
+        data = ranks.movedim(tuple(places), tuple(range(-len(places), 0))).flatten(-len(places)).reshape(-1, size)
         yield f"{label}{OVER_PIECES}", data.tolist()
-        num_replicas = math.prod(ranks.shape[place] for place in places) // self.zero_ranks
-        same = data.reshape(-1, num_replicas, self.zero_ranks).transpose(1, 2)
+        num_replicas = math.prod(ranks.shape[place] for place in places) // size
+        same = data.reshape(-1, num_replicas, size).transpose(1, 2)
         yield f"{label}{OVER_REPLICAS}", same.reshape(-1, num_replicas).tolist()
 
     @property

@@ -24,14 +24,14 @@ def expected_order(
         ValueError: if the schedule has no order for this combination.
     """
     shape = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    if schedule_named(schedule).order is None and runs_own_order(schedule, **shape):
+    if schedule_named(schedule).torch_class is not None and runs_own_order(schedule, **shape):
         return tuple(tuple(ORDERS[schedule](rank, num_ranks, num_microbatches, 1)) for rank in range(num_ranks))
     return actions(schedule, **shape)
 
 
 def runs_own_order(schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
     """Whether the planner's order is run where torch's class refuses a well-defined combination, or there is none."""
-    if schedule_named(schedule).order is not None:
+    if schedule_named(schedule).torch_class is None:
         return True
     return schedule == "1f1b" and num_chunks == num_ranks and 1 <= num_microbatches < num_ranks
 

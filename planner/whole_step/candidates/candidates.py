@@ -18,11 +18,20 @@ from planner.whole_step.costs.step_prices import EXPERT, PIPELINE
 #: Micro-batches for each pipeline rank with which a schedule reaches its steady state; below that delayed weight
 #: gradients fill no bubbles and interleaved chunks wait for one another, and the closed form of the step's time
 #: (``cost_models.step_time``) promises too much.
-STEADY: Mapping[str, float] = {"interleaved_1f1b": 1.0, "zb_h1": 1.0, "zbv": 1.5, "dualpipev": 1.0}
+STEADY: Mapping[str, float] = {
+    "interleaved_1f1b": 1.0, "zb_h1": 1.0, "zb_h2": 2.0, "zbv": 1.5, "v_half": 1.0, "dualpipev": 1.0,
+}  # fmt: skip
 
 #: Times the mean of all chunks that the longest must be at most if units are dealt out as evenly as can be. Chunks of
 #: one and of two layers on the way down and up wait for each other, which the closed form does not see.
-EVEN: Mapping[str, float] = {"zbv": 1.25, "dualpipev": 1.25}
+EVEN: Mapping[str, float] = {"zbv": 1.25, "v_half": 1.25, "dualpipev": 1.25}
+
+#: Fewest pipeline ranks: on two V-Half holds as much as ZBV, whose ranks wait less.
+FEWEST_RANKS: Mapping[str, int] = {"v_half": 3}
+
+#: Schedules that are left out where another one can be tried: where gradients of inputs take no longer than two
+#: forwards, ZBV's bubble of (p − 1)·I/2 is no longer than ZB-H2's of (p − 1)·F, in half of the memory.
+INSTEAD: Mapping[str, str] = {"zb_h2": "zbv"}
 
 #: Names of choices that are not those of a candidate's fields.
 _FIELDS = {"micro_batch": "local_batch"}
@@ -64,7 +73,7 @@ class Candidate:
         """
         ranks, m = self.layout.pipeline, self.num_microbatches
         row = SCHEDULES[self.schedule]
-        if row.fill != (1, 1, 1):
+        if row.splits_backward:
             return seconds * m / ranks
         divisor = self.chunks_per_rank if row.divided else 1
         return seconds * ((m - 1 / divisor) / ranks + 1 / divisor)
@@ -134,17 +143,19 @@ def families(
 def zero_sizes(cluster: Cluster, layout: MeshLayout, demands: Demands) -> tuple[int, ...]:
     """Over how many neighbours of the data ranks ZeRO may divide in a layout: 0 (all of them) first, if allowed.
 
-    Unless the user says, those within each level of links.
+    Unless the user says, those within each level of links. With an axis of experts, neighbours of all its places, so
+    that what one place holds is divided over as many groups as the rest.
     """
     group, fixed = layout.group, demands.fixed.get(ZERO_RANKS)
     is_all_allowed = (fixed is None or not fixed.isdisjoint((0, group))) and (
         demands.forbidden.get(ZERO_RANKS, frozenset()).isdisjoint((0, group))
     )
     everyone = (0,) if is_all_allowed else ()
-    if layout.expert > 1 or not any(demands.among("zero", ZERO_STAGES)):
-        return everyone  # experts and the rest are held by unlike groups; ZeRO 0 divides nothing
+    if not any(demands.among("zero", ZERO_STAGES)):
+        return everyone  # ZeRO 0 divides nothing
     sizes = zero_groups(cluster, layout) if fixed is None else sorted(fixed)
-    within = (size for size in sizes if 1 < size < group and group % size == 0)
+    experts = layout.expert
+    within = (size for size in sizes if experts < size < group and group % size == 0 and size % experts == 0)
     return (*everyone, *demands.among(ZERO_RANKS, within))
 
 
@@ -175,14 +186,23 @@ def _schedules(layout: MeshLayout, local_batch: int, m: int, num_units: int, dem
             total = layout.pipeline * chunks
             if total > num_units or m < STEADY.get(name, 0.0) * layout.pipeline:
                 continue
-            if "schedule" not in demands.fixed and not is_even(name, num_units=num_units, num_chunks=total):
+            shape = {"num_ranks": layout.pipeline, "num_units": num_units, "num_chunks": total}
+            if "schedule" not in demands.fixed and not is_offered(name, **shape):
                 continue
             if reason_not(name, num_ranks=layout.pipeline, num_microbatches=m, num_chunks=total) is None:
                 yield Candidate(layout, local_batch, m, name, chunks)
 
 
-def is_even(schedule: str, *, num_units: int, num_chunks: int) -> bool:
-    """Whether the units divide evenly enough over the chunks for ``schedule``."""
+def is_offered(schedule: str, *, num_ranks: int, num_units: int, num_chunks: int) -> bool:
+    """Whether ``schedule`` is tried unasked: there are ranks enough, units divide evenly enough over the chunks, and no
+    other one stands in its place."""
+    if num_ranks < FEWEST_RANKS.get(schedule, 2):
+        return False
+    if schedule in INSTEAD:
+        other = INSTEAD[schedule]
+        others = num_ranks * (SCHEDULES[other].chunks_per_rank or 1)
+        if others <= num_units and is_offered(other, num_ranks=num_ranks, num_units=num_units, num_chunks=others):
+            return False
     return math.ceil(num_units / num_chunks) * num_chunks <= EVEN.get(schedule, math.inf) * num_units
 
 

@@ -26,8 +26,8 @@ _RULES: tuple[tuple[frozenset[str], str], ...] = (
     ),
     (
         frozenset(("zero", ZERO_RANKS, "ep")),
-        "zero_ranks are neighbours that ZeRO 1 to 3 divides over: they must divide the data ranks, dp × cp (0: all); "
-        "with ep only 0 is possible",
+        "zero_ranks are neighbours that ZeRO 1 to 3 divides over: they must divide the data ranks, dp × cp × ep "
+        "(0: all), and be a multiple of ep, so that experts divide over them too",
     ),
 )
 #: Demands that users cannot make.

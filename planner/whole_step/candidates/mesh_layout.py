@@ -31,7 +31,8 @@ ORDERS = (
 class MeshLayout:
     """Sizes of the axes and their order, outermost first.
 
-    ``zero_ranks``: over how many neighbours of ``group`` ZeRO divides (``StepPlan.zero_ranks``); 0: over all.
+    ``zero_ranks``: over how many neighbours of ``group`` ZeRO divides (``StepPlan.zero_ranks``); 0: over all. Those of
+    one place on the axis of experts are as many neighbours of ``expert_group``.
     """
 
     pipeline: int
@@ -78,7 +79,7 @@ class MeshLayout:
 
     def piece_ranks(self, *, expert: bool) -> int:
         """Over how many of those ZeRO divides their state."""
-        return self.zero_ranks or self.group_of(expert=expert)
+        return self.zero_ranks // (self.expert if expert else 1) or self.group_of(expert=expert)
 
     @property
     def num_replicas(self) -> int:
@@ -108,6 +109,7 @@ class Links:
         group: of data, context and expert axes as one axis (``dp``).
         expert_group: of data and context as one axis.
         pieces: of ``group`` as two axes: ``dp``, over which ZeRO divides, and around it ``REPLICAS``.
+        expert_pieces: of ``expert_group`` in the same way.
         samples: (latency, bandwidth) of what is summed over all samples (a loss, statistics): the outermost links,
             wherever the data axis lies, so that shardings found for one layout serve others; free where nothing is
             divided.
@@ -118,6 +120,7 @@ class Links:
     samples: tuple[float, float]
     expert_group: CostModel
     pieces: CostModel
+    expert_pieces: CostModel
 
     @staticmethod
     def of(cluster: Cluster, layout: MeshLayout) -> Links:
@@ -132,8 +135,13 @@ class Links:
         merged = _merged(layout, (DATA, CONTEXT, EXPERT))
         group = cost_model(merged)
         pieces = cost_model(_in_replicas(merged, layout.zero_ranks)) if layout.zero_ranks else group
-        of_experts = group if layout.expert == 1 else cost_model(_merged(layout, (DATA, CONTEXT)))
-        return Links(cost_model(layout.sizes), group, samples, of_experts, pieces)
+        if layout.expert == 1:
+            return Links(cost_model(layout.sizes), group, samples, group, pieces, pieces)
+        merged = _merged(layout, (DATA, CONTEXT))
+        of_experts = expert_pieces = cost_model(merged)
+        if layout.zero_ranks:
+            expert_pieces = cost_model(_in_replicas(merged, layout.piece_ranks(expert=True)))
+        return Links(cost_model(layout.sizes), group, samples, of_experts, pieces, expert_pieces)
 
 
 def sample_link(cluster: Cluster) -> tuple[float, float]:
@@ -161,7 +169,7 @@ def _in_replicas(merged: Mapping[str, int], zero_ranks: int) -> dict[str, int]:
 def zero_groups(cluster: Cluster, layout: MeshLayout) -> tuple[int, ...]:
     """Over how many neighbours of the data ranks ZeRO may divide beside all: those within each level of links."""
     if layout.expert > 1:
-        return ()  # experts and the rest are held by groups of unlike ranks
+        return ()  # those that experts divide over too, a user may name
     stride = layout.stride(CONTEXT)
     inner = [level.group_size // stride for level in cluster.levels[:-1] if level.group_size % stride == 0]
     return tuple(dict.fromkeys(size for size in inner if 1 < size < layout.group and layout.group % size == 0))

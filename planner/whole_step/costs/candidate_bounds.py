@@ -167,7 +167,7 @@ class Bounds:
                     group = int(weight.expert and layout.expert > 1)
                     gathered[group] += 0.0 if weight.shared else elements * item_size(weight.dtype)
                     reduced[group] += 0.0 if weight.shared else elements * item_size(dtype)
-                for group, prices in enumerate((links.pieces, links.expert_group)):
+                for group, prices in enumerate((links.pieces, links.expert_pieces)):
                     if group and (not gathered[group] or layout.expert_group == 1):
                         continue
                     if stage == 3:

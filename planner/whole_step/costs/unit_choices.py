@@ -259,17 +259,20 @@ def traffic(figures: UnitFigures, setting: StageSetting, *, stage: int) -> tuple
     """What is gathered and reduced of one copy of a unit under a ZeRO stage: together or, on an axis ``ep``, experts
     and the rest."""
     layout, links = setting.layout, setting.links
-    if stage and layout.zero_ranks:
-        together = _traffic(figures.weights, figures.unit.count, links.pieces, layout.zero_ranks, setting)
-        return (replace(together, replicas=layout.num_replicas),)
+
+    def held(weights: Sequence[Weight], *, expert: bool) -> Traffic:
+        if not stage:
+            prices = links.expert_group if expert else links.group
+            return _traffic(weights, figures.unit.count, prices, layout.group_of(expert=expert), setting)
+        prices = links.expert_pieces if expert else links.pieces
+        pieces = _traffic(weights, figures.unit.count, prices, layout.piece_ranks(expert=expert), setting)
+        return replace(pieces, replicas=layout.num_replicas)
+
     if layout.expert == 1 or not any(weight.expert and weight.trainable for weight in figures.weights):
-        return (_traffic(figures.weights, figures.unit.count, links.group, layout.group, setting),)
+        return (held(figures.weights, expert=False),)
     rest = [weight for weight in figures.weights if not weight.expert]
     experts = [weight for weight in figures.weights if weight.expert]
-    return (
-        _traffic(rest, figures.unit.count, links.group, layout.group, setting),
-        _traffic(experts, figures.unit.count, links.expert_group, layout.expert_group, setting),
-    )
+    return held(rest, expert=False), held(experts, expert=True)
 
 
 def _traffic(weights: Sequence[Weight], count: int, prices: CostModel, group: int, setting: StageSetting) -> Traffic:

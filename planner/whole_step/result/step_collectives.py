@@ -203,12 +203,17 @@ class _Counter:
     def _data_axes(self, path: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.deferral.get(path, ()) if self.sizes[axis] > 1)
 
+    def _replica_axes(self, path: str) -> str:
+        """What the groups that hold the same pieces are called: those of experts are those of the rest."""
+        axes = {*self._data_axes(path), *(axis for axis in ("ep",) if self.sizes.get(axis, 1) > 1)}
+        return "_".join(axis for axis in self.plan.mesh.names if axis in axes)
+
     def _num_data_ranks(self, path: str) -> int:
         return math.prod(self.sizes[axis] for axis in self._data_axes(path))
 
     def _num_piece_ranks(self, path: str) -> int:
         """Over how many of its data ranks ZeRO divides a weight."""
-        return piece_ranks(self._num_data_ranks(path), self.step.zero_ranks)
+        return piece_ranks(self._num_data_ranks(path), self.step.zero_ranks_along(self._data_axes(path)))
 
     def _bundles(self, names: Sequence[str], apart: Collection[str]) -> Iterator[tuple[str, ...]]:
         """Group weights that are sent together: those of equal dtypes."""
@@ -222,7 +227,7 @@ class _Counter:
         if ranks == 1:
             return
         group = self._num_piece_ranks(names[0]) if zero else ranks
-        over_replicas = Sent(ALL_REDUCE, f"{axis}{OVER_REPLICAS}", BACKWARD, 0)
+        over_replicas = Sent(ALL_REDUCE, f"{self._replica_axes(names[0])}{OVER_REPLICAS}", BACKWARD, 0)
         axis = axis if group == ranks else f"{axis}{OVER_PIECES}"
         tensors = [FlatTensor(self._local_shape(name), dim=self._piece_dim(name, group)) for name in names]
         layout = FlatPlaces(tensors, group if zero else 1)
