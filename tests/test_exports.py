@@ -16,6 +16,8 @@ from cost_models import Cluster
 from passes.plan import Plan
 from planner.cli import main
 from planner.exports.export_plan import FRAMEWORKS
+from planner.inspection.robustness import robustness
+from planner.inspection.why_not import why_not
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -46,6 +48,35 @@ def test_a_plan_for_a_framework_lists_nothing_that_it_cannot_express(framework: 
     plan = llama(framework=framework)
     assert plan.export(framework).inexpressible == ()
     assert 0.0 <= plan.certificate.gap < 0.5
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+def test_a_demanded_tensor_axis_is_split_as_the_framework_splits_it(framework: str) -> None:
+    """The vocabulary is cut, in the embedding and up to the loss, also where something else would be faster."""
+    plan = llama("tp=2", framework)
+    assert plan.export(framework).inexpressible == ()
+    tensor = plan.mesh.names.index("tp")
+    assert [plan.states[name].placement[tensor] for name in ("model.embed_tokens.weight", "lm_head.weight")] == [
+        "S(0)",
+        "S(0)",
+    ]
+    losses = [key for key, node in plan.nodes.items() if "cross_entropy" in node.op]
+    assert losses and not any(step.value.startswith("node:lm_head") for step in plan.conversions if step.axis == "tp")
+
+
+def test_a_plan_for_a_framework_is_asked_and_audited_within_it() -> None:
+    plan = llama("dp=2", "accelerate-fsdp2")
+    demands = plan.certificate.demands
+    assert demands["framework"] == "accelerate-fsdp2" and demands["fix"] == {"dp": [2]}
+    answer = why_not(plan, fix={"recompute": "full"})
+    assert answer.wished is not None and answer.wished.step.zero in ((2,), (3,))
+    assert answer.wished.export("accelerate-fsdp2").inexpressible == ()
+    with pytest.raises(ValueError, match=r"fix and forbid contradict Accelerate"):
+        why_not(plan, fix={"zero": 0})
+    report = planner.audit(plan)
+    assert report.ok and next(row for row in report.rows if row.figure == "lower bound").ok
+    with pytest.raises(ValueError, match=r"without --for"):
+        robustness(plan)
 
 
 def test_megatron_is_told_degrees_cuts_batches_and_what_it_lacks() -> None:

@@ -29,6 +29,7 @@ from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
 from planner.inspection.why_not import why_not
+from planner.whole_step.candidates.no_plan import NoPlan
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -218,6 +219,19 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
     assert answer.wished is not None and answer.wished.step.global_batch == 8
     rates = [each.step.costs.samples_per_second for each in (plan, answer.wished)]
     assert f"({rates[1] / rates[0] - 1:+.2%})" in answer.table()
+
+
+def test_a_wish_cannot_be_only_where_that_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("1f1b")
+    answer = why_not(plan, fix={"dp": 3}, model=Mlp(layers=4), **CALL)
+    assert answer.wished is None and answer.reason.startswith("It cannot be: dp=3 cannot be met")
+
+    def out_of_time(*arguments: Any, **options: Any) -> Plan:
+        raise NoPlan("no plan was found within time_limit = 1 s", proved=False)
+
+    monkeypatch.setattr("planner.planning.plan", out_of_time)
+    with pytest.raises(NoPlan, match="within time_limit"):
+        why_not(plan, fix={"dp": 2}, model=Mlp(layers=4), **CALL)
 
 
 @pytest.mark.parametrize(

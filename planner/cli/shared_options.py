@@ -120,8 +120,8 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
     return choices
 
 
-def read_gib(text: str) -> float:
-    """A positive number of GiB, in bytes.
+def read_gib(text: str, *, expected: str = "a positive number of GiB") -> float:
+    """A positive number of GiB, in bytes; ``expected``: what ``--memory`` takes.
 
     Raises:
         ValueError: if it is not one.
@@ -131,13 +131,19 @@ def read_gib(text: str) -> float:
     except ValueError:
         gib = -1.0
     if not 0 < gib < float("inf"):
-        raise ValueError(f"--memory takes a positive number of GiB or 'none', got {text!r}")
+        raise ValueError(f"--memory takes {expected}, got {text!r}")
     return gib * 2**30
 
 
 def read_pins(pins: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
-    """(pattern, axis, type) triples as ``planner.plan(constraints=…)`` takes them."""
+    """(pattern, axis, type) triples as ``planner.plan(constraints=…)`` takes them.
+
+    Raises:
+        ValueError: if one pattern has two types on one axis.
+    """
     constraints: dict[str, dict[str, str]] = {}
     for pattern, axis, spmd_type in pins:
-        constraints.setdefault(pattern, {})[axis] = spmd_type
+        before = constraints.setdefault(pattern, {}).setdefault(axis, spmd_type)
+        if before != spmd_type:
+            raise ValueError(f"--pin {pattern} has {before} and {spmd_type} on {axis}: drop one of them")
     return constraints

@@ -28,6 +28,8 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
     "zero": ZERO_STAGES,
     ZERO_RANKS: None,
 }
+#: What a certificate calls the framework whose layouts alone were searched, among its demands.
+FRAMEWORK = "framework"
 #: Chunks on each rank that interleaved schedules are tried with, unless the user says.
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
