@@ -64,6 +64,22 @@ def test_a_demanded_tensor_axis_is_split_as_the_framework_splits_it(framework: s
     assert losses and not any(step.value.startswith("node:lm_head") for step in plan.conversions if step.axis == "tp")
 
 
+def test_positions_are_whole_beside_a_vocabulary_that_is_cut() -> None:
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    pins = {"transformer.wte.weight": {"tp": "S(0)"}, "transformer.wpe.weight": {"tp": "I"}}
+    plan = planner.plan("tiny-gpt2", cluster, global_batch=2, seq_len=8, fix={"tp": 2, "dp": 1}, constraints=pins)
+    sentences = plan.export("megatron").inexpressible
+    assert not [sentence for sentence in sentences if sentence.startswith("tp: transformer.w")]
+
+
+def test_ranks_that_lie_on_unlike_devices_are_named() -> None:
+    cluster = "dgx-a100-80g:1x1+dgx-v100-32g:1x1"
+    plan = planner.plan("tiny-llama", cluster, global_batch=2, seq_len=8, fix={"pp": 2, "num_microbatches": 2})
+    names = [device.name for device in plan.step.stage_devices]
+    assert len(set(names)) == 2
+    assert f"on these devices: 0: {names[0]}, 1: {names[1]}" in plan.export("megatron").text
+
+
 def test_a_plan_for_a_framework_is_asked_and_audited_within_it() -> None:
     plan = llama("dp=2", "accelerate-fsdp2")
     demands = plan.certificate.demands
