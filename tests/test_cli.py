@@ -197,6 +197,9 @@ def test_errors_are_one_line_and_exit_with_two(
     ("arguments", "words"),
     [
         (["why-not", "{plan}", "--memory", "none"], "--memory takes a positive number of GiB, got 'none'"),
+        (["trace", "{plan}", "-o", "{plan}"], "is the plan that is read"),
+        (["report", "{plan}", "-o", "{plan}"], "is the plan that is read"),
+        (["export", "{plan}", "--to", "deepspeed", "-o", "{plan}"], "is the plan that is read"),
         (["audit", "{plan}", "--model", "json:loads"], "json:loads raised TypeError"),
         (["audit", "{plan}", "--model", "os:getcwd"], "os:getcwd returned a str; expected a function"),
     ],
@@ -209,6 +212,7 @@ def test_errors_about_a_saved_plan_are_one_line(
     assert main([argument.format(plan=target) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and words in error
+    assert Plan.load(target).config_name == "tiny-llama"
 
 
 def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -88,6 +89,12 @@ def add_model_arguments(
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     """Add the plan that a command looks at."""
     parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
+
+
+def refuse_over_plan(output: str, plan: str) -> None:
+    """Raise ValueError for an output that would be written in the place of the plan that is read."""
+    if os.path.realpath(output) == os.path.realpath(plan):
+        raise ValueError(f"--output {printable(output)} is the plan that is read: give another file")
 
 
 def add_model_of_plan_argument(parser: argparse.ArgumentParser) -> None:

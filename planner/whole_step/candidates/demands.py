@@ -184,6 +184,10 @@ def read_demands(
         if values is not None and not demands.among(name, values):
             listed = ", ".join(map(str, values))
             raise ValueError(f"fix and forbid leave no value of {name!r}: of {listed} all are forbidden")
+    if demands.fixed.get("zero") == {0} and 0 not in demands.fixed.get(ZERO_RANKS, {0}):
+        raise ValueError(
+            "fix says zero=0, which divides nothing, and zero_ranks, over which it divides: drop one of them"
+        )
     return demands
 
 
