@@ -161,6 +161,11 @@ class Cluster:
         data = read_toml(path, what="cluster file")
         try:
             check_finite(data, "the cluster")
+            if "islands" in data:
+                raise ValueError(
+                    "it is of islands with slow links between them, which planner plan and plan_islands take: name the "
+                    "cluster of one island"
+                )
             return Cluster.from_dict(data)
         except ValueError as error:
             raise ValueError(f"cluster file '{printable(str(path))}': {error}") from error

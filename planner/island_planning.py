@@ -77,9 +77,23 @@ class IslandPlans:
         """Whether DiLoCo takes less time for as many samples."""
         return self.inner_steps > 1 and self.seconds < self.synchronous_seconds
 
+    @property
+    def chooses_none(self) -> bool:
+        """Whether neither is possible: no synchronous plan, and no H above 1."""
+        return not self.meets_rarely and self.synchronous is None
+
     def save(self, path: str | Path) -> list[Path]:
-        """Save the plan to run, or one for each island (``plan.island0.json``, …); where they are."""
+        """Save the plan to run, or one for each island (``plan.island0.json``, …); where they are.
+
+        Raises:
+            ValueError: if none of both ways is chosen, or as ``Plan.save``.
+        """
         target = Path(path)
+        if self.chooses_none:
+            raise ValueError(
+                f"no plan is saved: H = {self.inner_steps} is a synchronous step, of which there is no plan "
+                f"({self.obstacle}); allow a larger loss budget or H"
+            )
         if not self.meets_rarely and self.synchronous is not None:
             self.synchronous.save(target)
             return [target]
@@ -103,7 +117,7 @@ class IslandPlans:
         for index, (plan, batch) in enumerate(zip(self.islands, self.batches)):
             lines.append(f"  island {index}: {batch} samples in {step_seconds(plan):.4g} s, {_axes(plan)}")
         chosen = f"DiLoCo with H = {self.inner_steps}" if self.meets_rarely else "synchronous"
-        if not self.meets_rarely and self.synchronous is None:
+        if self.chooses_none:
             chosen = "none within the loss budget"
         return "\n".join([*lines, f"chosen: {chosen}"]) + "\n"
 
@@ -132,9 +146,11 @@ def plan_islands(
             ``inner_steps`` below 1, and a format that there is not.
     """
     from planner.planning import plan
+    from planner.whole_step.candidates.demands import check_count
 
     if wire_format not in WIRE_BYTES:
         raise ValueError(f"wire_format={wire_format!r}: it must be one of {', '.join(WIRE_BYTES)}")
+    check_count("global_batch", global_batch)
     if inner_steps is not None and inner_steps < 1:
         raise ValueError(f"inner_steps={inner_steps}: it must be at least 1")
     allowed = largest_inner_steps(loss_budget) if inner_steps is None else inner_steps

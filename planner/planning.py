@@ -209,7 +209,7 @@ def plan(
                 planned.graph,
                 hardware,
                 demands,
-                config=_config_of(model),
+                config=config_of(model),
                 config_name=_config_name(model),
                 progress=progress,
             )
@@ -270,7 +270,7 @@ def _check_framework(framework: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} does not go with framework={framework!r}, whose layouts are searched whole: drop one")
 
 
-def _config_of(model: Any) -> Any:
+def config_of(model: Any) -> Any:
     """The transformers config of a model, None if it has none."""
     if isinstance(model, (str, Path)):
         from planner.library import load_config

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models import Cluster
 from passes.ir.types import MeshShape, local_shape
+from passes.plan.text_tables import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ class ServingPlan:
             f"  first token  {1e3 * self.first_token_seconds:.3f} ms (bound {1e3 * self.first_token_bound:.3f} ms)\n"
             f"  each token   {1e3 * self.token_seconds:.3f} ms (bound {1e3 * self.token_bound:.3f} ms)\n"
             f"  throughput   {self.tokens_per_second:,.0f} tokens/s (bound {most:,.0f})\n"
-            f"  on a device  {self.weight_bytes / 2**30:.3f} GiB weights, {self.cache_bytes / 2**30:.3f} GiB cache\n"
+            f"  on a device  {format_bytes(self.weight_bytes)} weights, {format_bytes(self.cache_bytes)} cache\n"
         )
 
 
@@ -100,7 +101,8 @@ def plan_serving(
         mesh: axis sizes without a pipeline; None: tensor parallelism over all devices.
 
     Raises:
-        ValueError: for sizes below one, a model that does not generate over such a cache, and one that does not fit.
+        ValueError: for sizes below one or beyond the model's positions, a model that does not generate over such a
+            cache, and one that does not fit.
     """
     from planner.planning import as_cluster, as_mesh_shape, as_module
     from runtime.generation.hugging_face_loop import check_generates
@@ -117,6 +119,7 @@ def plan_serving(
     if not callable(getattr(module, "generate", None)):
         raise ValueError(f"{type(module).__name__} has no generate: give a language model")
     check_generates(module)
+    _check_positions(module.config, prompt_len, new_tokens)
     phases = _Phases(module, hardware, shape, prompt_len, new_tokens, batch)
     plans = [plan for tokens in phases.forward_lengths for plan in phases.priced(tokens)]
     room = hardware.device.usable_bytes
@@ -127,6 +130,17 @@ def plan_serving(
             f"{room / 2**30:.1f} GiB of a device: use more devices, fewer samples or shorter answers"
         )
     return fastest(fitting)
+
+
+def _check_positions(config: Any, prompt_len: int, new_tokens: int) -> None:
+    """Raise ValueError for a sample that is longer than the model's positions; its last token is not read again."""
+    from planner.library.batch_fields import check_positions
+
+    if config.is_encoder_decoder:
+        check_positions(config, prompt_len, "prompt_len")
+        check_positions(config, new_tokens, "new_tokens")
+    else:
+        check_positions(config, prompt_len + new_tokens - 1, "prompt_len + new_tokens - 1 =")
 
 
 class _Phases:

@@ -26,6 +26,8 @@ from tests.ranks import ROOT
 pytestmark = pytest.mark.usefixtures("models_traced_once")
 
 TINY = ["tiny-llama", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--global-batch", "8"]
+SERVE = ["tiny-llama", "--cluster", "dgx-h100:1", "--serve", "--prompt-len", "8", "--new-tokens", "4", "--batch", "2"]
+ISLANDS = ["tiny-llama", "--cluster", str(ROOT / "examples/islands/three-sites.toml"), "--seq-len", "16"]
 STEP = ["tiny-llama", "--cluster", "cpu-local:8", "--seq-len", "32", "--global-batch", "16"]
 
 
@@ -148,6 +150,18 @@ def test_verify_exits_with_zero_when_the_numbers_agree(capsys: pytest.CaptureFix
         (["plan", *TINY, "--compiled", "--memory", "none"], "--memory none goes with --mesh alone"),
         (["plan", *TINY, "--devices", "8"], "num_devices is 8, but mesh dp=2,tp=2 has 4"),
         (["plan", *TINY, "--forbid", "all_gathr"], "all_gather"),
+        (["plan", *SERVE, "--fix", "tp=2"], "--fix does not go with --serve: drop one of them"),
+        (["plan", *SERVE, "--global-batch", "8"], "--global-batch does not go with --serve"),
+        (["plan", *SERVE, "--objective", "memory"], "--objective does not go with --serve"),
+        (["plan", *STEP, "--prompt-len", "8"], "--prompt-len is of generating text: add --serve"),
+        (["plan", *STEP, "--pin", "lm_head", "tp", "R", "--pin", "lm_head", "tp", "S(0)"], "has R and S(0) on tp"),
+        (["plan", *ISLANDS], "global_batch must be at least 1"),
+        (["plan", *ISLANDS, "--freeze", "freeze.toml"], "--freeze does not go with a cluster of islands"),
+        (["plan", *ISLANDS, "--verbose"], "--verbose does not go with a cluster of islands"),
+        (["plan", *STEP, "--freeze", "freeze.toml", "--for", "megatron"], "--for does not go with --freeze"),
+        (["plan", *STEP, "--freeze", "freeze.toml", "--objective", "memory"], "--objective does not go with --freeze"),
+        (["cluster", "show", ISLANDS[2]], "it is of islands with slow links between them"),
+        (["plan", "model.py:build", *TINY[1:]], "planned from Python"),
         (["show", "no-such-plan.json"], "no-such-plan.json"),
         (["run", "--nproc", "2", "no-such-script.py"], "no-such-script.py"),
         (["run", "--nproc", "none", "script.py"], "--nproc: expected a whole number of at least 1, got 'none'"),
@@ -177,6 +191,28 @@ def test_errors_are_one_line_and_exit_with_two(
     assert code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and words in error and error[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["why-not", "{plan}", "--memory", "none"], "--memory takes a positive number of GiB, got 'none'"),
+        (["trace", "{plan}", "-o", "{plan}"], "is the plan that is read"),
+        (["report", "{plan}", "-o", "{plan}"], "is the plan that is read"),
+        (["export", "{plan}", "--to", "deepspeed", "-o", "{plan}"], "is the plan that is read"),
+        (["audit", "{plan}", "--model", "json:loads"], "json:loads raised TypeError"),
+        (["audit", "{plan}", "--model", "os:getcwd"], "os:getcwd returned a str; expected a function"),
+    ],
+)
+def test_errors_about_a_saved_plan_are_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.json"
+    planner.plan("tiny-llama", mesh="tp=2", batch_size=4, seq_len=8).save(target)
+    assert main([argument.format(plan=target) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error
+    assert Plan.load(target).config_name == "tiny-llama"
 
 
 def test_an_error_of_our_own_is_one_line_that_says_how_to_see_more(

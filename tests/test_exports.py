@@ -16,6 +16,8 @@ from cost_models import Cluster
 from passes.plan import Plan
 from planner.cli import main
 from planner.exports.export_plan import FRAMEWORKS
+from planner.inspection.robustness import robustness
+from planner.inspection.why_not import why_not
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -46,6 +48,51 @@ def test_a_plan_for_a_framework_lists_nothing_that_it_cannot_express(framework: 
     plan = llama(framework=framework)
     assert plan.export(framework).inexpressible == ()
     assert 0.0 <= plan.certificate.gap < 0.5
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+def test_a_demanded_tensor_axis_is_split_as_the_framework_splits_it(framework: str) -> None:
+    """The vocabulary is cut, in the embedding and up to the loss, also where something else would be faster."""
+    plan = llama("tp=2", framework)
+    assert plan.export(framework).inexpressible == ()
+    tensor = plan.mesh.names.index("tp")
+    assert [plan.states[name].placement[tensor] for name in ("model.embed_tokens.weight", "lm_head.weight")] == [
+        "S(0)",
+        "S(0)",
+    ]
+    losses = [key for key, node in plan.nodes.items() if "cross_entropy" in node.op]
+    assert losses and not any(step.value.startswith("node:lm_head") for step in plan.conversions if step.axis == "tp")
+
+
+def test_positions_are_whole_beside_a_vocabulary_that_is_cut() -> None:
+    cluster = Cluster.uniform(2, flops=1e9, memory_bandwidth=1e9, latency=1e-6, bandwidth=1e9, memory_bytes=2**30)
+    pins = {"transformer.wte.weight": {"tp": "S(0)"}, "transformer.wpe.weight": {"tp": "I"}}
+    plan = planner.plan("tiny-gpt2", cluster, global_batch=2, seq_len=8, fix={"tp": 2, "dp": 1}, constraints=pins)
+    sentences = plan.export("megatron").inexpressible
+    assert not [sentence for sentence in sentences if sentence.startswith("tp: transformer.w")]
+
+
+def test_ranks_that_lie_on_unlike_devices_are_named() -> None:
+    cluster = "dgx-a100-80g:1x1+dgx-v100-32g:1x1"
+    plan = planner.plan("tiny-llama", cluster, global_batch=2, seq_len=8, fix={"pp": 2, "num_microbatches": 2})
+    names = [device.name for device in plan.step.stage_devices]
+    assert len(set(names)) == 2
+    assert f"on these devices: 0: {names[0]}, 1: {names[1]}" in plan.export("megatron").text
+
+
+def test_a_plan_for_a_framework_is_asked_and_audited_within_it() -> None:
+    plan = llama("dp=2", "accelerate-fsdp2")
+    demands = plan.certificate.demands
+    assert demands["framework"] == "accelerate-fsdp2" and demands["fix"] == {"dp": [2]}
+    answer = why_not(plan, fix={"recompute": "full"})
+    assert answer.wished is not None and answer.wished.step.zero in ((2,), (3,))
+    assert answer.wished.export("accelerate-fsdp2").inexpressible == ()
+    with pytest.raises(ValueError, match=r"fix and forbid contradict Accelerate"):
+        why_not(plan, fix={"zero": 0})
+    report = planner.audit(plan)
+    assert report.ok and next(row for row in report.rows if row.figure == "lower bound").ok
+    with pytest.raises(ValueError, match=r"without --for"):
+        robustness(plan)
 
 
 def test_megatron_is_told_degrees_cuts_batches_and_what_it_lacks() -> None:

@@ -92,6 +92,12 @@ def test_a_model_that_takes_free_slots_for_tokens_is_refused() -> None:
         parallel.generate(tokens, max_new_tokens=3, pad_token_id=0)
 
 
+def test_answers_beyond_the_positions_of_a_model_are_not_priced() -> None:
+    """GPT-2 has learned positions; the last token of an answer is not read."""
+    with pytest.raises(ValueError, match=r"prompt_len \+ new_tokens - 1 = 129 is more than the 128 positions"):
+        plan_serving("tiny-gpt2", "dgx-h100:1x1", prompt_len=100, new_tokens=30, batch=1)
+
+
 def test_serving_is_priced_above_its_bound() -> None:
     planned = plan_serving("tiny-llama", "dgx-h100:1", prompt_len=1, new_tokens=8, batch=4, mesh="dp=2,tp=4")
     assert planned.first_token_bound < planned.first_token_seconds and planned.token_bound < planned.token_seconds

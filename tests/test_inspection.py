@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,12 @@ import planner
 from cost_models import Cluster
 from passes.plan import Plan
 from passes.plan.step_summary import seq_len_of
+from passes.plan.text_tables import format_bytes
 from planner.cli import main
 from planner.inspection.baseline_comparison import ComparedLayout
 from planner.inspection.emitted_source import emitted_sources
 from planner.inspection.html_report.assumption_table import assumption_rows
-from planner.inspection.html_report.cluster_section import devices_together
+from planner.inspection.html_report.cluster_section import cluster_section, devices_together, groups_of
 from planner.inspection.html_report.report_page import report_page
 from planner.inspection.memory_curves import memory_curves
 from planner.inspection.plan_difference import difference
@@ -29,6 +31,7 @@ from planner.inspection.simulated_step import simulated_step
 from planner.inspection.step_trace import trace_events
 from planner.inspection.time_waterfall import busiest_rank, waterfall
 from planner.inspection.why_not import why_not
+from planner.whole_step.candidates.no_plan import NoPlan
 from tests.small_models import Mlp, mlp_batch, squared_error
 
 pytestmark = pytest.mark.usefixtures("models_traced_once")
@@ -220,6 +223,19 @@ def test_a_wish_is_searched_again_and_costs_what_its_plan_takes_more() -> None:
     assert f"({rates[1] / rates[0] - 1:+.2%})" in answer.table()
 
 
+def test_a_wish_cannot_be_only_where_that_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("1f1b")
+    answer = why_not(plan, fix={"dp": 3}, model=Mlp(layers=4), **CALL)
+    assert answer.wished is None and answer.reason.startswith("It cannot be: dp=3 cannot be met")
+
+    def out_of_time(*arguments: Any, **options: Any) -> Plan:
+        raise NoPlan("no plan was found within time_limit = 1 s", proved=False)
+
+    monkeypatch.setattr("planner.planning.plan", out_of_time)
+    with pytest.raises(NoPlan, match="within time_limit"):
+        why_not(plan, fix={"dp": 2}, model=Mlp(layers=4), **CALL)
+
+
 @pytest.mark.parametrize(
     "kind, options, message",
     [
@@ -249,6 +265,27 @@ def test_experts_layouts_stand_beside_a_plan(capsys: pytest.CaptureFixture[str])
     assert all(re.search(r"\+\d+\.\d\d%", rows[name]) for name in ("megatron", "fsdp"))
     assert main([*request, "--compare", "no such"]) == 2
     assert main([*request, "--mesh", "dp=8", "--compare", "fsdp"]) == 2
+
+
+def test_the_links_load_counts_groups_of_several_axes_and_of_some_data_ranks() -> None:
+    """Gradients of a context axis are reduced over dp and cp together, hybrid sharding has two groups of data ranks."""
+    request: dict[str, Any] = {"global_batch": 16, "seq_len": 64}
+    joint = {"dp": 2, "cp": 4, "tp": 1, "zero": 0}
+    plans = [
+        planner.plan("tiny-llama", "dgx-h100:1", fix=fix, **request)
+        for fix in (joint, {"dp": 8, "zero": 3, "zero_ranks": 4})
+    ]
+    groups = [{group.name: (group.size, group.stride) for group in groups_of(plan)} for plan in plans]
+    assert groups[0] == {"dp": (2, 4), "cp": (4, 1), "dp_cp": (8, 1)}
+    assert groups[1] == {"dp": (8, 1), "dp_shard": (4, 1), "dp_replicate": (2, 4)}
+    for plan in plans:
+        rows = {row[0]: row[4] for row in cluster_section(plan).rows}
+        sums = Counter[str]()
+        for item in plan.collectives:
+            sums[item.axis] += item.num_bytes
+        assert {axis: format_bytes(size) for axis, size in sums.items()}.items() <= rows.items()
+    picture = cluster_section(plans[0]).chart
+    assert (picture.yaxis[0].ticker.ticks, picture.xaxis[0].ticker.ticks[-1]) == ([0.5], 7.5)  # one node of eight
 
 
 def test_assumptions_name_the_sources_of_a_preset() -> None:

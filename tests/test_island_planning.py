@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_the_choice_changes_at_the_bandwidth_at_which_both_take_as_long() -> Non
     assert below.synchronous_seconds == above.synchronous_seconds == slow.synchronous_seconds
     assert not below.meets_rarely and "chosen: synchronous" in below.summary()
     assert above.meets_rarely and f"chosen: DiLoCo with H = {H}" in above.summary()
+
+
+def test_where_neither_way_is_possible_nothing_is_saved(tmp_path: Path) -> None:
+    plans = dataclasses.replace(planned(1.0), synchronous=None, obstacle="unlike islands", inner_steps=1)
+    assert "chosen: none within the loss budget" in plans.summary()
+    with pytest.raises(ValueError, match=r"no plan is saved: H = 1 is a synchronous step.*unlike islands"):
+        plans.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_loss_budget_says_which_H() -> None:

@@ -66,11 +66,12 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
             time_limit=time_limit,
             **_only(demands, "memory_limit", "forbid_collectives", "forbid_replicated_matmul", "fold"),
         )
-    from planner.whole_step.candidates.demands import NEVER, read_demands
+    from planner.whole_step.candidates.demands import FRAMEWORK, NEVER, read_demands
     from planner.whole_step.candidates.training_options import TrainingOptions
     from planner.whole_step.plan_step import plan_step
 
     step = plan.step
+    framework = demands.pop(FRAMEWORK, None)
     again = read_demands(
         headroom=step.headroom,
         training=TrainingOptions(step.optimizer, step.gradient_dtype or None, bool(step.offload)),
@@ -79,6 +80,11 @@ def search_again(subject: AuditSubject, *, time_limit: float) -> Plan:
         time_limit=time_limit,
         **_only(demands, "fix", "forbid", "memory_limit", "num_alternatives", "gap"),
     )
+    if framework is not None:
+        from planner.exports.export_plan import framework_named
+        from planner.exports.framework_search import plan_for
+
+        return plan_for(framework_named(framework), subject.graph, cluster, again, config=subject.config)
     return plan_step(subject.graph, cluster, again, pins=plan.constraints)
 
 

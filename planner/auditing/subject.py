@@ -23,6 +23,7 @@ class AuditSubject:
     Attributes:
         captured: the model's graph at the plan's global batch; ``graph``: as the plan was made of it, fused if that is.
         fused: what the pattern pass did, None for a plan without fused operators.
+        config: the model's transformers config, None if it has none.
     """
 
     plan: Plan
@@ -30,6 +31,7 @@ class AuditSubject:
     graph: Graph
     fused: Fused | None
     cluster: Cluster
+    config: Any = None
 
 
 def subject_of(
@@ -46,11 +48,12 @@ def subject_of(
         ValueError: if the plan does not name its model and none is passed, or if the model is another.
         CaptureError: if the model cannot be captured.
     """
-    from planner.planning import capture_for_planning
+    from planner.planning import capture_for_planning, config_of
 
+    model = _named_model(plan) if model is None else model
     try:
         captured = capture_for_planning(
-            _named_model(plan) if model is None else model,
+            model,
             example_inputs=_inputs_of(plan) if example_inputs is None else example_inputs,
             loss_fn=loss_fn,
             dtype=_float_dtype(plan.states),
@@ -68,7 +71,8 @@ def subject_of(
 
         fused = fuse(captured, tolerance=plan.fusion.tolerance, registered=plan.fusion.registered)
     graph = captured if fused is None else fused.graph
-    return AuditSubject(plan, captured, graph, fused, cluster or Cluster.from_dict(plan.cluster))
+    on = cluster or Cluster.from_dict(plan.cluster)
+    return AuditSubject(plan, captured, graph, fused, on, config_of(model))
 
 
 def _named_model(plan: Plan) -> str:

@@ -59,10 +59,24 @@ def run_audit(options: argparse.Namespace) -> int:
 
 
 def read_model(text: str | None) -> Any:
-    """What ``--model`` names: a module where it is a function's name, else the text itself."""
+    """What ``--model`` names: a module where it is a function's name, else the text itself.
+
+    Raises:
+        ValueError: for a function that cannot be called without arguments, or returns no module.
+    """
     if text is None or ":" not in text or Path(text).exists():
         return text
-    return imported(text, option="--model")()
+    make = imported(text, option="--model")
+    import torch
+
+    expected = "expected a function without arguments that returns the module"
+    try:
+        model = make()
+    except Exception as error:  # it is the user's
+        raise ValueError(f"--model: {text} raised {type(error).__name__}: {error}; {expected}") from error
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"--model: {text} returned a {type(model).__name__}; {expected}")
+    return model
 
 
 def imported(text: str, *, option: str) -> Callable[..., Any]:

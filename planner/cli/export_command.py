@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from cost_models.text import printable, printable_lines
-from planner.cli.shared_options import add_plan_argument, subparser
+from planner.cli.shared_options import add_plan_argument, refuse_over_plan, subparser
 from planner.cli.terminal import folded_output
 
 
@@ -40,6 +40,7 @@ def _export(options: argparse.Namespace) -> int:
     framework_named(options.to)
     if options.output is not None:
         check_writable(options.output)
+        refuse_over_plan(options.output, options.plan)
     exported = export(Plan.load(options.plan), options.to)
     if options.output is None:
         print(printable_lines(exported.text), end="")

@@ -6,9 +6,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-#: Options that are of one plan.
-_OF_ONE_PLAN = ("mesh", "output", "compare", "layout", "write_lp", "framework", "serve", "target_seconds")
-
 
 def run_training_timeline(options: argparse.Namespace, request: Mapping[str, Any]) -> int:
     """Plan every phase, print the timeline; returns the exit code.
@@ -19,9 +16,6 @@ def run_training_timeline(options: argparse.Namespace, request: Mapping[str, Any
     from planner.changing.freeze_schedule import FreezeSchedule
     from planner.training_timeline import plan_training
 
-    for name in _OF_ONE_PLAN:
-        if getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} is of one plan and --freeze plans several: drop one of them")
     schedule = FreezeSchedule.from_toml(options.freeze)
     arguments = {name: value for name, value in request.items() if name != "mesh"}
     print(plan_training(options.model, arguments.pop("cluster"), schedule, **arguments).summary(), end="")

@@ -14,6 +14,7 @@ from planner.cli.shared_options import (
     price,
     read_choices,
     read_gib,
+    refuse_over_plan,
     seconds,
     subparser,
 )
@@ -136,6 +137,7 @@ def _report(options: argparse.Namespace) -> int:
     from planner.inspection.html_report.report_page import report_page
 
     path = check_writable(options.output)
+    refuse_over_plan(options.output, options.plan)
     if options.emit and options.source is not None:
         raise ValueError("--emit shows the plan's own programs, --source another file: drop one of them")
     source = None if options.source is None else read_text(options.source, what="emitted program")
@@ -171,6 +173,7 @@ def _trace(options: argparse.Namespace) -> int:
     from passes.plan import Plan
     from planner.inspection.step_trace import write_trace
 
+    refuse_over_plan(options.output, options.plan)
     write_trace(Plan.load(options.plan), options.output)
     print(f"wrote {printable(options.output)}: open it at ui.perfetto.dev or chrome://tracing")
     return 0

@@ -12,7 +12,16 @@ from cost_models.island_cluster import has_islands
 from cost_models.text import printable, printable_lines
 from cost_models.unequal_devices import refuse_unequal
 from planner.cli.freeze_command import run_training_timeline
-from planner.cli.island_command import refuse_island_options, run_island_plan
+from planner.cli.island_command import run_island_plan
+from planner.cli.option_scopes import (
+    ISLANDS,
+    SERVING,
+    TAKEN_BY_FREEZE,
+    TAKEN_BY_ISLANDS,
+    TAKEN_BY_SERVING,
+    refuse_alone,
+    refuse_beside,
+)
 from planner.cli.shared_options import (
     MESH_HELP,
     add_model_arguments,
@@ -131,7 +140,7 @@ def add_plan(commands: Any) -> None:
     )
     islands.add_argument("--inner-steps", type=count, metavar="H", help="H itself, in the place of --loss-budget")
     islands.add_argument("--wire-format", metavar="DTYPE", help="float32 (default), bfloat16, float16 or int8")
-    parser.set_defaults(command=run_plan)
+    parser.set_defaults(command=lambda options: run_plan(options, parser))
     _add_step_arguments(
         parser.add_argument_group("planning a whole step (without --mesh, or with --mesh and any of these)")
     )
@@ -185,20 +194,24 @@ def _add_step_arguments(group: Any) -> None:
 
 
 @no_collection()
-def run_plan(options: argparse.Namespace) -> int:
-    """Plan, save, print; returns the exit code."""
-    if options.serve:
-        return _run_serving(options)
+def run_plan(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Plan, save, print; returns the exit code. ``parser``: whose defaults tell which options are set."""
     from planner.cli.progress import progress_bar
     from planner.planning import plan
 
     # Invalid options are reported before anything slow is imported or captured.
     if options.output is not None:
         check_writable(options.output)
+    if options.serve:
+        refuse_beside(options, parser, TAKEN_BY_SERVING, beside="--serve")
+        return _run_serving(options)
+    refuse_alone(options, SERVING, without="is of generating text: add --serve")
     if options.cluster is not None and has_islands(options.cluster):
+        refuse_beside(options, parser, TAKEN_BY_ISLANDS, beside="a cluster of islands")
         return run_island_plan(options)
-    refuse_island_options(options)
+    refuse_alone(options, ISLANDS, without="is for islands: give --cluster a file with [[islands]] in it")
     if options.freeze is not None:
+        refuse_beside(options, parser, TAKEN_BY_FREEZE, beside="--freeze, which plans several steps")
         return run_training_timeline(options, {**_common(options), **_where(options)})
     names, layouts = _baselines(options), _user_layouts(options)
     request = {**_common(options), **_where(options)}
@@ -225,8 +238,6 @@ def _run_serving(options: argparse.Namespace) -> int:
     missing = [f"--{name.replace('_', '-')}" for name, value in sizes.items() if value is None]
     if missing:
         raise ValueError(f"--serve needs {', '.join(missing)}")
-    if options.output is not None:
-        raise ValueError("--serve prices two programs and saves no plan: drop --output")
     print(
         plan_serving(options.model, options.cluster, mesh=options.mesh, dtype=options.dtype, **sizes).summary(), end=""
     )
@@ -329,7 +340,7 @@ def _memory(options: argparse.Namespace, cluster: Cluster) -> float | None:
 
     if options.memory is None:
         return cluster.device.usable_bytes * (1.0 - HEADROOM)
-    return None if options.memory == "none" else read_gib(options.memory)
+    return None if options.memory == "none" else read_gib(options.memory, expected="a positive number of GiB or 'none'")
 
 
 def _of_step(options: argparse.Namespace) -> dict[str, Any]:

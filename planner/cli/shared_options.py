@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -90,6 +91,12 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help="a plan saved by 'planner plan -o' or Plan.save")
 
 
+def refuse_over_plan(output: str, plan: str) -> None:
+    """Raise ValueError for an output that would be written in the place of the plan that is read."""
+    if os.path.realpath(output) == os.path.realpath(plan):
+        raise ValueError(f"--output {printable(output)} is the plan that is read: give another file")
+
+
 def add_model_of_plan_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for the model that a saved plan is of."""
     parser.add_argument("--model", help="what the plan is of, unless it says so itself; as for planner audit")
@@ -120,8 +127,8 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
     return choices
 
 
-def read_gib(text: str) -> float:
-    """A positive number of GiB, in bytes.
+def read_gib(text: str, *, expected: str = "a positive number of GiB") -> float:
+    """A positive number of GiB, in bytes; ``expected``: what ``--memory`` takes.
 
     Raises:
         ValueError: if it is not one.
@@ -131,13 +138,19 @@ def read_gib(text: str) -> float:
     except ValueError:
         gib = -1.0
     if not 0 < gib < float("inf"):
-        raise ValueError(f"--memory takes a positive number of GiB or 'none', got {text!r}")
+        raise ValueError(f"--memory takes {expected}, got {text!r}")
     return gib * 2**30
 
 
 def read_pins(pins: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
-    """(pattern, axis, type) triples as ``planner.plan(constraints=…)`` takes them."""
+    """(pattern, axis, type) triples as ``planner.plan(constraints=…)`` takes them.
+
+    Raises:
+        ValueError: if one pattern has two types on one axis.
+    """
     constraints: dict[str, dict[str, str]] = {}
     for pattern, axis, spmd_type in pins:
-        constraints.setdefault(pattern, {})[axis] = spmd_type
+        before = constraints.setdefault(pattern, {}).setdefault(axis, spmd_type)
+        if before != spmd_type:
+            raise ValueError(f"--pin {pattern} has {before} and {spmd_type} on {axis}: drop one of them")
     return constraints

@@ -75,16 +75,17 @@ def _converted_activations(facts: PlanFacts) -> Iterator[str]:
 
 
 def megatron_split(*, vocabulary: bool) -> LimitRow:
-    """Layers of blocks alternate between column and row; the head is a column, embeddings are cut along the vocabulary
-    (``vocabulary``) or whole."""
+    """Layers of blocks alternate between column and row; the head is a column, the embedding with most rows is cut
+    along the vocabulary (``vocabulary``) or whole, as all others (of positions) are."""
 
     def lacks(facts: PlanFacts) -> Iterable[str]:
         if facts.size("tp") == 1:
             return
+        most_rows = max((layer.rows for layer in facts.tensor_layers), default=0)
         for layer in {layer.pattern: layer for layer in facts.tensor_layers}.values():
             expected = ("column",) if layer.is_head else ("column", "row")
-            if layer.role in ("vocabulary", "hidden") or (layer.role == "whole" and "embed" in layer.module):
-                expected = ("vocabulary",) if vocabulary else ("vocabulary", "whole")
+            if layer.rows:
+                expected = ("vocabulary",) if vocabulary and layer.rows == most_rows else ("vocabulary", "whole")
             if layer.role not in expected:
                 yield f"tp: {layer.pattern} is {_WORDS.get(layer.role, layer.role)}: it has {' or '.join(expected)}"
             elif layer.role == "column" and layer.gathered:

@@ -104,5 +104,14 @@ def export(plan: Plan, framework: str) -> ExportedLayout:
             f"{plan.config_name or plan.model} on {step.num_devices} devices of {plan.cluster.get('name')}: {axes}; "
             f"{step.num_microbatches} micro-batches of {step.local_batch}",
             f"plan {plan.fingerprint}; settings of {table.title}, {table.documentation}",
+            *_places(plan),
         ),
     )
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    """Of unequal devices: where the ranks of the pipeline have to be started, of which no framework is told."""
+    devices = plan.step.stage_devices
+    if len({device.name for device in devices}) > 1:
+        on = ", ".join(f"{rank}: {device.name}" for rank, device in enumerate(devices))
+        yield f"start the ranks so that those of the pipeline are on these devices: {on}"

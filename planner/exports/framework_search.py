@@ -22,8 +22,9 @@ from planner.exports.plan_facts import PlanFacts
 from planner.pipeline_ilp.stage_problem import UnitRun
 from planner.solvers.linear import TIME_LIMIT
 from planner.whole_step.candidates.candidates import Candidate
-from planner.whole_step.candidates.demands import ZERO_RANKS, Demands
+from planner.whole_step.candidates.demands import FRAMEWORK, ZERO_RANKS, Demands, recorded
 from planner.whole_step.candidates.expert_layouts import NEAR, BaselineSpace, CappedSearch, neighbours_only
+from planner.whole_step.candidates.no_plan import NoPlan
 from planner.whole_step.candidates.training_options import POLICIES, ZERO_STAGES
 from planner.whole_step.costs.level_one import Sharded
 from planner.whole_step.result.outcome import Outcome
@@ -106,8 +107,10 @@ def plan_for(
             if not sentences and (best is None or plan.step.costs.simulated < best.step.costs.simulated):
                 best = plan
     if best is None:
-        raise ValueError(f"no plan within what {framework.title} can say: {_why(reasons, lacks)}")
-    return _certified(best, bound, framework, late=late)
+        raise NoPlan(
+            f"no plan within what {framework.title} can say: {_why(reasons, lacks)}", proved=not (late or reasons)
+        )
+    return _certified(best, bound, framework, demands, late=late)
 
 
 def cases_of(framework: Framework, demands: Demands, *, splits: bool) -> Iterator[tuple[Demands, str]]:
@@ -162,8 +165,8 @@ def _why(reasons: list[str], lacks: list[float]) -> str:
     return f"it lacks {min(lacks) / 2**30:.1f} GiB" if lacks else "no mesh divides the batch and the layers"
 
 
-def _certified(plan: Plan, bound: float, framework: Framework, *, late: bool) -> Plan:
-    """The plan with a bound that holds for all searches."""
+def _certified(plan: Plan, bound: float, framework: Framework, demands: Demands, *, late: bool) -> Plan:
+    """The plan with a bound that holds for all searches, and with the demands of all of them."""
     objective = plan.certificate.objective
     least = min(bound, objective)
     certificate = dataclasses.replace(
@@ -171,6 +174,7 @@ def _certified(plan: Plan, bound: float, framework: Framework, *, late: bool) ->
         bound=least,
         gap=(objective - least) / objective if objective else 0.0,
         status=TIME_LIMIT if late else plan.certificate.status,
+        demands={**recorded(demands), FRAMEWORK: framework.name},
     )
     note = f"searched among layouts that {framework.title} has settings for (planner export --to {framework.name})"
     return dataclasses.replace(plan, certificate=certificate, notes=(*plan.notes, note))

@@ -26,12 +26,14 @@ _EMBEDDINGS = frozenset(("aten.embedding.default", "meshwright.embedding.default
 
 @dataclass(frozen=True)
 class TensorLayer:
-    """One module with a matrix and its role; ``gathered``: its cut output is gathered at once."""
+    """One module with a matrix and its role; ``gathered``: its cut output is gathered at once; ``rows``: of an
+    embedding's matrix, of which rows are picked; else 0."""
 
     module: str
     role: TensorRole
     gathered: bool = False
     is_head: bool = False
+    rows: int = 0
 
     @property
     def pattern(self) -> str:
@@ -207,7 +209,8 @@ class PlanFacts:
             if weight is not None and len(weight.shape) == 2:
                 role = _role(node, shard_dim(weight.placement[place]), place)
                 is_head = role != "vocabulary" and not self._in_block(module) and node.op not in _EMBEDDINGS
-                layers.append(TensorLayer(module, role, self._is_gathered(key), is_head))
+                rows = weight.shape[0] if node.op in _EMBEDDINGS else 0
+                layers.append(TensorLayer(module, role, self._is_gathered(key), is_head, rows))
         return tuple(layers)
 
     def activations_converted(self, axis: str, collective: str) -> tuple[ConversionPlan, ...]:

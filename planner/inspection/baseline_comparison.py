@@ -12,7 +12,7 @@ from cost_models.step_time import step_memory
 from passes.ir.graph import Graph
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes, format_seconds, format_table
-from planner.inspection.plan_graph import graph_of_plan
+from planner.inspection.plan_graph import graph_of_plan, library_model
 from planner.whole_step.candidates.demands import NEVER, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import (
     BASELINES,
@@ -82,11 +82,11 @@ def compare(
 
 def compare_saved(plan: Plan, names: Sequence[str], *, model: Any = None) -> tuple[ComparedLayout, ...]:
     """``compare`` for a plan from a file; ``model`` and errors besides as ``graph_of_plan``."""
-    from planner.library import config_names, load_config
+    from planner.planning import config_of
 
     check_names(names)
-    named = plan.config_name in config_names()
-    config = load_config(plan.config_name) if named and needs_config(names) else None
+    source = library_model(plan) if model is None else model
+    config = config_of(source) if needs_config(names) else None
     with graph_of_plan(plan, model) as graph:
         return compare(plan, graph, names, config=config)
 

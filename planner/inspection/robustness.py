@@ -30,7 +30,7 @@ from planner.inspection.nearest_lead import MAX_SEARCHES, nearest_lead
 from planner.inspection.plan_graph import graph_of_plan
 from planner.solvers.collection import no_collection
 from planner.whole_step.best_first import Search
-from planner.whole_step.candidates.demands import NEVER, Demands, read_demands
+from planner.whole_step.candidates.demands import FRAMEWORK, NEVER, Demands, read_demands
 from planner.whole_step.candidates.expert_layouts import CappedSearch
 from planner.whole_step.candidates.training_options import TrainingOptions
 from planner.whole_step.costs.fusion import fuse
@@ -97,7 +97,7 @@ def robustness(
             ``planner.inspection.nearest_lead.MAX_SEARCHES`` in each direction, mostly two to four.
 
     Raises:
-        ValueError: for a plan on a given mesh, or as ``graph_of_plan``.
+        ValueError: for a plan on a given mesh, one within what a framework can say, or as ``graph_of_plan``.
 
     Example:
         >>> print(robustness_table(robustness(Plan.load("plan.json"))))
@@ -105,6 +105,11 @@ def robustness(
     if not plan.step.decides_units:
         raise ValueError(
             "the plan is on a given mesh, where nothing but shardings was searched: plan a whole step (without --mesh)"
+        )
+    if FRAMEWORK in plan.certificate.demands:
+        raise ValueError(
+            f"the plan is the best that {plan.certificate.demands[FRAMEWORK]} can say, and others win at once: plan "
+            "without --for (framework=)"
         )
     cluster = Cluster.from_dict(dict(plan.cluster))
     refuse_unequal(cluster, "robustness")

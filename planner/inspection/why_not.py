@@ -62,7 +62,8 @@ def why_not(
     """
     from cost_models import Cluster
     from planner.planning import plan as search_again
-    from planner.whole_step.candidates.demands import read_demands
+    from planner.whole_step.candidates.demands import FRAMEWORK, read_demands
+    from planner.whole_step.candidates.no_plan import NoPlan
 
     changed = {"memory_limit": memory_limit, "seq_len": seq_len, "global_batch": global_batch, "cluster": cluster}
     changed = {name: value for name, value in changed.items() if value is not None}
@@ -94,7 +95,7 @@ def why_not(
             dtype=float_dtype(plan) if model is None else None,
             fix=wish,
             forbid=without,
-            constraints=plan.constraints,
+            constraints=plan.constraints or None,
             memory_limit=demands.get("memory_limit") if memory_limit is None else memory_limit,
             headroom=step.headroom,
             optimizer=step.optimizer,
@@ -103,9 +104,10 @@ def why_not(
             offload=step.offload or "never",
             fuse=plan.fusion is not None,
             time_limit=time_limit,
+            framework=demands.get(FRAMEWORK),
         )
-    except ValueError as error:
-        if not str(error).startswith("no plan"):
+    except NoPlan as error:
+        if not error.proved:
             raise
         return WhyNot(None, None, f"It cannot be: {error}")
     if seq_len is None and global_batch is None:

@@ -61,18 +61,23 @@ def batch_fields(model_or_config: Any, *, batch_size: int, seq_len: int | None) 
     return _FIELDS[tasks.task_of(name)](config, batch_size, seq_len)
 
 
-def _tokens(config: Any, batch_size: int, seq_len: int | None) -> Field:
+def check_positions(config: Any, length: int, what: str) -> None:
+    """Raise ValueError for more tokens than a model with learned positions has; ``what`` they are, in words."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     if longest is not None and config.model_type in POSITIONS_AFTER_PADDING:
         longest -= (config.pad_token_id or 0) + 1
+    if longest is not None and length > longest and not getattr(text, "rope_parameters", None):
+        raise ValueError(f"{what} {length} is more than the {longest} positions that the model has")
+
+
+def _tokens(config: Any, batch_size: int, seq_len: int | None) -> Field:
     if seq_len is None:
         raise ValueError("seq_len is missing: give the number of tokens of each sample")
     if seq_len < 2:
         raise ValueError(f"seq_len must be at least 2, got {seq_len}")
-    if longest is not None and seq_len > longest and not getattr(text, "rope_parameters", None):
-        raise ValueError(f"seq_len {seq_len} is more than the {longest} positions that the model has")
-    return Field((batch_size, seq_len), text.vocab_size)
+    check_positions(config, seq_len, "seq_len")
+    return Field((batch_size, seq_len), config.get_text_config().vocab_size)
 
 
 def _language(config: Any, batch_size: int, seq_len: int | None) -> Fields:

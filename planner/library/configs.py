@@ -75,6 +75,11 @@ def config_file(name: str) -> Path:
         return path / "config.json"
     if path.is_file():
         return path
+    if ":" in name or path.suffix == ".py":
+        raise ValueError(
+            f"unknown model {name!r}: models are named by configs here; one that is Python is planned from Python, "
+            "planner.plan(module, cluster, example_inputs=…)"
+        )
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     raise ValueError(

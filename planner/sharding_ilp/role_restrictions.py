@@ -36,11 +36,13 @@ PRODUCTS = frozenset(f"aten.{name}" for name in ("linear", "addmm", "mm", "matmu
 
 @dataclass(frozen=True)
 class Baseline:
-    """``tensor``: one axis follows the roles of the layers; ``shards``: parameters are stored in shards."""
+    """``tensor``: one axis follows the roles of the layers; ``shards``: parameters are stored in shards;
+    ``vocabulary``: the input's embedding is cut along it; ``cut_logits``: logits stay cut up to the loss."""
 
     tensor: bool = False
     shards: bool = False
     vocabulary: bool = False
+    cut_logits: bool = False
 
 
 BASELINES: Mapping[str, Baseline] = {
@@ -116,6 +118,8 @@ def restrict(problem: Problem, baseline: Baseline, role_of: Mapping[str, Role]) 
             for axis in batch:
                 _demand(constraint, name, element, _stored(axis, shards=baseline.shards))
     if tensor is not None and mesh.sizes[tensor] > 1:
+        if baseline.cut_logits:
+            _keep_logits_cut(problem, constraint, role_of, tensor)
         _store_as_used(problem, constraint, role_of, tensor, baseline)
     return [constraint]
 
@@ -161,8 +165,11 @@ def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline:
     types_of_role = {"column": (last,), "row": (P,), "embedding": (I,) if baseline.vocabulary else (I, R)}
     if role is None:
         return None
-    weights = [i for i, name in enumerate(node.inputs) if len(_value_shape(problem, name)) == 2]
-    weight = 0 if role == "embedding" else next((i for i in weights if _is_parameter(problem, node, i)), None)
+    if role == "embedding":
+        weight: int | None = 1 - EMBEDDINGS[base_name(node.op)]
+    else:
+        matrices = [i for i, name in enumerate(node.inputs) if len(_value_shape(problem, name)) == 2]
+        weight = next((i for i in matrices if _is_parameter(problem, node, i)), None)
     if weight is None:
         return None
     cut = role != "embedding" or baseline.vocabulary
@@ -173,6 +180,38 @@ def _plays(problem: Problem, node: Node, role: Role | None, axis: int, baseline:
         return sharded == cut and (option.outputs[0][axis] in types_of_role[role] or (role == "embedding" and cut))
 
     return allowed
+
+
+def _keep_logits_cut(problem: Problem, constraint: Constraint, role_of: Mapping[str, Role], axis: int) -> None:
+    """Whatever takes the output of a column layer that no row layer ends takes it cut in its last dim."""
+    logits = _logits(problem.graph, role_of)
+    for name, element in problem.elements.items():
+        for place, value in enumerate(element.node.inputs if element.kind == "op" and element.node else ()):
+            if value in logits:
+                _demand(constraint, name, element, _takes(place, axis, shard(logits[value])))
+
+
+def _logits(graph: Graph, role_of: Mapping[str, Role]) -> dict[str, int]:
+    """Outputs of column layers that no row layer ends, and what keeps their last dim; by name that dim's place."""
+    ended: set[str] = set()
+    for node in reversed(graph.nodes):
+        role = role_of.get(node.name)
+        if role == "row" or (role is None and any(value.name in ended for value in node.outputs)):
+            ended.update(node.inputs)
+    sizes: dict[str, int] = {}
+    for node in graph.nodes:
+        role = role_of.get(node.name)
+        if role == "column" and node.output.name not in ended:
+            sizes[node.output.name] = node.output.shape[-1]
+        elif role is None:
+            taken = {sizes[name] for name in node.inputs if name in sizes}
+            kept = [value for value in node.outputs if value.shape and value.shape[-1] in taken]
+            sizes.update((value.name, value.shape[-1]) for value in kept)
+    return {name: len(graph.values[name].shape) - 1 for name in sizes}
+
+
+def _takes(place: int, axis: int, spmd_type: SpmdType) -> Filter:
+    return lambda option: option.inputs[place][axis] == spmd_type
 
 
 def _value_shape(problem: Problem, name: str) -> tuple[int, ...]:

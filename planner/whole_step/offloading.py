@@ -12,6 +12,7 @@ from passes.plan.text_tables import format_bytes
 from planner.pipeline_ilp.stage_problem import as_step
 from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.demands import AUTO, NEVER, Demands
+from planner.whole_step.candidates.no_plan import NoPlan
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import memory_by_rank, with_bound
 
@@ -108,11 +109,11 @@ def with_divided_state(demands: Demands) -> Demands | None:
     return dataclasses.replace(demands, forbidden={**demands.forbidden, "zero": without})
 
 
-def host_too_small(search: Search, outcome: Outcome) -> ValueError:
+def host_too_small(search: Search, outcome: Outcome) -> NoPlan:
     """The error for solutions that fit on the devices, but not on the hosts."""
     cluster = search.cluster
     assert cluster.host is not None
-    return ValueError(
+    return NoPlan(
         f"no plan fits in the hosts' memory: optimizer state takes {format_bytes(outcome.host_bytes)} on the fullest "
         f"host at least, of whose {format_bytes(cluster.host.memory_bytes)} a plan may take "
         f"{format_bytes(room_on_host(search))}. What would help, each by itself: more nodes; an optimizer with less "

@@ -8,7 +8,13 @@ from typing import Any
 from cost_models.simulator import StepReport
 from passes.plan import Plan
 from passes.plan.text_tables import format_bytes
-from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure, with_legend_below
+from planner.inspection.html_report.report_section import (
+    COLOURS,
+    ReportSection,
+    plain_figure,
+    with_legend_below,
+    with_short_seconds,
+)
 from planner.inspection.memory_curves import PARTS, MemoryCurve, memory_curves
 
 _GIB = 2.0**30
@@ -79,7 +85,7 @@ def _chart(plan: Plan, source: Any, most: float) -> Any:
         limits = sorted({device.memory_limit / _GIB for device in plan.step.stage_devices} or {limit})
         chart.hspan(y=limits, line_dash="dashed", line_color=COLOURS["red"])
         chart.y_range.start, chart.y_range.end = 0.0, 1.05 * max(limit, most / _GIB)
-    return with_legend_below(chart)
+    return with_legend_below(with_short_seconds(chart))
 
 
 def _shown(curve: MemoryCurve) -> list[int]:

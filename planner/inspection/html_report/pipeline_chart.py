@@ -8,7 +8,13 @@ from typing import Any
 from cost_models.simulator import Event, StepReport
 from passes.plan import Plan
 from passes.plan.text_tables import format_seconds
-from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure, with_legend_below
+from planner.inspection.html_report.report_section import (
+    COLOURS,
+    ReportSection,
+    plain_figure,
+    with_legend_below,
+    with_short_seconds,
+)
 
 #: First letters of an event's label → what it is, and its colour. Zero-bubble schedules split backward into I and W.
 KINDS = {
@@ -22,6 +28,9 @@ _COMMUNICATION = ("gathers and reductions", COLOURS["orange"])
 _RECEIVE = ("receiving", COLOURS["red"])
 #: Where in a rank's row each stream lies: (bottom, top) of a row of height 1.
 _LANES = {"compute": (0.35, 0.95), "receive": (0.35, 0.95), "communication": (0.08, 0.3)}
+
+#: Pixels that the legend takes below the chart.
+LEGEND_HEIGHT = 80
 
 
 def pipeline_section(plan: Plan, report: StepReport) -> ReportSection:
@@ -78,7 +87,7 @@ def _chart(report: StepReport) -> Any:
     events = list(joined(report.timeline or ()))
     num_ranks = len(report.ranks)
     chart = plain_figure(
-        height=max(160, min(640, 28 * num_ranks + 90)),
+        height=LEGEND_HEIGHT + max(130, min(640, 28 * num_ranks + 90)),
         x_range=Range1d(start=0.0, end=report.seconds, bounds=(0.0, report.seconds)),
         y_range=Range1d(start=num_ranks, end=0.0),
         x_axis_label="seconds",
@@ -108,4 +117,4 @@ def _chart(report: StepReport) -> Any:
             "left", "right", "top", "bottom", source=source, fill_color=colour, line_color=None, legend_label=name
         )
     chart.add_tools(HoverTool(tooltips=[("", "@label"), ("takes", "@seconds"), ("from", "@left s")]))
-    return with_legend_below(chart)
+    return with_legend_below(with_short_seconds(chart))

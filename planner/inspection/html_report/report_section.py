@@ -48,6 +48,13 @@ def plain_figure(**options: Any) -> Any:
     return chart
 
 
+def with_short_seconds(chart: Any) -> Any:
+    """``chart`` with few marks on its axis of seconds, without powers of ten: a phone has room for them."""
+    chart.xaxis.ticker.desired_num_ticks = 4
+    chart.xaxis.formatter.use_scientific = False
+    return chart
+
+
 def with_legend_below(chart: Any, *, columns: int = 2) -> Any:
     """``chart`` with its legend under it, in so many columns that a narrow screen has room for them."""
     chart.add_layout(chart.legend[0], "below")

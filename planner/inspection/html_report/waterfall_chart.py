@@ -9,7 +9,7 @@ from typing import Any
 from cost_models.simulator import StepReport
 from passes.plan import Plan
 from passes.plan.text_tables import format_seconds
-from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure
+from planner.inspection.html_report.report_section import COLOURS, ReportSection, plain_figure, with_short_seconds
 from planner.inspection.time_waterfall import WaterfallBar, busiest_rank, waterfall
 
 #: Characters of a line of a bar's name, so that a phone has room beside the names.
@@ -55,7 +55,7 @@ def _chart(bars: tuple[WaterfallBar, ...], total: float) -> Any:
     )
     chart.hbar(y="name", left="left", right="right", height=0.7, fill_color="colour", line_color=None, source=source)
     chart.add_tools(HoverTool(tooltips=[("", "@name"), ("seconds", "@seconds")]))
-    return chart
+    return with_short_seconds(chart)
 
 
 def _share(part: float, whole: float) -> str:

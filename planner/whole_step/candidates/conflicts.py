@@ -64,6 +64,8 @@ def _reasons(search: Search, names: Collection[str]) -> list[str]:
     sizes = search.demands.fixed.get(next(iter(names)), frozenset()) if len(names) == 1 else frozenset()
     divides = bool(sizes) and not any(search.cluster.num_devices % size for size in sizes if isinstance(size, int))
     rules = [(about, text) for about, text in _RULES if about & set(names) and not (divides and about == _RULES[0][0])]
+    if ZERO_RANKS not in names:
+        rules = [(about, text) for about, text in rules if ZERO_RANKS not in about]
     return [text for about, text in rules if about >= set(names)] or [text for _, text in rules]
 
 

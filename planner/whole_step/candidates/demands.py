@@ -28,6 +28,8 @@ CHOICES: Mapping[str, Collection[Any] | None] = {
     "zero": ZERO_STAGES,
     ZERO_RANKS: None,
 }
+#: What a certificate calls the framework whose layouts alone were searched, among its demands.
+FRAMEWORK = "framework"
 #: Chunks on each rank that interleaved schedules are tried with, unless the user says.
 CHUNKS_PER_RANK = (2, 3, 4, 5, 6, 8)
 
@@ -182,6 +184,10 @@ def read_demands(
         if values is not None and not demands.among(name, values):
             listed = ", ".join(map(str, values))
             raise ValueError(f"fix and forbid leave no value of {name!r}: of {listed} all are forbidden")
+    if demands.fixed.get("zero") == {0} and 0 not in demands.fixed.get(ZERO_RANKS, {0}):
+        raise ValueError(
+            "fix says zero=0, which divides nothing, and zero_ranks, over which it divides: drop one of them"
+        )
     return demands
 
 

@@ -12,6 +12,7 @@ from planner.whole_step.best_first import Search
 from planner.whole_step.candidates.conflicts import conflict
 from planner.whole_step.candidates.mixed_samples import mixed_samples
 from planner.whole_step.candidates.nearest_feasible import Closest, Looks, closest, size_text
+from planner.whole_step.candidates.no_plan import NoPlan
 from planner.whole_step.candidates.relaxations import relaxations
 from planner.whole_step.result.outcome import Outcome, StepSolution
 from planner.whole_step.result.plan_of_solution import memory_by_rank
@@ -27,45 +28,47 @@ _PARTS = {
 }
 
 
-def infeasible(search: Search, outcome: Outcome) -> ValueError:
+def infeasible(search: Search, outcome: Outcome) -> NoPlan:
     """The error for a search that found nothing."""
     contradiction = conflict(search)
     if contradiction is not None:
-        return ValueError(contradiction)
+        return NoPlan(contradiction)
     if outcome.status == TIME_LIMIT:
-        return ValueError(
+        return NoPlan(
             f"no plan was found within time_limit = {search.time_limit:g} s, {outcome.counts['solved']} of "
-            f"{outcome.counts['enumerated']} candidates solved: give more time"
+            f"{outcome.counts['enumerated']} candidates solved: give more time",
+            proved=False,
         )
     if outcome.status == EFFORT_LIMIT:
-        return ValueError(
+        return NoPlan(
             f"no plan was found with max_programs = {search.max_programs:g}, {outcome.counts['solved']} of "
-            f"{outcome.counts['enumerated']} candidates solved: allow more programs"
+            f"{outcome.counts['enumerated']} candidates solved: allow more programs",
+            proved=False,
         )
     looks = Looks(LOOKS)
     nearest = closest(search, looks=looks)
     if nearest is None:
-        return ValueError(
+        return NoPlan(
             f"no way to divide batch, sequence and tensors over {search.cluster.num_devices} devices meets the "
             "demands: loosen fix, forbid or constraints, or take another number of devices"
         )
     helpful = "; or ".join(relaxations(search, nearest, looks=looks))
-    return ValueError(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
+    return NoPlan(f"{_what_is_missing(search, nearest)}. What would help, each by itself: {helpful}")
 
 
-def infeasible_on_unequal(cluster: Cluster, outcomes: Sequence[Outcome]) -> ValueError:
+def infeasible_on_unequal(cluster: Cluster, outcomes: Sequence[Outcome]) -> NoPlan:
     """The error for searches on unequal devices, in every order, that found nothing."""
     stopped = [outcome.status for outcome in outcomes if outcome.status in STOPPED]
     shortfalls = [(missing, str(each)) for outcome in outcomes for each, missing in outcome.shortfalls.items()]
     if stopped:
-        return ValueError(f"no plan was found on {cluster.name!r} before the {stopped[0]}: allow more")
+        return NoPlan(f"no plan was found on {cluster.name!r} before the {stopped[0]}: allow more", proved=False)
     if not shortfalls:
-        return ValueError(
+        return NoPlan(
             f"no way to divide batch, sequence and tensors over the {cluster.num_devices} unequal devices of "
             f"{cluster.name!r} meets the demands: loosen fix, forbid or constraints"
         )
     missing, candidate = min(shortfalls)
-    return ValueError(
+    return NoPlan(
         f"no plan fits in the memory of the unequal devices of {cluster.name!r}: {candidate} comes closest, and lacks "
         f"at least {size_text(missing)} on one of them; allow recompute=full and zero=3, smaller micro-batches, or "
         "take more devices"

@@ -63,8 +63,8 @@ class TensorRoles:
 
 
 def megatron_roles(graph: Graph) -> TensorRoles:
-    """Column and row layers in turn, vocabulary split, sequence parallelism (Shoeybi et al. 2019)."""
-    return TensorRoles(roles(graph), Baseline(tensor=True, vocabulary=True), sequence=True)
+    """Column and row layers in turn, vocabulary split up to the loss, sequence parallelism (Shoeybi et al. 2019)."""
+    return TensorRoles(roles(graph), Baseline(tensor=True, vocabulary=True, cut_logits=True), sequence=True)
 
 
 def redco_roles(graph: Graph) -> TensorRoles:

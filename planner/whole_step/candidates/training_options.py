@@ -10,6 +10,8 @@ from passes.plan.step_plan import CHUNKED_LOSS
 
 #: ZeRO stages (Rajbhandari et al. 2020): what is divided over the devices that hold the same parameters.
 ZERO_STAGES = (0, 1, 2, 3)
+#: Dtypes that gradients can be summed in: torch adds nothing in 8 bits, and integers are none.
+GRADIENT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 #: Recompute policies in the order of what they keep; the last is of units that compute the loss alone.
 POLICIES = ("none", "regather", "selective", "full", CHUNKED_LOSS)
 
@@ -30,8 +32,10 @@ class TrainingOptions:
         """Raises ValueError for an optimizer or dtype that nothing is known of."""
         if self.optimizer not in OPTIMIZER_MOMENTS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}: expected one of {', '.join(OPTIMIZER_MOMENTS)}")
-        if self.gradient_dtype is not None:
-            item_size(self.gradient_dtype)
+        if self.gradient_dtype not in (None, *GRADIENT_DTYPES):
+            raise ValueError(
+                f"unknown gradient_dtype {self.gradient_dtype!r}: gradients are summed in {', '.join(GRADIENT_DTYPES)}"
+            )
 
     def gradients(self, dtype: str) -> str:
         if self.gradient_dtype is not None:
