@@ -44,7 +44,7 @@ FRAMEWORKS = {
             *("trainer/optimization/test_manual_optimization.py", "trainer/optimization/test_optimizers.py"),
             *("trainer/optimization/test_multiple_optimizers.py", "trainer/optimization/test_backward_calls.py"),
             *("loops/test_training_loop.py", "loops/test_training_loop_flow_scalar.py"),
-            *("callbacks/test_early_stopping.py", "checkpointing/test_trainer_checkpoint.py"),
+            "checkpointing/test_trainer_checkpoint.py",
         ),
         "tests/tests_pytorch",
     ),
