@@ -61,6 +61,7 @@ REASONS = (
     (r"DataLoaderDispatcher", "every process reads all samples: no loader sends batches from the first process"),
     (r"cannot be pickled", "refused: a parallel module is one rank's part, and is saved by `save_pretrained`"),
     (r"hf_device_map|8bit_cpu_offload", "no quantised model is looked at: that one's device map is of no account"),
+    (r"holds the parameters of the model that was given", "refused: the optimizer was made before the plan"),
     (r"LBFGS makes one vector", "refused: LBFGS makes one vector of all parameters, which shards do not form"),
     (r"test_free_memory", "the test measures the free memory of the whole machine"),
     (r"keeps the dtypes and the device", "refused: a planned model is evaluated in the dtype that it is planned for"),
