@@ -1,8 +1,9 @@
-"""transformers' own training tests, run with its ``Trainer`` and with ours in its place.
+"""Training tests of transformers, accelerate and Lightning, run with their own class and with ours in its place.
 
-    python -m benchmarks.framework_suites CHECKOUT [TEST_FILE…] [--markdown benchmarks/results/framework_suites.md]
+    python -m benchmarks.framework_suites CHECKOUT [TEST_FILE…] [--framework transformers]
+        [--markdown benchmarks/results/framework_suites.md]
 
-CHECKOUT is a folder with transformers' repository, which need not be of the version that is installed. Nothing is
+CHECKOUT is a folder with the framework's repository, which need not be of the version that is installed. Nothing is
 downloaded and no GPU is used: tests that want either are skipped, or fail with both classes, and do not count.
 """
 
@@ -20,8 +21,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_FILES = ("tests/trainer/test_trainer.py",)
-#: Seconds after which one test, and one run of all, are stopped.
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A framework: the class that ours stands in for, in words, its tests, and the folder in which pytest starts."""
+
+    swapped: str
+    files: tuple[str, ...]
+    folder: str = "."
+
+
+FRAMEWORKS = {
+    "transformers": Framework("`Trainer`", ("tests/trainer/test_trainer.py",)),
+    "accelerate": Framework(
+        "`Accelerator`",
+        tuple(f"tests/test_{name}.py" for name in ("accelerator", "state_checkpointing", "optimizer", "scheduler")),
+    ),
+    "lightning": Framework(
+        "strategy for one device",
+        (
+            *("trainer/optimization/test_manual_optimization.py", "trainer/optimization/test_optimizers.py"),
+            *("trainer/optimization/test_multiple_optimizers.py", "trainer/optimization/test_backward_calls.py"),
+            *("loops/test_training_loop.py", "loops/test_training_loop_flow_scalar.py"),
+            "checkpointing/test_trainer_checkpoint.py",
+        ),
+        "tests/tests_pytorch",
+    ),
+}
+#: Seconds after which one test is stopped, if nothing else is said, and those after which one run of all is.
 PATIENCE, PATIENCE_OF_ALL = 60, 3600
 #: What a failure's message, or the test's name, has in it → why ours differs.
 REASONS = (
@@ -29,8 +57,14 @@ REASONS = (
     (r"aten\.allclose", "the test compares parameters by `torch.allclose`, which DTensors lack"),
     (r"forward draws from Python's random", "refused: the model's forward draws from Python's random"),
     (r"data_order", "the model replaces a buffer by a longer one in each forward"),
+    (r"assert 'random' == 'Linear'", "the test goes on with the model that it has handed over, not with what it gets"),
+    (r"DataLoaderDispatcher", "every process reads all samples: no loader sends batches from the first process"),
+    (r"cannot be pickled", "refused: a parallel module is one rank's part, and is saved by `save_pretrained`"),
+    (r"hf_device_map|8bit_cpu_offload", "no quantised model is looked at: that one's device map is of no account"),
+    (r"holds the parameters of the model that was given", "refused: the optimizer was made before the plan"),
+    (r"LBFGS makes one vector", "refused: LBFGS makes one vector of all parameters, which shards do not form"),
+    (r"test_free_memory", "the test measures the free memory of the whole machine"),
     (r"keeps the dtypes and the device", "refused: a planned model is evaluated in the dtype that it is planned for"),
-    (r"test_save|resume_from_checkpoint_false", "the test wants `optimizer.pt`; ours are files that any mesh reads"),
 )  # fmt: skip
 
 
@@ -42,8 +76,10 @@ class SuiteOutcome:
     message: str
 
 
-def run_suite(checkout: Path, files: Sequence[str], *, swapped: bool) -> dict[str, SuiteOutcome]:
-    """Outcomes by test; ``swapped`` is whether our classes stand in for transformers'.
+def run_suite(
+    checkout: Path, files: Sequence[str], *, framework: str, swapped: bool, patience: int = PATIENCE
+) -> dict[str, SuiteOutcome]:
+    """Outcomes by test; ``swapped`` is whether our classes stand in for the framework's.
 
     Raises:
         ValueError: if no test ran.
@@ -51,22 +87,28 @@ def run_suite(checkout: Path, files: Sequence[str], *, swapped: bool) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         outcomes = Path(folder) / "outcomes.jsonl"
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "SUITE_OUTCOMES": str(outcomes), "SUITE_SWAPPED": str(int(swapped)),
+            **os.environ, "PYTHONPATH": str(ROOT), "SUITE_OUTCOMES": str(outcomes),
+            "SUITE_FRAMEWORK": framework, "SUITE_SWAPPED": str(int(swapped)),
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.framework_suites_plugin", "--tb=short",
-                   "-p", "no:cacheprovider", "--timeout", str(PATIENCE), *files]  # fmt: skip
-        completed = subprocess.run(
-            command, cwd=checkout, env=environment, text=True, capture_output=True, timeout=PATIENCE_OF_ALL, check=False
-        )
+                   "-p", "no:cacheprovider", "--timeout", str(patience)]  # fmt: skip
+        said = [_pytest_says([*command, file], checkout / FRAMEWORKS[framework].folder, environment) for file in files]
         if not outcomes.exists():
             raise ValueError(
-                f"no test of {', '.join(files)} ran: give the folder of transformers' repository and install what its "
-                f"tests import (pytest-timeout, datasets, parameterized, …). pytest said:\n{completed.stdout[-2000:]}"
-                f"{completed.stderr[-2000:]}"
+                f"no test of {', '.join(files)} ran: give the folder of {framework}'s repository and install what its "
+                f"tests import (pytest-timeout, datasets, parameterized, …). pytest said:\n{said[0]}"
             )
         lines = [json.loads(line) for line in outcomes.read_text(encoding="utf-8").splitlines()]
     return {line["test"]: SuiteOutcome(line["outcome"], line["message"]) for line in lines}
+
+
+def _pytest_says(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """The end of what a process of its own for one file writes; tests that are launched inherit no process group."""
+    completed = subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=PATIENCE_OF_ALL, check=False
+    )
+    return f"{completed.stdout[-2000:]}{completed.stderr[-2000:]}"
 
 
 def reason(test: str, outcome: SuiteOutcome) -> str:
@@ -78,7 +120,7 @@ def reason(test: str, outcome: SuiteOutcome) -> str:
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "…/", message)[:160] or outcome.outcome
 
 
-def page(stock: Mapping[str, SuiteOutcome], ours: Mapping[str, SuiteOutcome]) -> str:
+def page(framework: str, stock: Mapping[str, SuiteOutcome], ours: Mapping[str, SuiteOutcome]) -> str:
     """A table of counts by file, and one of failures by reason."""
     passing = [test for test, outcome in stock.items() if outcome.outcome == "passed"]
     counts = {}
@@ -97,11 +139,11 @@ def page(stock: Mapping[str, SuiteOutcome], ours: Mapping[str, SuiteOutcome]) ->
     lines = [
         "# Test suites of training frameworks",
         "",
-        "`python -m benchmarks.framework_suites CHECKOUT --markdown PATH`: transformers' own tests on one process",
-        "without network and GPU, with its `Trainer` and with ours in its place. What fails with its own",
-        "(most want a download) says nothing about ours.",
+        f"`python -m benchmarks.framework_suites CHECKOUT --framework {framework} --markdown PATH`: {framework}'s own",
+        f"tests on one process without network and GPU, with its {FRAMEWORKS[framework].swapped} and with ours in its",
+        "place. What fails with its own (most want a download) says nothing about ours.",
         "",
-        "| file | skipped | run | pass with transformers' | of these pass with ours |",
+        f"| file | skipped | run | pass with {framework}'s | of these pass with ours |",
         "|---|---|---|---|---|",
         *(f"| {file} | {' | '.join(map(str, row))} |" for file, row in counts.items()),
         "",
@@ -123,11 +165,18 @@ def _outcome(outcomes: Mapping[str, SuiteOutcome], test: str) -> SuiteOutcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("files", nargs="*", default=TEST_FILES)
+    parser.add_argument("files", nargs="*", help="in the folder in which its tests are started")
+    parser.add_argument("--framework", choices=sorted(FRAMEWORKS), default="transformers")
+    parser.add_argument("--patience", type=int, default=PATIENCE, help="seconds after which a test is stopped")
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
-    stock, ours = (run_suite(options.checkout, options.files, swapped=swapped) for swapped in (False, True))
-    text = page(stock, ours)
+    name = options.framework
+    files = options.files or FRAMEWORKS[name].files
+    stock, ours = (
+        run_suite(options.checkout, files, framework=name, swapped=swapped, patience=options.patience)
+        for swapped in (False, True)
+    )
+    text = page(name, stock, ours)
     print(text)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")

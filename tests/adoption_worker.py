@@ -15,7 +15,7 @@ import planner
 from planner.verification.verify_model import slow_devices
 from runtime.mesh.communication_counter import CommunicationCounter
 from tests.ranks import answer, task
-from tests.small_models import TiedClassifier, seeded, token_batch
+from tests.small_models import Mlp, TiedClassifier, seeded, token_batch
 
 
 def difference(actual: Any, expected: Any) -> float:
@@ -146,12 +146,31 @@ def the_first_train_step_may_plan_a_pipeline() -> float:
     return max(*losses, weights_apart(parallel, model))
 
 
+def gradients_in_evaluation_mode() -> float:
+    """Of outputs that are no loss, under a plan that was made in training mode; and once it is left by hand."""
+    model, parallel = seeded(Mlp), planner.compile(seeded(Mlp), fix={"dp": 2})
+    x = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(8, 16)
+    apart = []
+    for mode in (True, False, True):
+        for module in (model, parallel):
+            module.eval()
+            for one in module.modules():
+                one.training = mode  # as Lightning does after an evaluation
+            module.zero_grad()
+            module(x).square().mean().backward()
+        assert parallel.original.training == mode
+        gradients = parallel.full_gradients()
+        apart += [difference(gradients[name], one.grad) for name, one in model.named_parameters()]
+    return max(apart)
+
+
 SCENARIOS: tuple[Callable[[], float], ...] = (
     a_loop_by_hand_changes_one_line,
     a_batch_that_ranks_cannot_share_counts_once,
     gradients_reach_what_made_an_input,
     weights_that_are_made_first_are_reduced_once,
     the_first_train_step_may_plan_a_pipeline,
+    gradients_in_evaluation_mode,
 )
 
 if __name__ == "__main__":

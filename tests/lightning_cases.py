@@ -8,7 +8,9 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from planner.integrations.lightning import Strategy
 from tests.hugging_face_cases import BATCH, llama, samples
@@ -19,6 +21,7 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.model = llama()
         self.own_loss = own_loss
+        self.rows = SumMetric()
         self.logged: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -32,8 +35,13 @@ class Language(lightning.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: Any, index: int) -> None:
         loss = self.model(**batch).loss
+        self.rows.update(len(batch["input_ids"]))
         self.log("validation", loss)
         self.logged.append(float(loss))
+
+    def on_validation_epoch_end(self) -> None:
+        self.logged.append(float(self.rows.compute()))
+        self.rows.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -66,4 +74,45 @@ def lightning_script(
     model = Language(own_loss=own_loss)
     loaders = DataLoader(rows[: sizes[0]], batch_size=size, shuffle=True), DataLoader(rows[: sizes[1]], batch_size=size)
     runner.fit(model, *loaders, ckpt_path=resume)
+    return runner
+
+
+class Against(lightning.LightningModule):  # type: ignore[misc]
+    """Two modules with an optimizer each, stepped by hand, each frozen while the other one learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+        self.logged: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        of_maker, of_judge = self.optimizers()
+        for optimizer, loss_of in (
+            (of_judge, lambda: nn.functional.softplus(self.judge(batch)).mean()),
+            (of_judge, lambda: nn.functional.softplus(self.judge(self.maker(batch).detach())).mean()),
+            (of_maker, lambda: nn.functional.softplus(-self.judge(self.maker(batch))).mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            loss = loss_of()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.logged.append(float(loss))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.maker.parameters(), lr=0.1), torch.optim.AdamW(self.judge.parameters(), lr=0.1)
+
+
+def against(strategy: Any, folder: str, *, epochs: int, resume: str | None = None) -> Any:
+    """A trainer that has trained ``Against``."""
+    options = {} if strategy is None else {"strategy": strategy}
+    runner = lightning.Trainer(
+        default_root_dir=folder, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=epochs, **options,
+    )  # fmt: skip
+    rows = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(12, 4)
+    runner.fit(Against(), DataLoader(rows, batch_size=4), ckpt_path=resume)  # type: ignore[arg-type]
     return runner

@@ -65,6 +65,17 @@ def test_a_script_logs_the_same_on_every_mesh(logged: dict[str, Any], folder: Pa
         torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def test_checkpoints_of_several_ranks_go_on_with_transformers_own_trainer(
+    logged: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    """Of data ranks, and of adapters on two stages, whose ranks have parts of the optimizer's state."""
+    resumed = script(transformers.Trainer, str(tmp_path), BATCH, resume=str(folder / "dp" / "checkpoint-2"))
+    close(figures(resumed), logged["dp=2"], 2e-6)
+    adapted = str(folder / "lora" / "checkpoint-2")
+    resumed = script(transformers.Trainer, str(tmp_path), BATCH, model=lora(), sizes=FULL, resume=adapted)
+    close(figures(resumed), logged["lora"], 2e-6)
+
+
 def test_a_script_in_bf16(logged: dict[str, Any], tmp_path: Path) -> None:
     alone = script(transformers.Trainer, str(tmp_path), BATCH, sizes=FULL, changes={**ONCE, "bf16": True})
     close(logged["bf16"], figures(alone), 1e-2)

@@ -8,35 +8,56 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import TrainingArguments
 
 import planner
 from planner.integrations import transformers as hf
 from tests.checkpoint_cases import StockTraining, compiled, two_groups
+from tests.hugging_face_cases import llama
 
 
-def test_transformers_own_checkpoint_goes_on_under_a_plan(tmp_path: Path) -> None:
-    """Weights after three steps, the first of them by transformers' Trainer: as if all were."""
+def trained(kind: Any, folder: Path, optimizer: str, *, resume: Path | None = None, **options: Any) -> Any:
+    """State after three steps, each of which has a checkpoint."""
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(96).reshape(12, 8) * 7 % 32]
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=3, save_steps=1, learning_rate=1e-2, optim=optimizer,
+        adam_epsilon=1e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_total_limit=5,
+    )  # fmt: skip
+    trainer = kind(llama(), arguments, train_dataset=rows, **options)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume / "checkpoint-1"))
+    return getattr(trainer.model, "full_state_dict", trainer.model.state_dict)()
 
-    def trained(kind: Any, folder: str, **options: Any) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        config = GPT2Config(
-            vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-        samples = [{"input_ids": row, "labels": row} for row in torch.arange(96).reshape(12, 8) * 7 % 32]
-        arguments = TrainingArguments(
-            str(tmp_path / folder), per_device_train_batch_size=4, max_steps=3, save_steps=1, learning_rate=1e-2,
-            adam_epsilon=1e-3, report_to=[], use_cpu=True, disable_tqdm=True, save_total_limit=5,
-        )  # fmt: skip
-        trainer = kind(GPT2LMHeadModel(config), arguments, train_dataset=samples)
-        trainer.train(**options)
-        state: dict[str, torch.Tensor] = getattr(trainer.model, "full_state_dict", trainer.model.state_dict)()
-        return state
 
-    expected = trained(transformers.Trainer, "stock")
-    resumed = trained(hf.Trainer, "ours", resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-1"))
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor"])  # the latter keeps statistics of rows and columns
+def test_transformers_checkpoints_go_on_under_a_plan_and_ours_without(optimizer: str, tmp_path: Path) -> None:
+    """Weights after three steps, the first of them by the other Trainer: as if all were by one."""
+    expected = trained(transformers.Trainer, tmp_path / "stock", optimizer)
+    ours = trained(hf.Trainer, tmp_path / "ours", optimizer, resume=tmp_path / "stock")
+    trained(hf.Trainer, tmp_path / "whole", optimizer)
+    stock = trained(transformers.Trainer, tmp_path / "again", optimizer, resume=tmp_path / "whole")
     for name, weight in expected.items():
-        torch.testing.assert_close(resumed[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(stock[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_checkpoints_without_a_stock_state_are_refused_by_transformers(tmp_path: Path) -> None:
+    trained(hf.Trainer, tmp_path / "ours", "adamw_torch", stock_state=False)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        trained(transformers.Trainer, tmp_path / "stock", "adamw_torch", resume=tmp_path / "ours")
+
+
+def test_parameters_are_numbered_as_the_optimizer_was_given_them() -> None:
+    """Weights of one shape are taken for each other else."""
+    parallel = compiled("dp=1")
+    stock = StockTraining(lambda groups: torch.optim.AdamW(groups, lr=0.05)).model
+    backwards = [torch.optim.AdamW([*reversed([*model.parameters()])], lr=0.05) for model in (parallel, stock)]
+    for parameter in stock.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    backwards[1].step()
+    planner.load_optimizer(parallel, backwards[0], backwards[1].state_dict())
+    moments = {name: backwards[0].state[one]["exp_avg"] for name, one in parallel.named_parameters()}
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(moments[name].full_tensor(), backwards[1].state[parameter]["exp_avg"]), name
 
 
 def test_state_of_another_optimizer_or_model_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def _key(
     kwargs: Mapping[str, Any] | None,
     loss_fn: Any,
     training: bool | None,
+    gradients: bool = False,
     **values: Any,  # only graphs that read none are kept
 ) -> tuple[Any, ...]:
     structure, tensors = flatten((args, dict(kwargs or {})))
@@ -121,7 +122,7 @@ def _key(
     function = type(loss_fn) if code is None else (code.co_filename, code.co_firstlineno, code.co_code, code.co_consts)
     return (
         *(modules, _functions(model), _states(model), _plain_attributes(model), repr(getattr(model, "config", None))),
-        *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, modes),
+        *(shapes, structure_key(structure, ""), function, state_key(loss_fn), training, gradients, modes),
     )
 
 

@@ -51,6 +51,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     training: bool | None = None,
+    gradients: bool = False,
     copy_repeats: bool = False,
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
@@ -71,6 +72,7 @@ def capture(
             (or as its first output) is the loss.
         training: put every module in training (or evaluation) mode; False also makes a graph without gradients.
             None leaves the modules' modes, and keeps gradients if there is a loss or the model is in training mode.
+        gradients: keep them in evaluation mode without a loss, too.
         copy_repeats: trace only a few of the layers that repeat and copy the rest, which gives the same graph in a
             time that hardly depends on how many they are. Models for which that cannot be told are traced in full.
         values: the call's tensors by path, where those in ``args`` and ``kwargs`` have none.
@@ -87,6 +89,7 @@ def capture(
         "kwargs": kwargs,
         "loss_fn": loss_fn,
         "training": training,
+        "gradients": gradients,
         "values": values,
         "buffer_values": buffer_values,
     }
@@ -136,6 +139,7 @@ def _trace_path(
     loss_fn: LossFunction | None,
     training: bool | None,
     picked: PickedRows,
+    gradients: bool = False,
     values: Mapping[Path, torch.Tensor] | None = None,
     buffer_values: Mapping[str, torch.Tensor] | None = None,
     repeats: tuple[RepeatedEntries, ...] = (),
@@ -163,8 +167,8 @@ def _trace_path(
         program = _export(call, tensors, paths, open_dims)
     refuse_picked_rows(picked, repeats, is_open=open_dims is not None)
     loss = _loss_path(call, training)
-    gradients = training is not False and (loss is not None or graph_training)
-    return _Trace(call, program, states, loss, graph_training, gradients, repeats)
+    keeps_gradients = training is not False and (loss is not None or graph_training or gradients)
+    return _Trace(call, program, states, loss, graph_training, keeps_gradients, repeats)
 
 
 @dataclass(frozen=True)

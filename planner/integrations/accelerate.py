@@ -7,29 +7,33 @@ A step has as many samples as under DDP: those of a loader's batch on each proce
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import atexit
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from planner.compilation import compile
+from planner.integrations import accelerate_state
 from planner.integrations.global_batches import with_global_batches
+from planner.integrations.process_count import ProcessCount
 from planner.integrations.torch_compat.framework_internals import (
     prepared_loaders,
     prepared_models,
-    prepared_optimizers,
-    stateful_objects,
 )
 from planner.targets import Target
 from runtime.agreement.ranks_together import gathered
-from runtime.checkpoint import CheckpointManager
 from runtime.module.parallel_module import ParallelModule
 from runtime.parameters.adoption import adopt
 
@@ -67,6 +71,13 @@ class Accelerator(accelerate.Accelerator):
             )
         self.mesh = mesh
         self.plan_options = dict(plan_options or {})
+        atexit.register(_join_before_the_end, weakref.ref(self))
+
+    @property
+    def num_processes(self) -> int:
+        """As accelerate's, to count samples; not to scale values, which are those of all processes already."""
+        count = int(super().num_processes)
+        return ProcessCount(count) if count > 1 else count
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As accelerate's; a model becomes a ``ParallelModule``, and optimizers over its parameters train that."""
@@ -85,6 +96,7 @@ class Accelerator(accelerate.Accelerator):
         parallel = model if isinstance(model, ParallelModule) else self._planned(model)
         if not any(parallel is other for other in prepared_models(self)):
             prepared_models(self).append(parallel)
+        parallel.let_join("save_state", self._save_state)
         return parallel
 
     @property
@@ -103,7 +115,9 @@ class Accelerator(accelerate.Accelerator):
         options = dict(self.plan_options)
         if self.mixed_precision == "bf16":
             options.setdefault("precision", "bfloat16")
-        return compile(model, self.mesh, **options)
+        parallel = compile(model, self.mesh, **options)
+        parallel.count_as_trained()
+        return parallel
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -116,7 +130,10 @@ class Accelerator(accelerate.Accelerator):
         data_seed = self.dataloader_config.data_seed
         prepared = prepare_data_loader(
             with_global_batches(
-                data_loader, 1 if self.split_batches else self.num_processes, share_order=not is_seeded
+                data_loader,
+                1 if self.split_batches else int(self.num_processes),
+                share_order=not is_seeded,
+                before=self.wait_for_models,
             ),
             self.device,
             num_processes=1,
@@ -124,7 +141,7 @@ class Accelerator(accelerate.Accelerator):
             put_on_device=self.device_placement if device_placement is None else device_placement,
             dispatch_batches=False,
             use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=gathered(torch.initial_seed())[0] if is_seeded and data_seed is None else data_seed,
+            data_seed=self._gathered(torch.initial_seed())[0] if is_seeded and data_seed is None else data_seed,
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
@@ -160,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
 
     def check_trigger(self) -> bool:
         """Whether any process has set the trigger since it was checked."""
-        return any(gathered(bool(super().check_trigger())))
+        return any(self._gathered(bool(super().check_trigger())))
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """``tensor``: it is of one size on all processes."""
@@ -182,38 +199,86 @@ class Accelerator(accelerate.Accelerator):
         return model.full_state_dict() if isinstance(model, ParallelModule) else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | Path | None = None, **options: Any) -> str:  # type: ignore[override]
-        """Save the model, its optimizer, schedulers and registered objects; any other mesh can load it.
+        """Save models, optimizers, schedulers and registered objects; any other mesh can load them.
+
+        All ranks must call it, or come to another call of the model or of this accelerator, where they join in.
 
         Raises:
-            ValueError: without a folder, and for several models or optimizers.
+            ValueError: without a folder or a model.
         """
-        model, optimizer = self._one_of_each(output_dir)
-        extra = {name: [item.state_dict() for item in items] for name, items in stateful_objects(self).items()}
-        return str(CheckpointManager(str(output_dir)).save(model, optimizer, step=self.step, extra=extra).parent)
+        folder: Path = self._joined("save_state", self._save_state, output_dir=output_dir)
+        return str(folder)
+
+    def _save_state(self, output_dir: str | Path | None) -> Path:
+        folder = accelerate_state.folder_to_save(self, output_dir)
+        accelerate_state.save(self, folder)
+        return folder
 
     def load_state(self, input_dir: str | Path | None = None, **options: Any) -> None:  # type: ignore[override]
-        """Load what ``save_state`` wrote, on whatever mesh; a model without a plan yet needs ``example_inputs``.
+        """Load what ``save_state`` wrote, on whatever mesh; what has no plan yet is loaded as far as it can be, and
+        the optimizers when it has one.
 
         Raises:
             ValueError: without a folder, and if what is there does not fit.
         """
-        model, optimizer = self._one_of_each(input_dir)
-        checkpoint = CheckpointManager(str(input_dir)).load(model, optimizer)
-        self.step = checkpoint.step
-        for name, items in stateful_objects(self).items():
-            for item, state in zip(items, checkpoint.extra[name], strict=True):
-                item.load_state_dict(state)
+        accelerate_state.load(self, accelerate_state.folder_to_load(self, input_dir))
 
-    def _one_of_each(self, folder: str | Path | None) -> tuple[ParallelModule, torch.optim.Optimizer | None]:
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks; meanwhile join in what one of them calls alone (``save_pretrained``, say)."""
+        self.wait_for_models()
+        super().wait_for_everyone()
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """As accelerate's; what the first process does alone of a model, the others join in."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """As ``main_process_first``, with the first process of each host."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextlib.contextmanager
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        yield
+        if is_first:
+            self.wait_for_everyone()
+
+    def wait_for_models(self) -> None:
+        """The part of ``wait_for_everyone`` that waits for ranks of the models' meshes."""
+        for model in prepared_models(self):
+            if isinstance(model, ParallelModule):
+                model.wait_for_ranks()
+
+    def end_training(self) -> None:
+        """As accelerate's, once all ranks have come to it."""
+        self.wait_for_everyone()
+        super().end_training()
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """``value`` of every rank, once all have joined in what one of them calls alone."""
+        self.wait_for_models()
+        return gathered(value)
+
+    def _joined(self, name: str, function: Callable[..., Any], **arguments: Any) -> Any:
+        """``function(**arguments)``, in which ranks join that make another call."""
         models = [model for model in prepared_models(self) if isinstance(model, ParallelModule)]
-        optimizers = prepared_optimizers(self)
-        if folder is None or len(models) != 1 or len(optimizers) > 1:
-            raise ValueError(
-                f"the state of {len(models)} models and {len(optimizers)} optimizers in folder {folder!r}: give "
-                "a folder, one prepared model and at most one optimizer, or use planner.CheckpointManager for each"
-            )
-        optimizer = next(iter(optimizers), None)
-        return models[0], getattr(optimizer, "optimizer", optimizer)
+        if not models:
+            return function(**arguments)
+        return models[0].call_joined(name, function, **arguments)
+
+
+def _join_before_the_end(accelerator: weakref.ref[Accelerator]) -> None:
+    """Before a script ends by itself on this rank, join in what it saves on another one."""
+    ended = accelerator()
+    if ended is None or hasattr(sys, "last_value") or not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError, ValueError):  # others that failed say why
+        ended.wait_for_models()
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule) -> None:

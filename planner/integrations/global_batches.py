@@ -6,7 +6,7 @@ process (padding to the longest of the batch), and what is computed from outputs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,20 @@ _OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_f
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
 
 
-def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_order: bool = True) -> DataLoader[Any]:
+def with_global_batches(
+    loader: DataLoader[Any],
+    num_processes: int,
+    *,
+    share_order: bool = True,
+    before: Callable[[], None] | None = None,
+) -> DataLoader[Any]:
     """``loader`` with the samples of ``num_processes`` of its batches in each, in the first rank's order.
 
     The last batch may be short, as it is on one process.
 
     Args:
         share_order: whether to take the first rank's order (a sampler that is seeded alike on all ranks needs not).
+        before: is called by each rank before it asks the first one for its order.
 
     Raises:
         ValueError: if the loader does not make batches.
@@ -44,9 +51,9 @@ def with_global_batches(loader: DataLoader[Any], num_processes: int, *, share_or
         raise ValueError(_NO_BATCHES)
     if type(batches) is BatchSampler:
         size = batches.batch_size * num_processes
-        order = FirstRanksOrder(batches.sampler) if share_order else batches.sampler
+        order = FirstRanksOrder(batches.sampler, before) if share_order else batches.sampler
         return DataLoader(loader.dataset, size, sampler=order, drop_last=batches.drop_last, **options)
-    return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batches, num_processes), **options)
+    return DataLoader(loader.dataset, batch_sampler=JoinedBatches(batches, num_processes, before), **options)
 
 
 _NO_BATCHES = "the data loader has no batch size, so nothing says what a global batch is: give it batch_size="
@@ -55,11 +62,13 @@ _NO_BATCHES = "the data loader has no batch size, so nothing says what a global 
 class FirstRanksOrder(Sampler[Any]):
     """The indices of a sampler as the first rank draws them."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
+    def __init__(self, sampler: Any, before: Callable[[], None] | None = None) -> None:
+        self.sampler, self._before = sampler, before
 
     def __iter__(self) -> Iterator[Any]:
         sampler = self.sampler
+        if self._before is not None:
+            self._before()
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             # What it draws itself, by which an epoch of one process is the same.
             seed = gathered(int(torch.empty((), dtype=torch.int64).random_().item()))[0]
@@ -85,13 +94,15 @@ class FirstRanksOrder(Sampler[Any]):
 class JoinedBatches(Sampler[list[Any]]):
     """Batches of a user's batch sampler, several after one another as one."""
 
-    def __init__(self, batches: Any, count: int) -> None:
-        self.batches, self.count = batches, count
+    def __init__(self, batches: Any, count: int, before: Callable[[], None] | None = None) -> None:
+        self.batches, self.count, self._before = batches, count, before
         if getattr(batches, "batch_size", None) is not None:
             self.batch_size = batches.batch_size * count
         self.drop_last = getattr(batches, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if self._before is not None:
+            self._before()
         joined: list[Any] = []
         for number, batch in enumerate(gathered(list(self.batches))[0], start=1):
             joined += batch

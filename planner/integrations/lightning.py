@@ -10,6 +10,7 @@ what modules return is whole on each, so ``training_step`` and what it logs are 
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from passes.ir.types import MeshShape
 from planner.compilation import compile
@@ -28,6 +31,7 @@ from planner.integrations.global_batches import with_global_batches
 from planner.integrations.planned_parts import PlannedParts
 from planner.targets import Target, axis_sizes, read_target
 from planner.whole_step.candidates.demands import fixed_axes
+from runtime.agreement.ranks_together import gathered
 from runtime.launch.process import Process, init
 
 
@@ -98,9 +102,11 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
         super().setup_environment()
 
     def barrier(self, name: str | None = None) -> None:
+        self.parts.wait_for_ranks()
         dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.parts.wait_for_ranks()
         message = [obj]
         dist.broadcast_object_list(message, src=src)
         return message[0]
@@ -112,6 +118,12 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """``tensor``, which every process has already."""
         return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether ``all`` processes decide so, or any of them."""
+        self.parts.wait_for_ranks()
+        decisions = gathered(bool(decision))
+        return builtins.all(decisions) if all else any(decisions)
 
     def process_dataloader(self, dataloader: object) -> object:
         """A loader of global batches: ``batch_size`` samples for each process, in the first one's order."""
@@ -125,6 +137,7 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         self._read_precision()
         self.model = self.precision_plugin.convert_module(self._module)
+        _keep_metrics_apart(self._module)
         self.parts.plan(self._module, self._planned)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
@@ -175,6 +188,9 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state that the optimizer would have on one process."""
+        for saved, state in self._saved_state:
+            if saved is optimizer:  # which has not stepped since
+                return state  # type: ignore[no-any-return]
         return self.parts.optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -187,14 +203,26 @@ class PlannedStrategy(strategies.Strategy):  # type: ignore[misc]
         def closure_then_state() -> Any:
             result = closure()
             for saved, state in self._saved_state:
-                self.parts.load_optimizer(getattr(saved, "optimizer", saved), state)
-            self._saved_state = []
+                if saved is optimizer:  # the others' modules may have no plan yet
+                    self.parts.load_optimizer(getattr(saved, "optimizer", saved), state)
+            self._saved_state = [pair for pair in self._saved_state if pair[0] is not optimizer]
             return result
 
         return super().optimizer_step(optimizer, closure_then_state, model, **kwargs)
 
 
 Strategy = PlannedStrategy
+
+
+def _keep_metrics_apart(module: nn.Module) -> None:
+    """Let torchmetrics in ``module`` add up nothing over processes: each has seen all samples already."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.distributed_available_fn is jit_distributed_available:
+            metric.distributed_available_fn = _is_not_distributed
+
+
+def _is_not_distributed() -> bool:
+    return False
 
 
 class _ClippingStages(Precision):  # type: ignore[misc]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from planner.integrations.together import ModulesTogether
 from runtime.checkpoint import load_optimizer, whole_optimizer_state
 from runtime.module.parallel_module import ParallelModule
-from runtime.state.owned import Owned
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -60,9 +59,15 @@ class PlannedParts:
                 )
             parallel = child if isinstance(child, ParallelModule) else planned(child)
             if parallel is not child:
+                parallel.count_as_trained()
                 parallel.register_forward_pre_hook(_plan_for_training, with_kwargs=True)
                 setattr(module, name, parallel)
             self._parts[name] = parallel
+
+    def wait_for_ranks(self) -> None:
+        """Wait for all ranks; meanwhile join in what one of them calls alone of a part (a save, say)."""
+        for parallel in self._parts.values():
+            parallel.wait_for_ranks()
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The original's state dict, with whole tensors, on every rank."""
@@ -89,11 +94,11 @@ class PlannedParts:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """As ``runtime.checkpoint.load_optimizer``, for an optimizer over parameters of any of the parts."""
-        load_optimizer(_Together(self._parts_of(optimizer)), optimizer, state)
+        load_optimizer(ModulesTogether(self._parts_of(optimizer)), optimizer, state)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """As ``runtime.checkpoint.whole_optimizer_state``."""
-        return whole_optimizer_state(_Together(self._parts_of(optimizer)), optimizer)
+        return whole_optimizer_state(ModulesTogether(self._parts_of(optimizer)), optimizer)
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Clip by the norm of all gradients of an optimizer's parts, also where each rank has those of a stage.
@@ -120,28 +125,6 @@ class PlannedParts:
         """Those of which an optimizer has parameters."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return {name: part for name, part in self._parts.items() if any(id(own) in held for own in part.parameters())}
-
-
-class _Together:
-    """Several parallel modules as a checkpoint sees one."""
-
-    def __init__(self, parts: Mapping[str, ParallelModule]) -> None:
-        self._parts = parts
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(f"{part}.{name}" for part, parallel in self._parts.items() for name in parallel.state_names)
-
-    def owned(self) -> tuple[Owned, ...]:
-        return tuple(
-            replace(own, name=f"{part}.{own.name}", aliases=tuple(f"{part}.{alias}" for alias in own.aliases))
-            for part, parallel in self._parts.items()
-            for own in parallel.owned()
-        )
-
-    def weights_changed(self) -> None:
-        for parallel in self._parts.values():
-            parallel.weights_changed()
 
 
 def _plan_for_training(parallel: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,17 +7,28 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint import CheckpointManager, load_optimizer
+from runtime.agreement.ranks_together import rank_in, together
+from runtime.checkpoint import NO_STATE, CheckpointManager, load_optimizer, save, stock_order, write_stock_optimizer
 from runtime.module.parallel_module import ParallelModule
 
 #: Beside the files of a checkpoint, with the weights once more, as what ranks hold.
 FOLDER = "meshwright"
 
 
-class SavedTraining:
-    """Writes and reads what training goes on with, under any mesh; all ranks must call its methods together."""
+#: What transformers' own Trainer reads on one process.
+OPTIMIZER, SCHEDULE = "optimizer.pt", "scheduler.pt"
 
-    def __init__(self) -> None:
+
+class SavedTraining:
+    """Writes and reads what training goes on with, under any mesh; all ranks must call its methods together.
+
+    Args:
+        for_stock: whether transformers' own Trainer can go on from it too: the first rank writes ``optimizer.pt`` from
+            what all have written. Else that file is one which it refuses.
+    """
+
+    def __init__(self, *, for_stock: bool = True) -> None:
+        self._for_stock = for_stock
         self._manager: CheckpointManager | None = None
 
     def save(self, folder: str | Path, parallel: ParallelModule, optimizer: Any, scheduler: Any, *, step: int) -> None:
@@ -26,7 +37,11 @@ class SavedTraining:
         Raises:
             ValueError: as ``CheckpointManager.save``.
         """
-        self._manager_of(folder).save(parallel, _inner(optimizer), step=step, scheduler=scheduler)
+        parallel.wait_for_ranks()
+        inner = _inner(optimizer)
+        saved = self._manager_of(folder).save(parallel, inner, step=step, scheduler=scheduler)
+        order = stock_order(parallel, inner) if self._for_stock else None
+        together(lambda: _write_for_stock(Path(folder), saved, order, scheduler) if rank_in() == 0 else None)
 
     def load(self, folder: str | Path, parallel: ParallelModule, optimizer: Any, scheduler: Any) -> None:
         """Go on with what ``save`` saved, or transformers' own Trainer on one process (``optimizer.pt``).
@@ -38,9 +53,9 @@ class SavedTraining:
         """
         if (Path(folder) / FOLDER).exists():
             self._manager_of(folder).load(parallel, _inner(optimizer), scheduler=scheduler)
-        elif (Path(folder) / "optimizer.pt").exists():
-            load_optimizer(parallel, _inner(optimizer), Path(folder) / "optimizer.pt")
-            schedule = Path(folder) / "scheduler.pt"
+        elif (Path(folder) / OPTIMIZER).exists():
+            load_optimizer(parallel, _inner(optimizer), Path(folder) / OPTIMIZER)
+            schedule = Path(folder) / SCHEDULE
             if scheduler is not None and schedule.exists():
                 scheduler.load_state_dict(torch.load(schedule, map_location="cpu", weights_only=True))
 
@@ -49,6 +64,15 @@ class SavedTraining:
             self._manager = CheckpointManager(Path(folder) / FOLDER)
         self._manager.directory = Path(folder) / FOLDER
         return self._manager
+
+
+def _write_for_stock(folder: Path, saved: Path, order: list[list[str]] | None, scheduler: Any) -> None:
+    """Files of transformers' own Trainer, which without ``order`` refuses to go on from them."""
+    if order is None:
+        save(dict(NO_STATE), folder / OPTIMIZER)
+    else:
+        write_stock_optimizer(saved, order, folder / OPTIMIZER)
+    save({} if scheduler is None else scheduler.state_dict(), folder / SCHEDULE)
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

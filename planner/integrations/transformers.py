@@ -10,6 +10,7 @@ and so are the losses, under whatever mesh; every process reads all samples and 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class TransformersTrainer(transformers.Trainer):
         plan_options: other arguments of ``planner.compile``: ``fix``, ``constraints``, ``memory_limit``, …
         pad_to, pad_values: as in ``planner.DataLoader``: what the collator gives is padded to one of a few lengths,
             each of which has a program. Labels that the loss leaves out are −100.
+        stock_state: whether checkpoints have an ``optimizer.pt`` from which ``transformers.Trainer`` goes on too: the
+            first rank writes all of the optimizer's state once more. Without, that class refuses them.
         kwargs: of ``transformers.Trainer``. A loss of the caller's own (``compute_loss`` overridden,
             ``compute_loss_func``, label smoothing) is planned with the model, whatever it is.
 
@@ -70,12 +73,13 @@ class TransformersTrainer(transformers.Trainer):
         plan_options: Mapping[str, Any] | None = None,
         pad_to: Buckets | None = None,
         pad_values: Mapping[str, float] | None = None,
+        stock_state: bool = True,
         **kwargs: Any,
     ) -> None:
         self.mesh = mesh
         self.plan_options = dict(plan_options or {})
         self._accelerator_arguments: dict[str, Any] = {}
-        self._training = SavedTraining()
+        self._training = SavedTraining(for_stock=stock_state)
         super().__init__(*args, **kwargs)
         if pad_to is not None:
             padding = read_padding(pad_to, label_fields=tuple(self.label_names), pad_values=pad_values)
@@ -245,6 +249,13 @@ class TransformersTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._training.save(output_dir, self.parallel, self.optimizer, self.lr_scheduler, step=self.state.global_step)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As transformers', of each process, and of the first one under the name that one process reads."""
+        super()._save_rng_state(output_dir)
+        own = Path(output_dir) / "rng_state_0.pth"
+        if self.args.should_save and own.exists():
+            shutil.copyfile(own, own.with_name("rng_state.pth"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

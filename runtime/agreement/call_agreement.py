@@ -22,6 +22,7 @@ from torch import nn
 
 from passes.capture.nested_values import Container
 from runtime.agreement.call_contents import Argument, arguments_of, digest, passed_together
+from runtime.agreement.joinable_calls import JoinableCall, join, joined, next_number
 from runtime.agreement.ranks_together import Ranks
 from runtime.agreement.vote import Vote
 from runtime.calls.model_call import ModelCall, Path
@@ -59,6 +60,7 @@ class _Message:
     Attributes:
         count: calls that it has made.
         begun: number of the call that it ran ahead with; None if it waited.
+        joinable: its call, if the others may join in.
     """
 
     error: str | None
@@ -69,6 +71,7 @@ class _Message:
     group: int
     count: int
     begun: int | None = None
+    joinable: JoinableCall | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class CallAgreement:
         self.ranks = ranks
         self.data_rank = data_rank
         self.may_leave_out = may_leave_out
+        #: Of the module whose calls these are.
+        self.number = next_number(ranks.numbers)
         self._count = 0
         #: By what this rank called: the number of the agreed call, and the call itself if it is not this rank's own.
         self._kinds: OrderedDict[Any, tuple[int, ModelCall | None]] = OrderedDict()
@@ -107,13 +112,14 @@ class CallAgreement:
         self._some_ran_ahead = False
         self._broken: str | None = None
 
-    def check(self, action: str, *, may_run_ahead: bool = False) -> None:
+    def check(self, action: str, *, may_run_ahead: bool = False, joinable: JoinableCall | None = None) -> None:
         """Make sure that every rank does ``action``, which takes nothing that could differ.
 
         Args:
             may_run_ahead: as for a call; ``settle`` must follow.
+            joinable: the call, where ranks that are about to make another one join in first.
         """
-        self.agree(action, lambda: _NOTHING, values=False, may_run_ahead=may_run_ahead)
+        self.agree(action, lambda: _NOTHING, values=False, may_run_ahead=may_run_ahead, joinable=joinable)
 
     def together(self, prepare: Callable[[], Result]) -> Result:
         """``prepare()``, which costs nothing where it succeeds.
@@ -166,10 +172,12 @@ class CallAgreement:
         weight: float = 1.0,
         values: bool = True,
         may_run_ahead: bool = True,
+        joinable: JoinableCall | None = None,
     ) -> AgreedCall:
         """The call that all ranks make, each of them passing what ``read`` returns.
 
-        Where this rank may run ahead, ``settle`` says in the end whether they did.
+        Before it this rank makes those that others make alone and may be joined in. Where this rank may run ahead,
+        ``settle`` says in the end whether they did.
 
         Args:
             action: what is to be done with it, in words; it must be the same on all ranks.
@@ -178,6 +186,7 @@ class CallAgreement:
             weight: a number that must be the same on all ranks, and may be another one at each call.
             values: whether to compare the inputs' values now and then.
             may_run_ahead: whether what is done waits for other ranks on the device alone.
+            joinable: as in ``check``.
 
         Raises:
             ValueError: on every rank, if they call different things or pass different inputs, or ``read`` raised on one
@@ -186,6 +195,34 @@ class CallAgreement:
         if self.ranks.is_alone:
             own_call = _with_values(read(), reads)
             return AgreedCall(own_call, own_call, is_compared=True)
+        while True:
+            agreed = self._agreed(
+                action,
+                read,
+                reads=reads,
+                local=local,
+                weight=weight,
+                values=values,
+                may_run_ahead=may_run_ahead,
+                joinable=joinable,
+            )
+            if not isinstance(agreed, JoinableCall):
+                return agreed
+            join(agreed)
+
+    def _agreed(
+        self,
+        action: str,
+        read: Callable[[], ModelCall],
+        *,
+        reads: Collection[str] | None,
+        local: bool,
+        weight: float,
+        values: bool,
+        may_run_ahead: bool,
+        joinable: JoinableCall | None,
+    ) -> AgreedCall | JoinableCall:
+        """As ``agree``, on several ranks; or the call of others that comes first."""
         self.settle()
         if self._broken is not None:
             raise ValueError(f"{_OUT_OF_STEP}: {self._broken}")
@@ -221,8 +258,14 @@ class CallAgreement:
                 for path, tensor in own_call.tensors.items()
                 if reads is None or str(path[0]) in reads
             }
-        message = self._message(action, own_call, weight=weight, local=local, digests=digests, error=error)
-        number, whole = self._compare(message, own_call, local=local, error=error)
+        message = self._message(
+            action, own_call, weight=weight, local=local, digests=digests, error=error, joinable=joinable
+        )
+        compared = self._compare(message, own_call, local=local, error=error)
+        if isinstance(compared, JoinableCall):
+            is_own = joinable is not None and (joinable.module, joinable.name) == (compared.module, compared.name)
+            return AgreedCall(own_call, own_call, is_compared=True) if is_own else compared
+        number, whole = compared
         self._kinds[key] = number, None if whole is own_call else whole
         if len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
@@ -241,6 +284,7 @@ class CallAgreement:
         digests: Mapping[Path, int] | None = None,
         error: Exception | None = None,
         begun: int | None = None,
+        joinable: JoinableCall | None = None,
     ) -> _Message:
         return _Message(
             error=None if error is None else str(error),
@@ -251,12 +295,15 @@ class CallAgreement:
             group=self.data_rank if local else 0,
             count=self._count,
             begun=begun,
+            joinable=joinable,
         )
 
     def _compare(
         self, message: _Message, own_call: ModelCall, *, local: bool, error: Exception | None = None
-    ) -> tuple[int, ModelCall]:
+    ) -> tuple[int, ModelCall] | JoinableCall:
         """Number of the call that all ranks make, and what they pass together, once each has told what it does.
+
+        Or the call in which ranks join that make another one.
 
         Raises:
             ValueError: as ``agree``.
@@ -264,6 +311,11 @@ class CallAgreement:
         messages = self.ranks.gathered(message)
         self._count = max(one.count for one in messages)
         self._some_ran_ahead = any(one.begun is not None for one in messages)
+        is_alike = all(one.action == message.action for one in messages)
+        if not is_alike and not self._some_ran_ahead and all(one.error is None for one in messages):
+            first = joined([one.joinable for one in messages])
+            if first is not None:
+                return first
         try:
             if error is not None:
                 raise error

@@ -28,18 +28,25 @@ class SubmoduleModes:
                 self._modules.append(module)
                 self._tables.append(tree.node(path).__dict__)
         self._model = model
+        self._is_set = False
         self._show()
 
     def follow(self) -> tuple[str, ...] | None:
         """Take up what was set since the last call; paths of the submodules in the other mode, or None if nothing."""
         now = [table["training"] for table in self._tables]
-        if now == self._shown:
+        if now == self._shown and not self._is_set:
             return None
-        for module, mode, before in zip(self._modules, now, self._shown):
+        before_call = [module.training for module in self._modules] if self._is_set else self._shown
+        self._is_set = False
+        for module, mode, before in zip(self._modules, now, before_call):
             if mode != before:
                 module.training = mode
         self._show()
         return other_modes(self._model)
+
+    def note_set(self) -> None:
+        """Note that all modules of the model have been put into another mode, not only those of ``parallel``."""
+        self._is_set = True
 
     def _show(self) -> None:
         """A module at several paths has one mode."""

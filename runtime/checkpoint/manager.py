@@ -139,6 +139,7 @@ class CheckpointManager:
                 job saves into the directory, or the files cannot be written.
         """
         self.wait()
+        _let_others_join(parallel)
         content, groups, device = together(lambda: self._content(parallel, optimizer), self._group)
         # The same on all ranks, so that none needs to tell the others of an error.
         merged = merged_groups(gathered(groups, self._group))
@@ -249,6 +250,7 @@ class CheckpointManager:
                 or optimizer, saying what is wrong; with an optimizer also if the model has no plan yet.
         """
         self.wait()
+        _let_others_join(parallel)
         owned = named_alike(parallel.owned(), parallel.state_names)
         stored, training, random = together(lambda: self._open(step, trust=trust), self._group)
         model = model_to_load(owned)
@@ -270,6 +272,25 @@ class CheckpointManager:
         set_random_states(random)
         parallel.weights_changed()
         return Checkpoint(stored.folder, training["step"], training["data"], training["extra"])
+
+    def load_optimizer(
+        self, parallel: Owner, optimizer: torch.optim.Optimizer, *, step: int | None = None, trust: bool = False
+    ) -> None:
+        """Take the optimizer's state alone, as ``load`` does; for what had no plan when ``load`` took the rest.
+
+        Raises:
+            ValueError: as ``load``.
+        """
+        self.wait()
+        stored, training, _ = together(lambda: self._open(step, trust=trust), self._group)
+        requested, options = together(
+            lambda: self._fit(parallel, {}, optimizer, None, stored.metadata, training), self._group
+        )
+        device = "cpu" if isinstance(optimizer, OffloadedOptimizer) else self._device_for(parallel)
+        with_state_memory(requested, device)
+        together(lambda: stored.read(requested.content, group=self._group), self._group)
+        put_state(requested, optimizer)
+        put_groups(optimizer, options)
 
     def _open(self, step: int | None, *, trust: bool) -> tuple[StoredCheckpoint | PickledCheckpoint, Any, Any]:
         """A checkpoint, what it says of training, and the random states that this rank takes."""
@@ -325,6 +346,13 @@ class CheckpointManager:
     def _device_for(self, parallel: Owner) -> torch.device | str:
         layout = getattr(parallel, "layout", None)
         return self._device or (layout.device if layout is not None else "cpu")
+
+
+def _let_others_join(parallel: Owner) -> None:
+    """Join first in what a rank calls alone of a parallel module, which would wait for this rank."""
+    wait_for_ranks = getattr(parallel, "wait_for_ranks", None)
+    if wait_for_ranks is not None:
+        wait_for_ranks()
 
 
 def _of_rank(metadata: Metadata, rank: int) -> str:

@@ -104,7 +104,7 @@ def optimizer_to_save(owned: Sequence[Owned], optimizer: torch.optim.Optimizer, 
                     local = parameter.local(value) if isinstance(parameter, ShardedParameter) else value
                     content[TENSORS + name] = Piece(local.detach(), piece.shape, piece.offsets)
                 continue
-            if not _concerns_whole(value, piece.shape):
+            if not concerns_whole(value, piece.shape):
                 raise ValueError(
                     f"the optimizer keeps {_described(value)} as {key!r} of {piece.name!r} (here "
                     f"{list(parameter.shape)}): only numbers, tensors of the parameter's shape and statistics over "
@@ -128,7 +128,7 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, DTensor) or not isinstance(parameter, ShardedParameter)
 
 
-def _concerns_whole(value: Any, shape: tuple[int, ...]) -> bool:
+def concerns_whole(value: Any, shape: tuple[int, ...]) -> bool:
     """Whether a value is the same on all ranks: a number, or a statistic of some dims of a parameter of ``shape``.
 
     A plain tensor of any other shape may be of this rank's part alone.

@@ -17,6 +17,7 @@ from runtime.checkpoint.optimizer_state import (
     TENSORS,
     Group,
     RequestedState,
+    concerns_whole,
     groups_of,
     merged_groups,
     put_groups,
@@ -24,6 +25,8 @@ from runtime.checkpoint.optimizer_state import (
 )
 from runtime.checkpoint.rectangles_of_tensors import Content, Piece
 from runtime.parameters import local_of
+from runtime.parameters.offloaded_optimizer import OffloadedOptimizer
+from runtime.parameters.optimizer_steps import ELEMENTWISE
 from runtime.state.owned import Owned
 from runtime.weight_files import named_alike
 
@@ -40,8 +43,9 @@ def load_optimizer(
 ) -> None:
     """Give ``optimizer`` the state that a torch optimizer of the original model had; all ranks must call this together.
 
-    Such state numbers parameters in the order in which the optimizer was given them: that of ``model.parameters()``, in
-    each of its groups. Every tensor must have the shape of its parameter, or be one number.
+    Such state numbers parameters in the order in which the optimizer was given them, in each of its groups: here that
+    of ``optimizer``. Where ranks have a pipeline's stage each, it is the order of ``model.parameters()``. Every tensor
+    must have the shape of its parameter or of some of its dims, or be one number.
 
     Args:
         optimizer: over ``parallel.parameters()``, of the same class, with the same groups.
@@ -50,18 +54,19 @@ def load_optimizer(
         names: of the parameters of each group in its order, where that is another one.
 
     Raises:
-        ValueError: on all ranks, if the file cannot be read or is of another optimizer, other groups or another model.
+        ValueError: on all ranks, if the file cannot be read or is of another optimizer, other groups or another model,
+            and under a pipeline if ``optimizer`` has parameters in another order than the model.
     """
     getattr(parallel, "plan", None)  # without one tensors are whole, and would not be cut with their state
     owned = named_alike(parallel.owned(), parallel.state_names)
-    places = {name: place for place, name in enumerate(parallel.state_names)}
-    own_groups = merged_groups(gathered(together(lambda: groups_of(owned, optimizer))))
+    by_rank = gathered(together(lambda: groups_of(owned, optimizer)))
+    own_groups = merged_groups(by_rank)
 
     def fitted() -> tuple[RequestedState, list[dict[str, Any]]]:
         state = _read(source) if isinstance(source, (str, Path)) else source
         _check_form(state)
-        in_order = [sorted(group.names, key=lambda name: places.get(name, len(places))) for group in own_groups]
-        numbers = _numbers(state["param_groups"], [list(group) for group in names] if names else in_order, own_groups)
+        in_order = [list(group) for group in names] if names else _stock_order(by_rank, parallel.state_names)
+        numbers = _numbers(state["param_groups"], in_order, own_groups)
         options = [
             {name: value for name, value in group.items() if name not in (*_OF_PARAMETERS, *IMPLEMENTATION)}
             for group in state["param_groups"]
@@ -79,8 +84,8 @@ def whole_optimizer_state(parallel: Owner, optimizer: torch.optim.Optimizer) -> 
     What ``load_optimizer`` reads: whole tensors, parameters numbered as the original model has them.
     """
     owned = named_alike(parallel.owned(), parallel.state_names)
-    places = {name: place for place, name in enumerate(parallel.state_names)}
-    groups = merged_groups(gathered(groups_of(owned, optimizer)))
+    by_rank = gathered(groups_of(owned, optimizer))
+    groups, in_order = merged_groups(by_rank), _stock_order(by_rank, parallel.state_names)
     names = {id(piece.tensor): piece.name for piece in owned}
     state = {
         names[id(local_of(parameter))]: {key: _whole(value) for key, value in entry.items()}
@@ -89,7 +94,6 @@ def whole_optimizer_state(parallel: Owner, optimizer: torch.optim.Optimizer) -> 
     held = gathered(sorted(state))
     if any(some != held[0] for some in held):  # stages of a pipeline
         state = {name: entry for part in gathered(state) for name, entry in part.items()}
-    in_order = [sorted(group.names, key=lambda name: places.get(name, len(places))) for group in groups]
     numbers = {name: number for number, name in enumerate(name for some in in_order for name in some)}
     return {
         "state": {numbers[name]: state[name] for name in sorted(state, key=lambda name: numbers[name])},
@@ -97,6 +101,34 @@ def whole_optimizer_state(parallel: Owner, optimizer: torch.optim.Optimizer) -> 
             {**group.options, "params": [numbers[name] for name in some]} for group, some in zip(groups, in_order)
         ],
     }
+
+
+def stock_order(parallel: Owner, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of the parameters of each group as an ordinary optimizer has them; all ranks must call this.
+
+    Raises:
+        ValueError: on all ranks, if it is not known: under a pipeline, of parameters in another order than the model's.
+    """
+    owned = named_alike(parallel.owned(), parallel.state_names)
+    return _stock_order(gathered(groups_of(owned, optimizer)), parallel.state_names)
+
+
+def _stock_order(by_rank: Sequence[Sequence[Group]], state_names: Sequence[str]) -> list[list[str]]:
+    places = {name: place for place, name in enumerate(state_names)}
+    order = []
+    for number, parts in enumerate(zip(*by_rank, strict=True)):
+        own = [list(part.names) for part in parts]
+        longest = max(own, key=len)
+        if all(names == [name for name in longest if name in set(names)] for names in own):
+            order.append(longest)  # of a number, some ranks have nothing
+            continue
+        if any(names != sorted(names, key=places.__getitem__) for names in own):
+            raise ValueError(
+                f"parameter group {number} has its parameters in another order than the model, and each rank has those "
+                "of its stage alone: say by names= in which order an ordinary optimizer has them"
+            )
+        order.append(sorted({name for names in own for name in names}, key=places.__getitem__))
+    return order
 
 
 def _whole(value: Any) -> Any:
@@ -171,9 +203,10 @@ def _requested(
     """This rank's rectangles of the state, and where they go.
 
     Raises:
-        ValueError: for a tensor that is neither of its parameter's shape nor a number.
+        ValueError: for a tensor that is neither of its parameter's shape, nor of some of its dims, nor a number.
     """
     owners = {id(piece.tensor): piece for piece in owned}
+    has_statistics = type(optimizer) not in (*ELEMENTWISE, OffloadedOptimizer)
     content: Content = {}
     by_parameter: dict[torch.Tensor, dict[str, str]] = {}
     for group in optimizer.param_groups:
@@ -185,18 +218,20 @@ def _requested(
                 if value is None:
                     continue
                 full = f"{TENSORS if isinstance(value, torch.Tensor) else NUMBERS}{owner.name}/{key}"
-                content[full] = _piece(key, torch.as_tensor(value), owner, group)
+                content[full] = _piece(key, torch.as_tensor(value), owner, group, has_statistics=has_statistics)
                 by_parameter.setdefault(parameter, {})[key] = full
     return RequestedState(content, by_parameter)
 
 
-def _piece(key: str, value: torch.Tensor, owner: Owned, group: Mapping[str, Any]) -> Piece:
+def _piece(key: str, value: torch.Tensor, owner: Owned, group: Mapping[str, Any], *, has_statistics: bool) -> Piece:
     own = owner.tensor
+    # As torch does when it loads: in the dtype of the parameter.
+    dtype = own.dtype if own.is_floating_point() and value.is_floating_point() else value.dtype
     if tuple(value.shape) == owner.shape and key != "step":
         part = value[tuple(slice(at, at + size) for at, size in zip(owner.offsets, own.shape))]
-        # As torch does when it loads: in the dtype of the parameter.
-        dtype = own.dtype if own.is_floating_point() and value.is_floating_point() else value.dtype
         return Piece(torch.empty_like(own, dtype=dtype).copy_(part), owner.shape, owner.offsets)
+    if has_statistics and value.dim() and key != "step" and concerns_whole(value, owner.shape):  # every rank has all
+        return Piece(value.to(own.device, dtype, copy=True), tuple(value.shape), (0,) * value.dim())
     if value.numel() != 1:
         raise ValueError(
             f"the saved {key!r} of {owner.name!r} has shape {list(value.shape)}, the parameter {list(owner.shape)}: it "

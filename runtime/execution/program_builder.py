@@ -222,7 +222,8 @@ class Maker:
                 (whole.signature, mode), lambda: self.ranks.together(lambda: self._make(whole, training=training))
             )
 
-        shapes = None if call.case else (call.shapes, local_inputs, self.model.training, training)
+        is_trained = self.model.training, self._is_differentiated()
+        shapes = None if call.case else (call.shapes, local_inputs, is_trained, training)
         self.latest = self._prepared.get((call.signature, local_inputs, mode), make, shapes=shapes)
         return self.latest
 
@@ -243,7 +244,12 @@ class Maker:
 
     def _graph_mode(self) -> Hashable:
         """What a captured graph depends on beside its call."""
-        return self.model.training, self.watch.key, state_key(self.loss_fn)
+        return self.model.training, self._is_differentiated(), self.watch.key, state_key(self.loss_fn)
+
+    def _is_differentiated(self) -> bool:
+        """Whether a call in evaluation mode may be differentiated, as a plan of a training step can."""
+        of_step = self.plan is not None and self.plan.step.decides_units
+        return of_step and not self.model.training and torch.is_grad_enabled()
 
     def _gathered(self, call: ModelCall, path: Path) -> torch.Tensor:
         """An input of the whole batch from each data rank's samples."""
@@ -302,6 +308,7 @@ class Maker:
         def capture_call() -> Graph:
             loss_fn = None if asks_for_prefix(call) else self.loss_fn
             options: dict[str, Any] = {"args": call.args, "kwargs": call.kwargs, "loss_fn": loss_fn}
+            options |= {"gradients": self._is_differentiated()}
             options |= {"copy_repeats": True, "values": values.tensors, "buffer_values": self._cases.buffers}
             static = functools.partial(capture, self.model, **options)
             with_open_sizes = functools.partial(trace_shapes, self.model, **options)

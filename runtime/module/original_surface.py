@@ -38,6 +38,7 @@ class OriginalSurface:
     """Goes before ``nn.Module`` among the bases: what a module lacks itself comes from the original's copy on meta."""
 
     _engine: Engine
+    call_joined: Callable[..., Any]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -97,6 +98,8 @@ class OriginalSurface:
     def generate(self, *args: Any, gathered: bool = False, **kwargs: Any) -> Any:
         """Generate as the original does, sharded, all ranks together; what is generated is returned on all.
 
+        The mesh's first rank may call it alone: the others join in where they come to another call.
+
         The loop is transformers' own and runs on the mesh's first rank: its arguments count, it draws the random
         numbers, and calls processors, stopping criteria and the streamer. Each step of it runs on all ranks: one
         program for a prompt, one for each token behind it, over a cache that is cut over heads, layers and samples.
@@ -111,9 +114,25 @@ class OriginalSurface:
         engine = self._engine
         if not callable(getattr(engine.model, "generate", None)):
             raise ValueError(f"{type(engine.model).__name__} has no generate: only models of transformers that do can")
-        engine.calls.check(f"calls generate({'gathered=True' if gathered else ''})")
         if "synced_gpus" in kwargs:
             kwargs["synced_gpus"] = False  # one rank runs the loop, so none waits for another
+
+        name = f"generate({'gathered=True' if gathered else ''})"
+
+        def generate(gathered: bool) -> Any:
+            return self._generate(args, kwargs, gathered)
+
+        if engine.ranks.is_alone or is_first_rank(engine.places.device_mesh):
+            return self.call_joined(name, generate, gathered=gathered)
+        engine.calls.check(f"calls {name}")
+        return generate(gathered)
+
+    def _join_generation(self, gathered: bool) -> None:
+        """Run what the loop on the first rank asks for, which gave the arguments."""
+        self._generate((), {}, gathered)
+
+    def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any], gathered: bool) -> Any:
+        engine = self._engine
         if gathered or engine.plan is None:
             return _generated_whole(engine, args, kwargs)
         from runtime.generation.sharded_generation import generated

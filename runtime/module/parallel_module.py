@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -20,11 +20,11 @@ from runtime.calls.modes import SubmoduleModes
 from runtime.execution.engine import Engine
 from runtime.execution.expert_load import ExpertLoad, RoutingCounts
 from runtime.execution.measured_trace import measured
-from runtime.mesh.first_rank import FirstRanksState
 from runtime.mesh.layout import DATA, Layout
 from runtime.module.accumulation import Accumulation
 from runtime.module.copying import Copying
-from runtime.module.extra_state import extra_states, take_extra_states
+from runtime.module.first_calls import FirstCall, FirstCalls
+from runtime.module.joined_calls import JoinedCalls
 from runtime.module.original_surface import LikeOriginal, OriginalSurface
 from runtime.module.prefix_calls import PrefixCalls
 from runtime.module.pretrained_files import PretrainedFiles
@@ -33,12 +33,10 @@ from runtime.parameters.unwrappable import Unwrappable
 from runtime.state.owned import Owned
 from runtime.zero.norm import clip_gradients, gradient_norm
 
-#: The engine to run from the first call on, made from the one until then, what is called (``TRAIN_STEP``, ``FORWARD``)
-#: and its arguments.
-FirstCall = Callable[[Engine, str, tuple[Any, ...], dict[str, Any]], Engine]
 
-
-class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unwrappable, nn.Module):
+class ParallelModule(
+    PrefixCalls, Copying, PretrainedFiles, FirstCalls, JoinedCalls, OriginalSurface, Unwrappable, nn.Module
+):
     """A model that runs sharded over a mesh.
 
     ``parameters()`` are DTensors under the original names (tied weights are one parameter), each over this rank's
@@ -55,6 +53,9 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
     def __init__(self, engine: Engine, first_call: FirstCall | None = None) -> None:
         super().__init__()
         self._accumulation = Accumulation()
+        self._joined = {}
+        self._when_planned = []
+        self._counted_as_trained = ()
         self._first_call = first_call
         self._hold(engine)
         self.register_load_state_dict_post_hook(_weights_changed)
@@ -63,29 +64,11 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         """Run ``engine``; ``shown`` are the parameters that users hold already, by name."""
         self._state = engine.state
         self._engine = engine
+        self._let_join_calls_of(engine)
         # What users see is this module's own content.
         self._tree = ParameterTree(engine.state, stages=engine.places.num_stages, shown=shown)
         share_content(self, self._tree.weights)
         self._modes = SubmoduleModes(self, self._tree.weights, engine.model)
-
-    def _plan_for(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, local_inputs: bool) -> None:
-        """Plan for the first call, if that is when planning happens."""
-        if self._first_call is None:
-            return
-        if local_inputs:
-            raise ValueError(
-                "local_inputs=True at the first call, which is planned for and says nothing of the global batch: pass "
-                "that, or give example_inputs to planner.compile"
-            )
-        self._tree.take_gradients()
-        self._check()
-        engine = self._first_call(self._engine, verb, args, kwargs)
-        self._first_call = None
-        self._hold(engine, self._tree.shown())
-
-    def plan_for(self, *args: Any, **kwargs: Any) -> None:
-        """Plan now, if that is done at the first call, as a call of the module with these arguments would."""
-        self._plan_for(FORWARD, args, kwargs, local_inputs=False)
 
     @LikeOriginal
     def forward(self, *args: Any, local_inputs: bool = False, **kwargs: Any) -> Any:
@@ -107,7 +90,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         try:
             with self._tree.stages_as_planned():
                 outputs = self._engine(args, kwargs, local_inputs=local_inputs, parameters=self._tree.trained)
-            self._engine.calls.settle()
+            self._settle()
             return outputs
         finally:
             self._end_call()
@@ -154,7 +137,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         try:
             with self._tree.stages_as_planned():
                 loss = self._engine.train(args, kwargs, local_inputs=local_inputs, weight=scale)
-            self._engine.calls.settle()
+            self._settle()
             return loss
         finally:
             self._end_call()
@@ -291,6 +274,7 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
     def train(self, mode: bool = True) -> ParallelModule:
         super().train(mode)
         self._engine.model.train(mode)
+        self._modes.note_set()
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -354,31 +338,6 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self.plan.save(target)
         self.program.save(target.with_suffix(".py"))
 
-    def full_state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """The original's state dict, with whole tensors, on every rank (all ranks must call it).
-
-        ``names`` are those of the tensors to gather; None for all.
-        """
-        self._engine.calls.check("calls full_state_dict")
-        return self._state.full_state_dict(names) | extra_states(self._engine.model, names)
-
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Take this rank's part of a state dict of the original model (all ranks must call it).
-
-        The first rank's values count, as those of the model do in ``planner.compile``: others may pass ``{}``.
-
-        Raises:
-            ValueError: on all ranks, for a tensor of another shape, or a shard; with ``strict`` also for missing and
-                unknown names.
-        """
-        self._engine.calls.check(f"calls load_full_state_dict(strict={strict})")
-        state = take_extra_states(self._engine.model, state)
-        if not self._engine.ranks.is_alone:
-            places = self._engine.places
-            state = FirstRanksState(state, places.device_mesh, self.layout.device, self._engine.ranks)
-        self._state.load_full_state_dict(state, strict=strict)
-        self.weights_changed()
-
     def weights_changed(self) -> None:
         """To be called after new values were written into what ``owned`` gives (optimizers need not).
 
@@ -387,12 +346,6 @@ class ParallelModule(PrefixCalls, Copying, PretrainedFiles, OriginalSurface, Unw
         self._state.initialise(self._engine.model, seed=0, outside_of_state=True)
         self._engine.forget_constants()
         self._tree.update()
-
-    def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by parameter name, on every rank (all ranks must call it)."""
-        self._engine.calls.together(self._tree.take_gradients)
-        self._engine.calls.check("calls full_gradients")
-        return self._state.full_gradients()
 
     def initialise(self, *, seed: int = 0) -> None:
         """Fill parameters and buffers that are still on meta as the model's own initialisation does.

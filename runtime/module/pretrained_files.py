@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from runtime.execution.engine import Engine
+from runtime.module.whole_state import WholeState
 from runtime.state.owned import Owned
 from runtime.weight_files import LoadedFiles, hugging_face_names, load_weights, save_config, save_weights
 from runtime.weight_files.peft_adapters import (
@@ -21,14 +21,11 @@ from runtime.weight_files.peft_adapters import (
 )
 
 
-class PretrainedFiles:
+class PretrainedFiles(WholeState):
     """Goes before ``nn.Module`` among the bases of ``ParallelModule``, whose weights it reads and writes."""
 
-    _engine: Engine
+    wait_for_ranks: Callable[[], None]
     owned: Callable[[], tuple[Owned, ...]]
-    weights_changed: Callable[[], None]
-    full_state_dict: Callable[[Collection[str]], dict[str, torch.Tensor]]
-    load_full_state_dict: Callable[..., None]
 
     def load_pretrained(self, path: str | FilePath, *, strict: bool = True) -> LoadedFiles:
         """Take this rank's parts of Hugging Face safetensors files, reading no others (all ranks must call it).
@@ -43,6 +40,7 @@ class PretrainedFiles:
         Raises:
             ValueError: on all ranks, as ``runtime.weight_files.load_weights``; nothing is changed then.
         """
+        self.wait_for_ranks()
         if has_adapters(self._engine.model) and has_saved_adapters(path):
             adapters = read_adapters(self._engine.model, path, strict=strict)
             self.load_full_state_dict(adapters.tensors, strict=False)
@@ -68,10 +66,11 @@ class PretrainedFiles:
         is_main_process: bool = True,
         save_function: Callable[..., Any] | None = None,
     ) -> None:
-        """Save the weights as Hugging Face does, with the model's config if it has one (all ranks must call it).
+        """Save the weights as Hugging Face does, with the model's config if it has one.
 
-        Every rank writes its own parts: ``path`` is a directory on a file system that all ranks share. Of a PEFT model
-        the first rank writes the adapters, for ``PeftModel.from_pretrained``.
+        All ranks must call it, or come to another call, where they join in. Every rank writes its own parts: ``path``
+        is a directory on a file system that all ranks share. Of a PEFT model the first rank writes the adapters, for
+        ``PeftModel.from_pretrained``.
 
         Args:
             dtype: of floating-point tensors in the files; None to keep each one's own.
@@ -85,11 +84,28 @@ class PretrainedFiles:
             ValueError: on all ranks, if tensors are still on meta, the directory is not shared, there are no
                 adapters to merge, or ``state_dict`` has other weights than the model.
         """
-        if state_dict is not None:
-            self._engine.ranks.together(lambda: _check_own_weights(self.owned(), state_dict))
+
+        def save(path: str | FilePath, dtype: torch.dtype | None, merge_adapters: bool) -> None:
+            self._save_pretrained(path, dtype, merge_adapters, state_dict)
+
+        arguments: dict[str, Any] = {"path": path, "dtype": dtype, "merge_adapters": merge_adapters}
+        if self._engine.waits:
+            save(**arguments)  # with those at work, which agree among themselves
+        else:
+            self.call_joined("save_pretrained", save, **arguments)
+
+    def _save_pretrained(
+        self,
+        path: str | FilePath,
+        dtype: torch.dtype | None,
+        merge_adapters: bool,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        owned = self.owned()
+        self._engine.ranks.together(lambda: None if state_dict is None else _check_own_weights(owned, state_dict))
         if has_adapters(self._engine.model):
-            save = save_merged if merge_adapters else save_adapters
-            save(self._engine.model, path, self.full_state_dict, dtype=dtype)
+            write = save_merged if merge_adapters else save_adapters
+            write(self._engine.model, path, self.full_state_dict, dtype=dtype)
             return
         if merge_adapters:
             raise ValueError("merge_adapters is for models of peft, and this is none: leave it out")

@@ -129,7 +129,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def update_rule(optimizer: torch.optim.Optimizer) -> str:
     """The name of what updates the parameters (``"AdamW"``), wherever its state is."""
     updater = optimizer.updater if isinstance(optimizer, OffloadedOptimizer) else optimizer
-    return type(updater).__name__
+    return getattr(updater, "update_rule", type(updater).__name__)  # several together say theirs
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

@@ -34,6 +34,16 @@ def stateful_objects(accelerator: Any) -> dict[str, list[Any]]:
     return {"schedulers": accelerator._schedulers, "objects": accelerator._custom_objects}
 
 
+def hooks_before_saving(accelerator: Any) -> list[Callable[..., Any]]:
+    """What scripts have registered by ``register_save_state_pre_hook``."""
+    return list(accelerator._save_model_state_pre_hook.values())
+
+
+def hooks_before_loading(accelerator: Any) -> list[Callable[..., Any]]:
+    """What scripts have registered by ``register_load_state_pre_hook``."""
+    return list(accelerator._load_model_state_pre_hook.values())
+
+
 def train_batch_size(trainer: Any) -> int:
     """Samples of a batch on each process."""
     size: int = trainer._train_batch_size
