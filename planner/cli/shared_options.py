@@ -120,8 +120,11 @@ def read_choices(texts: Sequence[str], *, option: str) -> dict[str, list[int | s
     return choices
 
 
-def read_gib(text: str) -> float:
+def read_gib(text: str, *, option: str = "--memory", other: str = " or 'none'") -> float:
     """A positive number of GiB, in bytes.
+
+    Args:
+        option: whose value it is; ``other``: what else that may be, in words.
 
     Raises:
         ValueError: if it is not one.
@@ -131,7 +134,7 @@ def read_gib(text: str) -> float:
     except ValueError:
         gib = -1.0
     if not 0 < gib < float("inf"):
-        raise ValueError(f"--memory takes a positive number of GiB or 'none', got {text!r}")
+        raise ValueError(f"{option} takes a positive number of GiB{other}, got {text!r}")
     return gib * 2**30
 
 
